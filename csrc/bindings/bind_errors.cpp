@@ -36,9 +36,14 @@ py::object to_tuple(const std::vector<int>& ranks) noexcept {
 void raise(const Error& error) noexcept {
   // Messages may be cut in the middle of a UTF-8 character.
   std::string message = error.what();
-  if (error.code() == ErrorCode::kPeerFailure || error.code() == ErrorCode::kTimeout) {
-    const std::string why = explain_failure();
-    if (!why.empty()) message += "\nwhy: " + why;
+  const bool is_late = error.code() == ErrorCode::kTimeout;
+  if (is_late || error.code() == ErrorCode::kPeerFailure) {
+    try {
+      const std::string why = explain_failure(is_late);
+      if (!why.empty()) message += "\nwhy: " + why;
+    } catch (py::error_already_set& ending) {
+      return ending.restore();
+    }
   }
   const py::object text =
       own(PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));

@@ -45,16 +45,17 @@ void set_speaker(const py::object& stalled, const py::object& explain) {
   explain_function = explain.inc_ref();
 }
 
-std::string explain_failure() noexcept {
+std::string explain_failure(bool is_late) {
   if (is_finalizing() || explain_function.is_none()) return "";
   try {
-    return explain_function().cast<std::string>();
-  } catch (...) {
+    return explain_function(is_late).cast<std::string>();
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;
     return "";  // the failure itself must be told
   }
 }
 
-void Patience::wait() noexcept {
+void Patience::wait() {
   constexpr std::chrono::seconds kLong{5};
   constexpr std::chrono::seconds kBetween{1};
   const auto now = Clock::now();
@@ -65,8 +66,8 @@ void Patience::wait() noexcept {
   if (stalled_function.is_none()) return;
   try {
     stalled_function(std::chrono::duration<double>(now - *since_).count());
-  } catch (...) {
-    return;  // what only tells of a call must not end it
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) throw;  // what only tells of a call must not end it
   }
 }
 

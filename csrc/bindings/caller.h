@@ -27,16 +27,17 @@ void retake_gil(PyThreadState* state) noexcept;
 
 // Sets two functions of Python: `stalled`, which is called with the seconds that a call has waited,
 // every second from the fifth on, and must not block; and `explain`, which says why this process's
-// job does not go on.
+// job does not go on. It takes whether a rank is late.
 void set_speaker(const pybind11::object& stalled, const pybind11::object& explain);
-// Returns what `explain` says; "" if nothing. Needs the GIL.
-[[nodiscard]] std::string explain_failure() noexcept;
+// Returns what `explain` says; "" if nothing. Throws what ends the program, such as Ctrl-C. Needs the
+// GIL.
+[[nodiscard]] std::string explain_failure(bool is_late);
 
 // Notices calls that wait for long. Takes the GIL to tell.
 class Patience {
  public:
-  // Called now and then while a call waits.
-  void wait() noexcept;
+  // Called now and then while a call waits. Throws what ends the program, such as Ctrl-C.
+  void wait();
 
  private:
   using Clock = std::chrono::steady_clock;

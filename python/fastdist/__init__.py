@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import fastdist.cluster as cluster
 import fastdist.errors as errors
 from fastdist._version import __version__
-from fastdist.collectives.communicator import Communicator, Work
+from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.functions import (
     all_gather,
     all_gather_object,
@@ -26,6 +26,7 @@ from fastdist.collectives.functions import (
 )
 from fastdist.collectives.hints import unknown_name
 from fastdist.collectives.init import default_communicator, init, local_group
+from fastdist.collectives.types import Work
 from fastdist.integrations.torch_backend import register_with_torch
 
 __all__ = [

@@ -45,7 +45,7 @@ class Settings:
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Reads the settings.
+    """Read the settings.
 
     Raises:
         ValueError: a time is not between 0 and 1e9 s, or a flag is not 0 or 1.

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <string>
 #include <vector>
@@ -246,21 +247,26 @@ CASE(a_rank_that_leaves_ends_the_calls_of_all) {
 
 CASE(an_interrupted_rank_ends_the_calls_of_all) {
   for (const int interrupted : {0, 1, 2}) {
-    with_machines({{0, 1}, {2}}, [interrupted](NetCommunicator& c) {
+    std::promise<void> given_up;
+    const std::shared_future<void> has_given_up = given_up.get_future().share();
+    with_machines({{0, 1}, {2}}, [&](NetCommunicator& c) {
       if (c.rank() == interrupted) {
         TestCaller caller;
         caller.interrupted = true;
-        // Another rank is late, so that this rank waits.
+        bool raised = false;
         try {
           c.barrier({std::chrono::seconds(20), &caller});
-          CHECK(false);
         } catch (const Failure&) {
+          raised = true;
         }
+        given_up.set_value();
+        CHECK(raised);
         CHECK(code_of([&] { c.barrier(patient()); }) == ErrorCode::kState);
         return;
       }
+      // One rank comes when the interrupted rank, which waits for it, has given up.
       if (c.rank() == (interrupted + 1) % 3) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(300));
+        CHECK(has_given_up.wait_for(std::chrono::seconds(30)) == std::future_status::ready);
       }
       const Error error = CHECK_THROWS(ErrorCode::kPeerFailure, {
         c.barrier(patient());  // may end, since the interrupted rank has arrived

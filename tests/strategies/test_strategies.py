@@ -17,6 +17,7 @@ from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.replicated import ReplicatedStrategy
 from ranks import ProcessRanks
+from replica_tests import on_replicas
 from strategy_buffers import BuffersContract
 from strategy_contract import StrategyContract
 from strategy_members import MembersContract
@@ -169,44 +170,39 @@ class TestCentralStorage(Contract):
     copies_parameters = False
     make = staticmethod(TestTrainingCentralStorage.make)
 
-    def test_out_of_sync_is_seen(self, strategies: Any) -> None:
+    @on_replicas
+    def test_out_of_sync_is_seen(self, strategy: fd.Strategy) -> None:
         """Parameters cannot be; a change by hand would be one of each replica."""
+        with strategy.scope():
+            model = torch.nn.Linear(2, 2)
 
-        def case(strategy: fd.Strategy) -> None:
-            with strategy.scope():
-                model = torch.nn.Linear(2, 2)
+        def change() -> None:
+            with torch.no_grad():
+                model.weight += 1
 
-            def change() -> None:
-                with torch.no_grad():
-                    model.weight += 1
+        with pytest.raises(FastdistError, match=r"shape \(2, 2\) was changed in place in run"):
+            strategy.run(change)
+        strategy.check_in_sync()
 
-            with pytest.raises(FastdistError, match=r"shape \(2, 2\) was changed in place in run"):
-                strategy.run(change)
-            strategy.check_in_sync()
+    @on_replicas
+    def test_the_optimizer_steps_once(self, strategy: fd.Strategy) -> None:
+        with strategy.scope():
+            model = torch.nn.Linear(3, 1, bias=False)
+            first = torch.optim.Adam(model.parameters(), lr=0.1)
+            second = torch.optim.LBFGS(model.parameters())
+        steps = []
+        first.register_step_post_hook(lambda *_: steps.append(1))
 
-        strategies.run(case)
+        def step() -> None:
+            model(torch.ones(2, 3)).sum().backward()
+            first.step()
 
-    def test_the_optimizer_steps_once(self, strategies: Any) -> None:
-        def case(strategy: fd.Strategy) -> None:
-            with strategy.scope():
-                model = torch.nn.Linear(3, 1, bias=False)
-                first = torch.optim.Adam(model.parameters(), lr=0.1)
-                second = torch.optim.LBFGS(model.parameters())
-            steps = []
-            first.register_step_post_hook(lambda *_: steps.append(1))
-
-            def step() -> None:
-                model(torch.ones(2, 3)).sum().backward()
-                first.step()
-
-            strategy.run(step)
-            is_owner = strategy.local_replica_ids == (0,)
-            assert len(steps) == is_owner
-            assert len(first.state) == is_owner
-            with pytest.raises(ValueError, match=r"LBFGS\.step got a closure"):
-                strategy.run(lambda: second.step(lambda: model(torch.ones(1, 3)).sum()))
-
-        strategies.run(case)
+        strategy.run(step)
+        is_owner = strategy.local_replica_ids == (0,)
+        assert len(steps) == is_owner
+        assert len(first.state) == is_owner
+        with pytest.raises(ValueError, match=r"LBFGS\.step got a closure"):
+            strategy.run(lambda: second.step(lambda: model(torch.ones(1, 3)).sum()))
 
     def test_optimizers_that_count_in_their_groups(self, strategies: Any) -> None:
         class Counted(torch.optim.SGD):
@@ -231,24 +227,22 @@ class TestCentralStorage(Contract):
 
         strategies.run(case)
 
-    def test_parameters_of_another_dtype(self, strategies: Any) -> None:
-        def case(strategy: fd.Strategy) -> None:
-            with strategy.scope():
-                model = torch.nn.Linear(2, 1)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model.double()  # other memory
+    @on_replicas
+    def test_parameters_of_another_dtype(self, strategy: fd.Strategy) -> None:
+        with strategy.scope():
+            model = torch.nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.double()  # other memory
 
-            def step() -> None:
-                optimizer.zero_grad()
-                model(torch.ones(1, 2, dtype=torch.double)).sum().backward()
-                optimizer.step()
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2, dtype=torch.double)).sum().backward()
+            optimizer.step()
 
-            before = model.weight.detach().clone()
-            strategy.run(step)
-            assert torch.allclose(model.weight, before - 0.1)
-            strategy.check_in_sync()
-
-        strategies.run(case)
+        before = model.weight.detach().clone()
+        strategy.run(step)
+        assert torch.allclose(model.weight, before - 0.1)
+        strategy.check_in_sync()
 
 
 class TestCentralStorageApart(Contract):

@@ -14,7 +14,17 @@ import torch.nn.functional as F
 from fastdist import Strategy
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from training_programs import Net, finish, made, program, simple, simply_trained, steps, trained
+from training_programs import (
+    Net,
+    finish,
+    made,
+    program,
+    simple,
+    simply_trained,
+    step_program,
+    steps,
+    train,
+)
 
 
 class Containers(nn.Module):
@@ -57,18 +67,13 @@ def weights_tied_between_modules(strategy: Strategy) -> list[torch.Tensor]:
     return finish(strategy, one, two)
 
 
-@program
-def functional_calls(strategy: Strategy) -> list[torch.Tensor]:
-    model, optimizer = made(strategy)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        doubled = {name: 2 * p for name, p in model.named_parameters()}
-        out = torch.func.functional_call(model, doubled, (x,))
-        F.mse_loss(out, y).backward()
-        optimizer.step()
-
-    return trained(strategy, step, model)
+@step_program
+def functional_calls(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    doubled = {name: 2 * p for name, p in model.named_parameters()}
+    out = torch.func.functional_call(model, doubled, (x,))
+    F.mse_loss(out, y).backward()
+    optimizer.step()
 
 
 @program
@@ -83,9 +88,7 @@ def averages_of_weights(strategy: Strategy) -> list[torch.Tensor]:
     outside = torch.optim.swa_utils.AveragedModel(model)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        train(model, optimizer, x, y)
         inside.update_parameters(model)
         with torch.no_grad():
             for mean, p in zip(ema.parameters(), model.parameters(), strict=True):
@@ -161,9 +164,7 @@ def other_dtype(strategy: Strategy) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        F.mse_loss(model(x.double()), y.double()).backward()
-        optimizer.step()
+        train(model, optimizer, x.double(), y.double())
 
     for _ in steps(strategy, step):
         pass

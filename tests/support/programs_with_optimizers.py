@@ -12,38 +12,39 @@ import torch
 import torch.nn.functional as F
 from fastdist import Strategy
 from torch import nn
+from torch.optim import lr_scheduler as schedulers
 from torch.utils.checkpoint import checkpoint
-from training_programs import Net, finish, made, program, simply_trained, steps, trained
+from training_programs import (
+    Net,
+    finish,
+    made,
+    program,
+    simply_trained,
+    step_program,
+    steps,
+    train,
+    trained,
+)
 
 
-@program
-def gradient_penalty(strategy: Strategy) -> list[torch.Tensor]:
-    model, optimizer = made(strategy)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        x.requires_grad_()
-        out = model(x)
-        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-        (F.mse_loss(out, y) + grad.square().sum(1).mean()).backward()
-        optimizer.step()
-
-    return trained(strategy, step, model)
+@step_program
+def gradient_penalty(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    x.requires_grad_()
+    out = model(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (F.mse_loss(out, y) + grad.square().sum(1).mean()).backward()
+    optimizer.step()
 
 
-@program
-def backward_twice(strategy: Strategy) -> list[torch.Tensor]:
+@step_program
+def backward_twice(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     """A graph kept, and a second loss on it; both are summed in `.grad`."""
-    model, optimizer = made(strategy)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        out = model(x)
-        F.mse_loss(out, y).backward(retain_graph=True)
-        out.square().mean().backward()
-        optimizer.step()
-
-    return trained(strategy, step, model)
+    optimizer.zero_grad()
+    out = model(x)
+    F.mse_loss(out, y).backward(retain_graph=True)
+    out.square().mean().backward()
+    optimizer.step()
 
 
 @program
@@ -62,21 +63,16 @@ def create_graph_in_backward(strategy: Strategy) -> list[torch.Tensor]:
         return trained(strategy, step, model)
 
 
-@program
-def grad_by_hand(strategy: Strategy) -> list[torch.Tensor]:
+@step_program
+def grad_by_hand(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     """torch.autograd.grad gives the replica's own; the context reduces it."""
-    model, optimizer = made(strategy)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        context = fd.get_replica_context()
-        parameters = list(model.parameters())
-        loss = F.mse_loss(model(x), y) if len(x) else 0 * model(x).sum()
-        grads = torch.autograd.grad(loss, parameters)
-        for p, grad in zip(parameters, grads, strict=True):
-            p.grad = context.all_reduce("mean", grad * context.weight)
-        optimizer.step()
-
-    return trained(strategy, step, model)
+    context = fd.get_replica_context()
+    parameters = list(model.parameters())
+    loss = F.mse_loss(model(x), y) if len(x) else 0 * model(x).sum()
+    grads = torch.autograd.grad(loss, parameters)
+    for p, grad in zip(parameters, grads, strict=True):
+        p.grad = context.all_reduce("mean", grad * context.weight)
+    optimizer.step()
 
 
 @program
@@ -104,18 +100,13 @@ def checkpointed_with_dropout(strategy: Strategy) -> list[torch.Tensor]:
     return finish(strategy, model)
 
 
-@program
-def checkpointed(strategy: Strategy) -> list[torch.Tensor]:
-    model, optimizer = made(strategy)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        hidden = checkpoint(model.first, x, use_reentrant=False)
-        out = checkpoint(lambda h: model.second(torch.tanh(h)), hidden, use_reentrant=True)
-        F.mse_loss(out, y).backward()
-        optimizer.step()
-
-    return trained(strategy, step, model)
+@step_program
+def checkpointed(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    hidden = checkpoint(model.first, x, use_reentrant=False)
+    out = checkpoint(lambda h: model.second(torch.tanh(h)), hidden, use_reentrant=True)
+    F.mse_loss(out, y).backward()
+    optimizer.step()
 
 
 @program
@@ -210,31 +201,23 @@ def frozen_then_unfrozen(strategy: Strategy) -> list[torch.Tensor]:
         model.first.requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    for _ in steps(strategy, step):
+    for _ in steps(strategy, functools.partial(train, model, optimizer)):
         model.first.requires_grad_(True)
     model.second.bias.requires_grad = False
     return simply_trained(strategy, model, optimizer)
 
 
-@program
-def frozen_and_unfrozen_inside_run(strategy: Strategy) -> list[torch.Tensor]:
-    model, optimizer = made(strategy)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        for first in (True, False):
-            optimizer.zero_grad()
-            model.first.requires_grad_(first)
-            model.second.requires_grad_(not first)
-            F.mse_loss(model(x), y).backward()
-            optimizer.step()
-        model.requires_grad_(True)
-
-    return trained(strategy, step, model)
+@step_program
+def frozen_and_unfrozen_inside_run(
+    model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    for first in (True, False):
+        optimizer.zero_grad()
+        model.first.requires_grad_(first)
+        model.second.requires_grad_(not first)
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    model.requires_grad_(True)
 
 
 @program
@@ -261,7 +244,6 @@ def lbfgs(strategy: Strategy) -> list[torch.Tensor]:
 
 @program
 def groups_and_schedulers(strategy: Strategy) -> list[torch.Tensor]:
-    schedulers = torch.optim.lr_scheduler
     torch.manual_seed(1)
     with strategy.scope():
         model = Net()
@@ -295,22 +277,18 @@ def groups_and_schedulers(strategy: Strategy) -> list[torch.Tensor]:
     return [*finish(strategy, model, extra), torch.tensor(rates)]
 
 
-@program
-def one_cycle(strategy: Strategy) -> list[torch.Tensor]:
+def scheduled(strategy: Strategy, make: Any, read: Any) -> list[torch.Tensor]:
+    """Step a scheduler in `run`; return what `read(group, scheduler)` does after each step too."""
     torch.manual_seed(1)
-    schedulers = torch.optim.lr_scheduler
     with strategy.scope():
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        cycle = schedulers.OneCycleLR(optimizer, 0.2, total_steps=10)
+        scheduler = make(optimizer)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> tuple[float, ...]:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        cycle.step()
-        group = optimizer.param_groups[0]
-        return group["lr"], group["momentum"], cycle.get_last_lr()[0]
+        train(model, optimizer, x, y)
+        scheduler.step()
+        return read(optimizer.param_groups[0], scheduler)
 
     rates = [strategy.local_results(a) for one in steps(strategy, step) for a in one]
     assert all(len(set(rate)) == 1 for rate in rates)
@@ -318,31 +296,24 @@ def one_cycle(strategy: Strategy) -> list[torch.Tensor]:
 
 
 @program
+def one_cycle(strategy: Strategy) -> list[torch.Tensor]:
+    return scheduled(
+        strategy,
+        lambda optimizer: schedulers.OneCycleLR(optimizer, 0.2, total_steps=10),
+        lambda group, cycle: (group["lr"], group["momentum"], cycle.get_last_lr()[0]),
+    )
+
+
+@program
 def sequential_schedulers(strategy: Strategy) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    schedulers = torch.optim.lr_scheduler
-    with strategy.scope():
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        chained = schedulers.SequentialLR(
-            optimizer,
-            [
-                schedulers.LinearLR(optimizer, 0.5, total_iters=2),
-                schedulers.ExponentialLR(optimizer, 0.9),
-            ],
-            [2],
-        )
+    def make(optimizer: Any) -> Any:
+        parts = [
+            schedulers.LinearLR(optimizer, 0.5, total_iters=2),
+            schedulers.ExponentialLR(optimizer, 0.9),
+        ]
+        return schedulers.SequentialLR(optimizer, parts, [2])
 
-    def step(x: torch.Tensor, y: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        chained.step()
-        return optimizer.param_groups[0]["lr"]
-
-    rates = [strategy.local_results(one) for one in steps(strategy, step)]
-    assert all(len(set(rate)) == 1 for rate in rates)
-    return [*finish(strategy, model), torch.tensor([rate[0] for rate in rates])]
+    return scheduled(strategy, make, lambda group, scheduler: (group["lr"],))
 
 
 @program
@@ -379,18 +350,13 @@ def optimizer_hooks(strategy: Strategy) -> list[torch.Tensor]:
     return simply_trained(strategy, model, optimizer)
 
 
-@program
-def optimizer_in_backward(strategy: Strategy) -> list[torch.Tensor]:
+@step_program
+def optimizer_in_backward(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     """Gradients set to None, accumulated into, and detached, between steps."""
-    model, optimizer = made(strategy)
-
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-
-    return trained(strategy, step, model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
 
 
 @program
@@ -431,12 +397,10 @@ def plateau_inside_run(strategy: Strategy) -> list[torch.Tensor]:
     with strategy.scope():
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+        plateau = schedulers.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> float:
-        optimizer.zero_grad()
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
+        train(model, optimizer, x, y)
         plateau.step(1.0)
         return float(optimizer.param_groups[0]["lr"])
 

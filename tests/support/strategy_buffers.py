@@ -14,6 +14,7 @@ import torch
 from digits_training import replica_id, require_close
 from fastdist import Strategy
 from fastdist.errors import CollectiveMismatchError, PeerFailureError
+from replica_tests import on_replicas
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -37,64 +38,60 @@ class Averaged(nn.Module):
 class BuffersContract:
     """Buffers that forward writes. Subclasses choose the strategy."""
 
-    def test_buffers_that_some_replicas_write(self, strategies: Any) -> None:
+    @on_replicas
+    def test_buffers_that_some_replicas_write(self, strategy: Strategy) -> None:
         """Experts: each is normalized by the replicas that used it, and all hold the same."""
+        n = strategy.num_replicas_in_sync
+        for width in (2, 3):
+            with strategy.scope():
+                model = nn.ModuleList(
+                    nn.BatchNorm1d(2 if i == 0 else width, momentum=1.0) for i in range(n)
+                )
 
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            for width in (2, 3):
-                with strategy.scope():
-                    model = nn.ModuleList(
-                        nn.BatchNorm1d(2 if i == 0 else width, momentum=1.0) for i in range(n)
-                    )
+            def step(model: Any = model) -> None:
+                expert = model[replica_id()]
+                x = torch.full((8, expert.num_features), 100.0 * replica_id())
+                expert(x).square().sum().backward()
 
-                def step(model: Any = model) -> None:
-                    expert = model[replica_id()]
-                    x = torch.full((8, expert.num_features), 100.0 * replica_id())
-                    expert(x).square().sum().backward()
+            strategy.run(step)
+            strategy.check_in_sync()
+            for i, expert in enumerate(model):
+                assert expert.running_mean.tolist() == pytest.approx(
+                    [100.0 * i] * expert.num_features
+                )
 
-                strategy.run(step)
-                strategy.check_in_sync()
-                for i, expert in enumerate(model):
-                    assert expert.running_mean.tolist() == pytest.approx(
-                        [100.0 * i] * expert.num_features
-                    )
-
-        strategies.run(case)
-
-    def test_buffers_that_are_written_without_backward(self, strategies: Any) -> None:
+    @on_replicas
+    def test_buffers_that_are_written_without_backward(self, strategy: Strategy) -> None:
         def forward(strategy: Strategy, norm: nn.Module, values: torch.Tensor) -> list[Any]:
             return [
                 strategy.run(lambda x: norm(x).sum(), (batch,))
                 for batch in strategy.distribute_dataset(values, global_batch_size=16)
             ]
 
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            with strategy.scope():
-                norm = nn.BatchNorm1d(2, momentum=1.0)
-            values = torch.arange(2.0 * (2 * n + 3)).reshape(-1, 2)  # divided unevenly
-            results = forward(strategy, norm, values)
-            strategy.check_in_sync()
-            require_close([norm.running_mean], [values.mean(0)], 1e-6)
-            assert norm.num_batches_tracked.item() == 1
-            results = forward(strategy, norm, -values)
-            strategy.reduce("sum", results[0])
-            require_close([norm.running_mean], [-values.mean(0)], 1e-6)
+        n = strategy.num_replicas_in_sync
+        with strategy.scope():
+            norm = nn.BatchNorm1d(2, momentum=1.0)
+        values = torch.arange(2.0 * (2 * n + 3)).reshape(-1, 2)  # divided unevenly
+        results = forward(strategy, norm, values)
+        strategy.check_in_sync()
+        require_close([norm.running_mean], [values.mean(0)], 1e-6)
+        assert norm.num_batches_tracked.item() == 1
+        results = forward(strategy, norm, -values)
+        strategy.reduce("sum", results[0])
+        require_close([norm.running_mean], [-values.mean(0)], 1e-6)
 
-            def skipping(x: torch.Tensor) -> None:
-                loss = norm(x).square().sum()
-                if replica_id():
-                    loss.backward()
+        def skipping(x: torch.Tensor) -> None:
+            loss = norm(x).square().sum()
+            if replica_id():
+                loss.backward()
 
-            if n > 1:
-                (batch,) = strategy.distribute_dataset(values, global_batch_size=16)
-                with pytest.raises(CollectiveMismatchError, match="in skipping"):
-                    (strategy.run(skipping, (batch,)), strategy.reduce("sum", 1.0))
+        if n > 1:
+            (batch,) = strategy.distribute_dataset(values, global_batch_size=16)
+            with pytest.raises(CollectiveMismatchError, match="in skipping"):
+                (strategy.run(skipping, (batch,)), strategy.reduce("sum", 1.0))
 
-        strategies.run(case)
-
-    def test_buffers_of_a_replica_without_examples(self, strategies: Any) -> None:
+    @on_replicas
+    def test_buffers_of_a_replica_without_examples(self, strategy: Strategy) -> None:
         def stepped(strategy: Strategy) -> list[torch.Tensor]:
             torch.manual_seed(0)
             with strategy.scope():
@@ -111,13 +108,13 @@ class BuffersContract:
             buffers = [*norm.buffers(), *linear.buffers()]
             return [buffer.detach().clone().float() for buffer in buffers]
 
-        def case(strategy: Strategy) -> None:
-            require_close(stepped(strategy), stepped(fd.OneDeviceStrategy("cpu")), 1e-6)
-
-        strategies.run(case)
+        require_close(stepped(strategy), stepped(fd.OneDeviceStrategy("cpu")), 1e-6)
 
     @pytest.mark.parametrize("size", [8, 9, 11])
-    def test_several_batches_before_buffers_are_averaged(self, strategies: Any, size: int) -> None:
+    @on_replicas
+    def test_several_batches_before_buffers_are_averaged(
+        self, strategy: Strategy, size: int
+    ) -> None:
         """The last batch is cut otherwise than the first two: 2 examples, 1 for one replica, …"""
 
         def mean(strategy: Strategy, ends_with_backward: bool) -> torch.Tensor:
@@ -138,31 +135,26 @@ class BuffersContract:
             strategy.check_in_sync()
             return model.mean
 
-        def case(strategy: Strategy) -> None:
-            for ends_with_backward in (True, False):
-                one = mean(fd.OneDeviceStrategy("cpu"), ends_with_backward)
-                require_close([mean(strategy, ends_with_backward)], [one], 1e-12)
+        for ends_with_backward in (True, False):
+            one = mean(fd.OneDeviceStrategy("cpu"), ends_with_backward)
+            require_close([mean(strategy, ends_with_backward)], [one], 1e-12)
 
-        strategies.run(case)
-
+    @on_replicas
     def test_buffers_that_are_not_averaged_when_a_scope_opens_or_a_run_fails(
-        self, strategies: Any
+        self, strategy: Strategy
     ) -> None:
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            for fails in (False, True):
+        n = strategy.num_replicas_in_sync
+        for fails in (False, True):
+            with strategy.scope():
+                model = Averaged()
+            data = torch.arange(4.0 * n + 2, dtype=torch.float64).reshape(2 * n + 1, 2)
+            (batch,) = strategy.distribute_dataset(data, global_batch_size=2 * n + 1)
+            strategy.run(lambda x, model=model: model(x).detach(), (batch,))
+            if fails:
+                with pytest.raises((ZeroDivisionError, PeerFailureError)):
+                    strategy.run(lambda _: 1 / 0, (batch,))
+            else:
                 with strategy.scope():
-                    model = Averaged()
-                data = torch.arange(4.0 * n + 2, dtype=torch.float64).reshape(2 * n + 1, 2)
-                (batch,) = strategy.distribute_dataset(data, global_batch_size=2 * n + 1)
-                strategy.run(lambda x, model=model: model(x).detach(), (batch,))
-                if fails:
-                    with pytest.raises((ZeroDivisionError, PeerFailureError)):
-                        strategy.run(lambda _: 1 / 0, (batch,))
-                else:
-                    with strategy.scope():
-                        nn.Linear(1, 1)
-                strategy.check_in_sync()
-                require_close([model.mean], [data.mean(0) / 4], 1e-12)
-
-        strategies.run(case)
+                    nn.Linear(1, 1)
+            strategy.check_in_sync()
+            require_close([model.mean], [data.mean(0) / 4], 1e-12)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from fastdist import Strategy
 from fastdist.checkpoints import directory_lock
+from replica_tests import on_replicas
 from torch import nn
 
 _STEPS = 6
@@ -85,30 +86,28 @@ class CheckpointContract:
     """Saving and restoring, bound as the contract."""
 
     @pytest.mark.parametrize("async_op", [False, True])
+    @on_replicas
     def test_a_restored_job_ends_with_the_same_bits(
-        self, strategies: Any, tmp_path: Path, async_op: bool
+        self, strategy: Strategy, tmp_path: Path, async_op: bool
     ) -> None:
-        def case(strategy: Strategy) -> None:
-            job = Job(strategy)
-            with fd.CheckpointManager(tmp_path, max_to_keep=2) as manager:
-                assert manager.restore(job.checkpoint) is None
+        job = Job(strategy)
+        with fd.CheckpointManager(tmp_path, max_to_keep=2) as manager:
+            assert manager.restore(job.checkpoint) is None
 
-                def save(step: int) -> None:
-                    if step <= 3:
-                        path = manager.save(job.checkpoint, async_op=async_op)
-                        assert path == tmp_path / f"checkpoint-{step}"
+            def save(step: int) -> None:
+                if step <= 3:
+                    path = manager.save(job.checkpoint, async_op=async_op)
+                    assert path == tmp_path / f"checkpoint-{step}"
 
-                job.train(_STEPS, save)  # while the last one is written
-            names = ["checkpoint-2", "checkpoint-3"]
-            assert [path.name for path in manager.checkpoints] == names
-            again = Job(strategy)
-            with fd.CheckpointManager(tmp_path) as manager:
-                assert manager.restore(again.checkpoint) == tmp_path / "checkpoint-3"
-                assert again.checkpoint.step == 3
-                again.train(_STEPS)
-            again.require_same(job)
-
-        strategies.run(case)
+            job.train(_STEPS, save)  # while the last one is written
+        names = ["checkpoint-2", "checkpoint-3"]
+        assert [path.name for path in manager.checkpoints] == names
+        again = Job(strategy)
+        with fd.CheckpointManager(tmp_path) as manager:
+            assert manager.restore(again.checkpoint) == tmp_path / "checkpoint-3"
+            assert again.checkpoint.step == 3
+            again.train(_STEPS)
+        again.require_same(job)
 
     def test_restored_lbfgs_rounds_as_before(self, strategies: Any, tmp_path: Path) -> None:
         """BLAS rounds by the alignment of memory, and LBFGS magnifies it."""
@@ -190,8 +189,9 @@ class CheckpointContract:
         assert set(strategies.run(restore)) == {3}
 
     @pytest.mark.parametrize(("aggregation", "value"), [("SUM", 1.0), ("MEAN", 0.5)])
+    @on_replicas
     def test_variables_with_a_value_per_replica(
-        self, strategies: Any, tmp_path: Path, aggregation: str, value: float
+        self, strategy: Strategy, tmp_path: Path, aggregation: str, value: float
     ) -> None:
         def make(strategy: Strategy) -> Any:
             with strategy.scope():
@@ -201,25 +201,22 @@ class CheckpointContract:
                     aggregation=fd.VariableAggregation[aggregation],
                 )
 
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            variable = make(strategy)
+        n = strategy.num_replicas_in_sync
+        variable = make(strategy)
 
-            def assign() -> None:
-                context = fd.get_replica_context()
-                assert context is not None
-                variable.assign(float(context.replica_id_in_sync_group) + 1)
+        def assign() -> None:
+            context = fd.get_replica_context()
+            assert context is not None
+            variable.assign(float(context.replica_id_in_sync_group) + 1)
 
-            strategy.run(assign)
-            total = {"SUM": n * (n + 1) / 2, "MEAN": (n + 1) / 2}[aggregation]
-            fd.Checkpoint(count=variable).save(tmp_path / "saved")
-            again = make(strategy)
-            fd.Checkpoint(count=again).restore(tmp_path / "saved")
-            assert float(again.value) == total
-            own = strategy.local_results(again)[0]
-            assert float(own) == (total / n if aggregation == "SUM" else total)
-
-        strategies.run(case)
+        strategy.run(assign)
+        total = {"SUM": n * (n + 1) / 2, "MEAN": (n + 1) / 2}[aggregation]
+        fd.Checkpoint(count=variable).save(tmp_path / "saved")
+        again = make(strategy)
+        fd.Checkpoint(count=again).restore(tmp_path / "saved")
+        assert float(again.value) == total
+        own = strategy.local_results(again)[0]
+        assert float(own) == (total / n if aggregation == "SUM" else total)
 
     def test_metrics_that_count_amid_an_epoch(self, strategies: Any, tmp_path: Path) -> None:
         torchmetrics = pytest.importorskip("torchmetrics")
@@ -248,32 +245,30 @@ class CheckpointContract:
 
         strategies.run(case)
 
+    @on_replicas
     def test_a_checkpoint_of_another_model_changes_nothing(
-        self, strategies: Any, tmp_path: Path
+        self, strategy: Strategy, tmp_path: Path
     ) -> None:
-        def case(strategy: Strategy) -> None:
-            Job(strategy).checkpoint.save(tmp_path / "saved")
-            other = Job(strategy, width=6)
-            before = {name: value.clone() for name, value in other.model.state_dict().items()}
-            other.checkpoint.step = 41
-            with pytest.raises(ValueError, match=r"another model; of another shape: 0.weight") as e:
-                other.checkpoint.restore(tmp_path / "saved")
-            assert "0.weight: (6, 4) here, (8, 4) saved" in str(e.value)
-            assert other.checkpoint.step == 41
-            assert all(torch.equal(before[n], v) for n, v in other.model.state_dict().items())
-            with strategy.scope():
-                deeper = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-            with pytest.raises(ValueError, match=r"not in the checkpoint.*not in the model"):
-                fd.Checkpoint(model=deeper).restore(tmp_path / "saved")
-            with pytest.raises(ValueError, match="and not \\['other'\\]"):
-                fd.Checkpoint(model=other.model, other=1).restore(tmp_path / "saved")
-            with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
-                other.checkpoint.restore(tmp_path / "nothing")
-            with pytest.raises(FileExistsError, match="exists"):
-                other.checkpoint.save(tmp_path / "saved")
-            strategy.check_in_sync()
-
-        strategies.run(case)
+        Job(strategy).checkpoint.save(tmp_path / "saved")
+        other = Job(strategy, width=6)
+        before = {name: value.clone() for name, value in other.model.state_dict().items()}
+        other.checkpoint.step = 41
+        with pytest.raises(ValueError, match=r"another model; of another shape: 0.weight") as e:
+            other.checkpoint.restore(tmp_path / "saved")
+        assert "0.weight: (6, 4) here, (8, 4) saved" in str(e.value)
+        assert other.checkpoint.step == 41
+        assert all(torch.equal(before[n], v) for n, v in other.model.state_dict().items())
+        with strategy.scope():
+            deeper = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        with pytest.raises(ValueError, match=r"not in the checkpoint.*not in the model"):
+            fd.Checkpoint(model=deeper).restore(tmp_path / "saved")
+        with pytest.raises(ValueError, match="and not \\['other'\\]"):
+            fd.Checkpoint(model=other.model, other=1).restore(tmp_path / "saved")
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+            other.checkpoint.restore(tmp_path / "nothing")
+        with pytest.raises(FileExistsError, match="exists"):
+            other.checkpoint.save(tmp_path / "saved")
+        strategy.check_in_sync()
 
     def test_an_object_that_refuses_its_state_changes_nothing(
         self, strategies: Any, tmp_path: Path
@@ -310,101 +305,93 @@ class CheckpointContract:
         strategies.run(case)
 
     @pytest.mark.parametrize("damage", ["altered", "truncated", "index", "missing"])
-    def test_the_one_before_is_used(self, strategies: Any, tmp_path: Path, damage: str) -> None:
-        def case(strategy: Strategy) -> None:
-            job = Job(strategy)
-            manager = fd.CheckpointManager(tmp_path)
-            job.train(2, lambda step: manager.save(job.checkpoint))
-            if strategy.local_replica_ids[0] == 0:
-                _damage(tmp_path / "checkpoint-2", damage)
-            again = Job(strategy)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                assert manager.restore(again.checkpoint) == tmp_path / "checkpoint-1"
-            if strategy.local_replica_ids[0] == 0:
-                (told,) = [str(w.message) for w in caught if "checkpoint-2" in str(w.message)]
-                assert "damaged" in told
-                if damage == "altered":
-                    assert "'3.weight'" in told
-                assert (tmp_path / "damaged-checkpoint-2").exists()
-            again.train(2)
-            assert manager.save(again.checkpoint) == tmp_path / "checkpoint-2"
-            manager.close()
-            again.require_same(job)
-
-        strategies.run(case)
+    @on_replicas
+    def test_the_one_before_is_used(self, strategy: Strategy, tmp_path: Path, damage: str) -> None:
+        job = Job(strategy)
+        manager = fd.CheckpointManager(tmp_path)
+        job.train(2, lambda step: manager.save(job.checkpoint))
+        if strategy.local_replica_ids[0] == 0:
+            _damage(tmp_path / "checkpoint-2", damage)
+        again = Job(strategy)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert manager.restore(again.checkpoint) == tmp_path / "checkpoint-1"
+        if strategy.local_replica_ids[0] == 0:
+            (told,) = [str(w.message) for w in caught if "checkpoint-2" in str(w.message)]
+            assert "damaged" in told
+            if damage == "altered":
+                assert "'3.weight'" in told
+            assert (tmp_path / "damaged-checkpoint-2").exists()
+        again.train(2)
+        assert manager.save(again.checkpoint) == tmp_path / "checkpoint-2"
+        manager.close()
+        again.require_same(job)
 
     @pytest.mark.parametrize("async_op", [False, True])
+    @on_replicas
     def test_a_full_disk_raises_everywhere(
-        self, strategies: Any, tmp_path: Path, async_op: bool
+        self, strategy: Strategy, tmp_path: Path, async_op: bool
     ) -> None:
-        def case(strategy: Strategy) -> None:
-            job = Job(strategy, width=4096)
-            manager = fd.CheckpointManager(tmp_path)
-            manager.save(job.checkpoint, 1)
-            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))  # stands for the disk's
-            try:
-                if async_op:
-                    manager.save(job.checkpoint, 2, async_op=True)  # the next call raises
-                with pytest.raises(OSError, match="cannot write the checkpoint"):
-                    manager.save(job.checkpoint, 3, async_op=async_op)
-            finally:
-                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            assert [path.name for path in manager.checkpoints] == ["checkpoint-1"]
-            manager.save(job.checkpoint, 4)
-            manager.close()
-            left = {path.name for path in tmp_path.iterdir()}
-            assert left == {".lock", "checkpoint-1", "checkpoint-4"}
+        job = Job(strategy, width=4096)
+        manager = fd.CheckpointManager(tmp_path)
+        manager.save(job.checkpoint, 1)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))  # stands for the disk's
+        try:
+            if async_op:
+                manager.save(job.checkpoint, 2, async_op=True)  # the next call raises
+            with pytest.raises(OSError, match="cannot write the checkpoint"):
+                manager.save(job.checkpoint, 3, async_op=async_op)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [path.name for path in manager.checkpoints] == ["checkpoint-1"]
+        manager.save(job.checkpoint, 4)
+        manager.close()
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {".lock", "checkpoint-1", "checkpoint-4"}
 
-        strategies.run(case)
-
-    def test_another_job_is_refused(self, strategies: Any, tmp_path: Path) -> None:
-        def case(strategy: Strategy) -> None:
-            job = Job(strategy)
-            script = (
-                "import sys, time, pathlib\n"
-                "from fastdist.checkpoints.directory_lock import DirectoryLock\n"
-                "DirectoryLock(pathlib.Path(sys.argv[1])); print('held', flush=True)\n"
-                "sys.stdin.read()"
+    @on_replicas
+    def test_another_job_is_refused(self, strategy: Strategy, tmp_path: Path) -> None:
+        job = Job(strategy)
+        script = (
+            "import sys, time, pathlib\n"
+            "from fastdist.checkpoints.directory_lock import DirectoryLock\n"
+            "DirectoryLock(pathlib.Path(sys.argv[1])); print('held', flush=True)\n"
+            "sys.stdin.read()"
+        )
+        holder = None
+        if strategy.local_replica_ids[0] == 0:
+            holder = subprocess.Popen(
+                [sys.executable, "-c", script, str(tmp_path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
-            holder = None
-            if strategy.local_replica_ids[0] == 0:
-                holder = subprocess.Popen(
-                    [sys.executable, "-c", script, str(tmp_path)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                )
-                assert holder.stdout is not None
-                assert holder.stdout.readline() == b"held\n"
-            directory_lock.PATIENCE_S = 0.2
-            manager = fd.CheckpointManager(tmp_path)
-            for call in (manager.save, manager.restore):
-                with pytest.raises(OSError, match=r"in use by another job \(process \d+ on"):
-                    call(job.checkpoint)
-            if holder is not None:
-                holder.communicate()
-            manager.save(job.checkpoint)
-            manager.close()
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"held\n"
+        directory_lock.PATIENCE_S = 0.2
+        manager = fd.CheckpointManager(tmp_path)
+        for call in (manager.save, manager.restore):
+            with pytest.raises(OSError, match=r"in use by another job \(process \d+ on"):
+                call(job.checkpoint)
+        if holder is not None:
+            holder.communicate()
+        manager.save(job.checkpoint)
+        manager.close()
 
-        strategies.run(case)
+    @on_replicas
+    def test_a_state_that_cannot_be_saved(self, strategy: Strategy, tmp_path: Path) -> None:
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+        checkpoint = fd.Checkpoint(model=model, settings={"device": object()})
+        with pytest.raises(TypeError, match=r"device: a checkpoint holds .* got .*object"):
+            checkpoint.save(tmp_path / "saved")
+        assert not list(tmp_path.iterdir())
 
-    def test_a_state_that_cannot_be_saved(self, strategies: Any, tmp_path: Path) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.Linear(2, 1)
-            checkpoint = fd.Checkpoint(model=model, settings={"device": object()})
-            with pytest.raises(TypeError, match=r"device: a checkpoint holds .* got .*object"):
+        def inside() -> None:
+            with pytest.raises(RuntimeError, match="inside run"):
                 checkpoint.save(tmp_path / "saved")
-            assert not list(tmp_path.iterdir())
 
-            def inside() -> None:
-                with pytest.raises(RuntimeError, match="inside run"):
-                    checkpoint.save(tmp_path / "saved")
-
-            strategy.run(inside)
-
-        strategies.run(case)
+        strategy.run(inside)
 
 
 def _damage(path: Path, damage: str) -> None:

@@ -24,32 +24,32 @@ from digits_training import (
 )
 from fastdist import Strategy
 from fastdist.errors import FastdistError
+from replica_tests import on_replicas
 from torch import nn
 
 
 class MembersContract:
     """Modules and optimizers. Subclasses choose the strategy."""
 
-    def test_batch_norm_keeps_the_mean_over_replicas(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.Sequential(nn.BatchNorm1d(1))
-            n = strategy.num_replicas_in_sync
-            rows = torch.arange(4.0 * n).reshape(-1, 1)
-            (x,) = batch(strategy, rows)
+    @on_replicas
+    def test_batch_norm_keeps_the_mean_over_replicas(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Sequential(nn.BatchNorm1d(1))
+        n = strategy.num_replicas_in_sync
+        rows = torch.arange(4.0 * n).reshape(-1, 1)
+        (x,) = batch(strategy, rows)
 
-            def step(x: torch.Tensor) -> None:
-                model(x).sum().backward()
+        def step(x: torch.Tensor) -> None:
+            model(x).sum().backward()
 
-            strategy.run(step, args=(x,))
-            means = [float(part.mean()) for part in rows.tensor_split(n)]
-            expected = 0.1 * sum(means) / n
-            assert model[0].running_mean.item() == pytest.approx(expected, rel=1e-6)
-            assert model.state_dict()["0.running_mean"].item() == pytest.approx(expected, rel=1e-6)
+        strategy.run(step, args=(x,))
+        means = [float(part.mean()) for part in rows.tensor_split(n)]
+        expected = 0.1 * sum(means) / n
+        assert model[0].running_mean.item() == pytest.approx(expected, rel=1e-6)
+        assert model.state_dict()["0.running_mean"].item() == pytest.approx(expected, rel=1e-6)
 
-        strategies.run(case)
-
-    def test_sync_batch_norm_sees_the_global_batch(self, strategies: Any) -> None:
+    @on_replicas
+    def test_sync_batch_norm_sees_the_global_batch(self, strategy: Strategy) -> None:
         def losses(strategy: Strategy, layer: Any) -> list[torch.Tensor]:
             torch.manual_seed(4)
             with strategy.scope():
@@ -68,138 +68,123 @@ class MembersContract:
             strategy.check_in_sync()
             return [value.detach().clone().float() for value in model.state_dict().values()]
 
-        def case(strategy: Strategy) -> None:
-            wanted = losses(fd.OneDeviceStrategy("cpu"), nn.BatchNorm2d)
-            require_close(losses(strategy, fd.nn.SyncBatchNorm), wanted, 1e-5)
-            converted = fd.nn.SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(4)))
-            assert isinstance(converted[0], fd.nn.SyncBatchNorm)
+        wanted = losses(fd.OneDeviceStrategy("cpu"), nn.BatchNorm2d)
+        require_close(losses(strategy, fd.nn.SyncBatchNorm), wanted, 1e-5)
+        converted = fd.nn.SyncBatchNorm.convert(nn.Sequential(nn.BatchNorm1d(4)))
+        assert isinstance(converted[0], fd.nn.SyncBatchNorm)
 
-        strategies.run(case)
+    @on_replicas
+    def test_the_model_stays_the_users_own(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model, optimizer = adam()
+        assert type(model) is Net
+        assert type(optimizer) is torch.optim.AdamW
+        assert type(copy.deepcopy(model)) is Net
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        Net().load_state_dict(torch.load(buffer))
+        model.eval()
+        assert strategy.local_results(strategy.run(lambda: model.training)) == (
+            (False,) * len(strategy.devices)
+        )
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
 
-    def test_the_model_stays_the_users_own(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model, optimizer = adam()
-            assert type(model) is Net
-            assert type(optimizer) is torch.optim.AdamW
-            assert type(copy.deepcopy(model)) is Net
-            buffer = io.BytesIO()
-            torch.save(model.state_dict(), buffer)
-            buffer.seek(0)
-            Net().load_state_dict(torch.load(buffer))
-            model.eval()
-            assert strategy.local_results(strategy.run(lambda: model.training)) == (
-                (False,) * len(strategy.devices)
-            )
-            state = optimizer.state_dict()
-            optimizer.load_state_dict(state)
+    @on_replicas
+    def test_load_state_dict_reaches_all_replicas(self, strategy: Strategy) -> None:
+        torch.manual_seed(7)
+        source = Net()
+        with strategy.scope():
+            model = Net()
+        model.load_state_dict(source.state_dict())
+        strategy.check_in_sync()
 
-        strategies.run(case)
+        def weight() -> torch.Tensor:
+            return model.first.weight.detach().clone()
 
-    def test_load_state_dict_reaches_all_replicas(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            torch.manual_seed(7)
-            source = Net()
-            with strategy.scope():
-                model = Net()
-            model.load_state_dict(source.state_dict())
-            strategy.check_in_sync()
+        for got in strategy.local_results(strategy.run(weight)):
+            assert torch.equal(got, source.first.weight)
 
-            def weight() -> torch.Tensor:
-                return model.first.weight.detach().clone()
+    @on_replicas
+    def test_parameters_used_on_some_replicas_only(self, strategy: Strategy) -> None:
+        n = strategy.num_replicas_in_sync
+        with strategy.scope():
+            model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(n))
 
-            for got in strategy.local_results(strategy.run(weight)):
-                assert torch.equal(got, source.first.weight)
+        def step() -> list[float]:
+            (model[replica_id()].weight * (replica_id() + 1)).sum().backward()
+            return [layer.weight.grad.item() for layer in model]
 
-        strategies.run(case)
+        for grads in zip(*map(strategy.local_results, strategy.run(step)), strict=True):
+            assert grads == pytest.approx([(r + 1) / n for r in range(n)])
 
-    def test_parameters_used_on_some_replicas_only(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            with strategy.scope():
-                model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(n))
+    @on_replicas
+    def test_merge_call_changes_all_replicas_alike(self, strategy: Strategy) -> None:
+        n = strategy.num_replicas_in_sync
+        with strategy.scope():
+            model = nn.Linear(1, 1, bias=False)
+            model.register_buffer("count", torch.zeros(1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            variable = fd.Variable(0.0)
 
-            def step() -> list[float]:
-                (model[replica_id()].weight * (replica_id() + 1)).sum().backward()
-                return [layer.weight.grad.item() for layer in model]
+        def change(_: Strategy) -> None:
+            variable.assign(3.0)
 
-            for grads in zip(*map(strategy.local_results, strategy.run(step)), strict=True):
-                assert grads == pytest.approx([(r + 1) / n for r in range(n)])
+        def step() -> list[float]:
+            optimizer.zero_grad()
+            model.count.fill_(replica_id())
+            with strategy.no_sync():
+                (model(torch.ones(1, 1)) * (1.0 + replica_id())).sum().backward()
+            fd.get_replica_context().merge_call(change)
+            kept = float(model.count)
+            (model(torch.ones(1, 1)) * 0).sum().backward()
+            before = model.weight.item()
+            optimizer.step()
+            return [kept, float(variable.value), before - model.weight.item()]
 
-        strategies.run(case)
+        got = [strategy.local_results(value) for value in strategy.run(step)]
+        for replica, (kept, value, moved) in zip(
+            strategy.local_replica_ids, zip(*got, strict=True), strict=True
+        ):
+            assert kept == replica
+            assert value == 3
+            assert moved == pytest.approx((n + 1) / 2)
 
-    def test_merge_call_changes_all_replicas_alike(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            with strategy.scope():
-                model = nn.Linear(1, 1, bias=False)
-                model.register_buffer("count", torch.zeros(1))
-                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-                variable = fd.Variable(0.0)
-
-            def change(_: Strategy) -> None:
-                variable.assign(3.0)
-
-            def step() -> list[float]:
-                optimizer.zero_grad()
-                model.count.fill_(replica_id())
-                with strategy.no_sync():
-                    (model(torch.ones(1, 1)) * (1.0 + replica_id())).sum().backward()
-                fd.get_replica_context().merge_call(change)
-                kept = float(model.count)
-                (model(torch.ones(1, 1)) * 0).sum().backward()
-                before = model.weight.item()
-                optimizer.step()
-                return [kept, float(variable.value), before - model.weight.item()]
-
-            got = [strategy.local_results(value) for value in strategy.run(step)]
-            for replica, (kept, value, moved) in zip(
-                strategy.local_replica_ids, zip(*got, strict=True), strict=True
-            ):
-                assert kept == replica
-                assert value == 3
-                assert moved == pytest.approx((n + 1) / 2)
-
-        strategies.run(case)
-
-    def test_schedulers_made_outside(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.Linear(2, 1)
-                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-
-            def step(count: bool) -> float:
-                optimizer.zero_grad()
-                model(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
-                if count:
-                    scheduler.step()
-                return float(optimizer.param_groups[0]["lr"])
-
-            strategy.run(step, (False,))
-            scheduler.step()
-            assert set(strategy.local_results(strategy.run(step, (False,)))) == {0.5}
-            assert strategy.local_results(strategy.run(step, (True,))) == (0.25,)
-
-        strategies.run(case)
-
-    def test_a_module_of_another_strategy(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
+    @on_replicas
+    def test_schedulers_made_outside(self, strategy: Strategy) -> None:
+        with strategy.scope():
             model = nn.Linear(2, 1)
-            if strategy.num_replicas_in_sync == 1:
-                return
-            other: Any = fd.MirroredStrategy(own_devices())
-            other.mirror(model)
-            with pytest.raises(ValueError, match="weight belongs to another strategy"):
-                strategy.mirror(model)
-            strategy.mirror(copy.deepcopy(model))
-            del other
-            strategy.mirror(model)
-            strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
-            strategy.check_in_sync()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
 
-        strategies.run(case)
+        def step(count: bool) -> float:
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            if count:
+                scheduler.step()
+            return float(optimizer.param_groups[0]["lr"])
+
+        strategy.run(step, (False,))
+        scheduler.step()
+        assert set(strategy.local_results(strategy.run(step, (False,)))) == {0.5}
+        assert strategy.local_results(strategy.run(step, (True,))) == (0.25,)
+
+    @on_replicas
+    def test_a_module_of_another_strategy(self, strategy: Strategy) -> None:
+        model = nn.Linear(2, 1)
+        if strategy.num_replicas_in_sync == 1:
+            return
+        other: Any = fd.MirroredStrategy(own_devices())
+        other.mirror(model)
+        with pytest.raises(ValueError, match="weight belongs to another strategy"):
+            strategy.mirror(model)
+        strategy.mirror(copy.deepcopy(model))
+        del other
+        strategy.mirror(model)
+        strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+        strategy.check_in_sync()
 
     def test_strategies_are_not_kept_alive(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -226,131 +211,119 @@ class MembersContract:
             strategies.run(case)
             assert count() <= before
 
-    def test_batch_norm_outside_run(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.BatchNorm1d(2)
-            model(torch.full((4, 2), 50.0))
-            means = strategy.run(lambda: model.running_mean.tolist())
-            for mean in means:
-                assert set(strategy.local_results(mean)) == {5.0}
-            strategy.check_in_sync()
+    @on_replicas
+    def test_batch_norm_outside_run(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.BatchNorm1d(2)
+        model(torch.full((4, 2), 50.0))
+        means = strategy.run(lambda: model.running_mean.tolist())
+        for mean in means:
+            assert set(strategy.local_results(mean)) == {5.0}
+        strategy.check_in_sync()
 
-        strategies.run(case)
+    @on_replicas
+    def test_unfrozen_in_run(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(2, 1).requires_grad_(False)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def test_unfrozen_in_run(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.Linear(2, 1).requires_grad_(False)
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        def step() -> None:
+            model.requires_grad_(True)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
 
-            def step() -> None:
-                model.requires_grad_(True)
-                model(torch.ones(1, 2)).sum().backward()
-                optimizer.step()
-
-            if strategy.num_replicas_in_sync == 1:
-                strategy.run(step)
-                return
-            with pytest.raises(FastdistError, match="weight was unfrozen in the middle of run"):
-                strategy.run(step)
-
-        strategies.run(case)
+        if strategy.num_replicas_in_sync == 1:
+            strategy.run(step)
+            return
+        with pytest.raises(FastdistError, match="weight was unfrozen in the middle of run"):
+            strategy.run(step)
 
     @pytest.mark.parametrize("first_forward", ["inside", "outside"])
-    def test_lazy_modules(self, strategies: Any, first_forward: str) -> None:
-        def case(strategy: Strategy) -> None:
-            torch.manual_seed(strategy.local_replica_ids[0])
-            with strategy.scope():
-                single = nn.LazyLinear(4)
-                model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
-                parameters = [*single.parameters(), *model.parameters()]
-                optimizer = torch.optim.SGD(parameters, lr=0.1)
-            if first_forward == "outside":
-                model(single(torch.ones(2, 3)))
+    @on_replicas
+    def test_lazy_modules(self, strategy: Strategy, first_forward: str) -> None:
+        torch.manual_seed(strategy.local_replica_ids[0])
+        with strategy.scope():
+            single = nn.LazyLinear(4)
+            model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(2))
+            parameters = [*single.parameters(), *model.parameters()]
+            optimizer = torch.optim.SGD(parameters, lr=0.1)
+        if first_forward == "outside":
+            model(single(torch.ones(2, 3)))
 
-            def step(x: torch.Tensor) -> None:
-                optimizer.zero_grad()
-                model(single(x)).square().mean().backward()
-                optimizer.step()
+        def step(x: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            model(single(x)).square().mean().backward()
+            optimizer.step()
 
-            for _ in range(3):
-                strategy.run(step, args=batch(strategy, torch.randn(8, 3)))
-                strategy.check_in_sync()
-            assert type(single).__name__ == "Linear"
-
-        strategies.run(case)
-
-    def test_an_optimizer_made_outside(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = Net()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            if strategy.num_replicas_in_sync > 1:
-                with pytest.raises(ValueError, match="made outside the scope"):
-                    strategy.run(optimizer.step)
-            elsewhere = nn.Linear(1, 1)
-            free = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
-            strategy.run(free.step)
-            if strategy.num_replicas_in_sync > 1:
-                with pytest.raises(ValueError, match="made outside the scope, so every replica"):
-                    strategy.run(free.step)
-
-            def of_its_own() -> None:
-                x = torch.zeros(2, requires_grad=True)
-                inner = torch.optim.SGD([x], lr=0.1)
-                x.sum().backward()
-                inner.step()
-
-            for _ in range(3):
-                strategy.run(of_its_own)
-
-        strategies.run(case)
-
-    def test_schedulers_and_scalers(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = Net()
-                optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-                scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-
-            def step(x: torch.Tensor) -> float:
-                optimizer.zero_grad()
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = model(x).float().pow(2).mean()
-                scaler.scale(loss).backward()
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
-                return float(optimizer.param_groups[0]["lr"])
-
-            for i in range(2):
-                rates = strategy.run(step, args=(torch.ones(4, 64),))
-                for rate in strategy.local_results(rates):
-                    assert rate == 0.5 ** (i + 1)
-            scheduler.step()
-            assert optimizer.param_groups[0]["lr"] == 0.125
+        for _ in range(3):
+            strategy.run(step, args=batch(strategy, torch.randn(8, 3)))
             strategy.check_in_sync()
+        assert type(single).__name__ == "Linear"
 
-        strategies.run(case)
+    @on_replicas
+    def test_an_optimizer_made_outside(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if strategy.num_replicas_in_sync > 1:
+            with pytest.raises(ValueError, match="made outside the scope"):
+                strategy.run(optimizer.step)
+        elsewhere = nn.Linear(1, 1)
+        free = torch.optim.SGD(elsewhere.parameters(), lr=0.1)
+        strategy.run(free.step)
+        if strategy.num_replicas_in_sync > 1:
+            with pytest.raises(ValueError, match="made outside the scope, so every replica"):
+                strategy.run(free.step)
 
-    def test_out_of_sync_is_seen(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = Net()
+        def of_its_own() -> None:
+            x = torch.zeros(2, requires_grad=True)
+            inner = torch.optim.SGD([x], lr=0.1)
+            x.sum().backward()
+            inner.step()
 
-            def change() -> None:
-                if replica_id() == 1:
-                    with torch.no_grad():
-                        model.second.bias[3] += 1
+        for _ in range(3):
+            strategy.run(of_its_own)
 
-            strategy.run(change)
-            if strategy.num_replicas_in_sync == 1:
-                strategy.check_in_sync()
-                return
-            with pytest.raises(FastdistError, match=r"second.bias differs on replicas \[1\]"):
-                strategy.check_in_sync()
+    @on_replicas
+    def test_schedulers_and_scalers(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
-        strategies.run(case)
+        def step(x: torch.Tensor) -> float:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(x).float().pow(2).mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            return float(optimizer.param_groups[0]["lr"])
+
+        for i in range(2):
+            rates = strategy.run(step, args=(torch.ones(4, 64),))
+            for rate in strategy.local_results(rates):
+                assert rate == 0.5 ** (i + 1)
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.125
+        strategy.check_in_sync()
+
+    @on_replicas
+    def test_out_of_sync_is_seen(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = Net()
+
+        def change() -> None:
+            if replica_id() == 1:
+                with torch.no_grad():
+                    model.second.bias[3] += 1
+
+        strategy.run(change)
+        if strategy.num_replicas_in_sync == 1:
+            strategy.check_in_sync()
+            return
+        with pytest.raises(FastdistError, match=r"second.bias differs on replicas \[1\]"):
+            strategy.check_in_sync()

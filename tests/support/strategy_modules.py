@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from digits_training import require_close
 from fastdist import Strategy
 from fastdist.errors import FastdistError
+from replica_tests import on_replicas
 from torch import nn
 from training_programs import PROGRAMS, Net, Program, finish, made, simple, steps
 
@@ -29,56 +30,48 @@ class StrategyModules:
     """Programs for training. Subclasses choose the strategy."""
 
     @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-    def test_trains_as_on_one_device(self, strategies: Any, program: Program) -> None:
-        def case(strategy: Strategy) -> None:
-            require_close(program(strategy), on_one_device(program), 4e-5)
+    @on_replicas
+    def test_trains_as_on_one_device(self, strategy: Strategy, program: Program) -> None:
+        require_close(program(strategy), on_one_device(program), 4e-5)
 
-        strategies.run(case)
+    @on_replicas
+    def test_a_step_in_the_middle_of_backward(self, strategy: Strategy) -> None:
+        model, optimizer = made(strategy)
 
-    def test_a_step_in_the_middle_of_backward(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            model, optimizer = made(strategy)
+        def apply(parameter: torch.Tensor) -> None:
+            optimizer.step()
 
-            def apply(parameter: torch.Tensor) -> None:
-                optimizer.step()
-
-            model.first.weight.register_post_accumulate_grad_hook(apply)
-            with pytest.raises(FastdistError, match=r"SGD.step\(\) was called during backward"):
-                simple(strategy, model, optimizer)
-
-        strategies.run(case)
-
-    def test_parameters_that_are_in_no_module(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            model, _ = made(strategy)
-            with strategy.scope():
-                scale = nn.Parameter(torch.ones(3))
-                optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
-            with pytest.raises(ValueError, match=r"shape \(3,\) that is in none of the strategy's"):
-                simple(strategy, model, optimizer)
-
-        strategies.run(case)
-
-    def test_backward_outside_run(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            model, optimizer = made(strategy)
-            loss = model(torch.ones(1, 6)).sum()
-            grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-            message = r'strategy\.run\(train_step.*init_process_group\("fastdist"\)'
-            for where in (nullcontext(), strategy.scope(), strategy.no_sync()):
-                with where, pytest.raises(RuntimeError, match=message):
-                    loss.backward(retain_graph=True)
-            optimizer.zero_grad()
-            merged = model(torch.ones(1, 6)).sum()
-            strategy.run(
-                lambda: fd.get_replica_context().merge_call(lambda strategy: merged.backward())
-            )
-            assert torch.equal(model.second.bias.grad, grads[3])
-            optimizer.zero_grad()
+        model.first.weight.register_post_accumulate_grad_hook(apply)
+        with pytest.raises(FastdistError, match=r"SGD.step\(\) was called during backward"):
             simple(strategy, model, optimizer)
-            strategy.check_in_sync()
 
-        strategies.run(case)
+    @on_replicas
+    def test_parameters_that_are_in_no_module(self, strategy: Strategy) -> None:
+        model, _ = made(strategy)
+        with strategy.scope():
+            scale = nn.Parameter(torch.ones(3))
+            optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+        with pytest.raises(ValueError, match=r"shape \(3,\) that is in none of the strategy's"):
+            simple(strategy, model, optimizer)
+
+    @on_replicas
+    def test_backward_outside_run(self, strategy: Strategy) -> None:
+        model, optimizer = made(strategy)
+        loss = model(torch.ones(1, 6)).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        message = r'strategy\.run\(train_step.*init_process_group\("fastdist"\)'
+        for where in (nullcontext(), strategy.scope(), strategy.no_sync()):
+            with where, pytest.raises(RuntimeError, match=message):
+                loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        merged = model(torch.ones(1, 6)).sum()
+        strategy.run(
+            lambda: fd.get_replica_context().merge_call(lambda strategy: merged.backward())
+        )
+        assert torch.equal(model.second.bias.grad, grads[3])
+        optimizer.zero_grad()
+        simple(strategy, model, optimizer)
+        strategy.check_in_sync()
 
     def test_batches_that_are_not_divided(self, strategies: Any) -> None:
         def warned(strategy: Strategy, batches: list[Any]) -> list[str]:
@@ -108,36 +101,32 @@ class StrategyModules:
         assert "run got the same tensors on all replicas in its first 3 runs" in chief[0]
         assert others == [[]] * len(others)
 
-    def test_replicas_are_alike_after_a_failure(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            model, optimizer = made(strategy)
+    @on_replicas
+    def test_replicas_are_alike_after_a_failure(self, strategy: Strategy) -> None:
+        model, optimizer = made(strategy)
 
-            def step(x: torch.Tensor, y: torch.Tensor) -> None:
-                F.mse_loss(model(x), y).backward()
-                raise KeyError("before the step")
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            F.mse_loss(model(x), y).backward()
+            raise KeyError("before the step")
 
-            with pytest.raises(KeyError):
-                next(steps(strategy, step))
-            simple(strategy, model, optimizer)
-            strategy.check_in_sync()
+        with pytest.raises(KeyError):
+            next(steps(strategy, step))
+        simple(strategy, model, optimizer)
+        strategy.check_in_sync()
 
-        strategies.run(case)
-
-    def test_nothing_of_torch_stays_replaced(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            names = [
-                (torch.random, "default_generator"),
-                (torch.autograd, "_engine_run_backward"),
-                (nn.Module, "__setstate__"),
-                (torch.optim.SGD, "__init__"),
-                (torch.optim.Optimizer, "__init__"),
-            ]
-            before = [getattr(*name) for name in names]
-            model, optimizer = made(strategy)
-            simple(strategy, model, optimizer)
-            assert all(getattr(*name) is was for name, was in zip(names, before, strict=True))
-
-        strategies.run(case)
+    @on_replicas
+    def test_nothing_of_torch_stays_replaced(self, strategy: Strategy) -> None:
+        names = [
+            (torch.random, "default_generator"),
+            (torch.autograd, "_engine_run_backward"),
+            (nn.Module, "__setstate__"),
+            (torch.optim.SGD, "__init__"),
+            (torch.optim.Optimizer, "__init__"),
+        ]
+        before = [getattr(*name) for name in names]
+        model, optimizer = made(strategy)
+        simple(strategy, model, optimizer)
+        assert all(getattr(*name) is was for name, was in zip(names, before, strict=True))
 
 
 class CompiledModules:
@@ -145,17 +134,16 @@ class CompiledModules:
 
     @pytest.mark.timeout(120)
     @pytest.mark.parametrize("compiled", ["model", "loss", "step"])
-    def test_compiled(self, strategies: Any, compiled: str) -> None:
-        def case(strategy: Strategy) -> None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # those of dynamo about torch
-                wanted = train_compiled(fd.OneDeviceStrategy("cpu"), "nothing")
-                require_close(train_compiled(strategy, compiled), wanted, 4e-5)
-
-        strategies.run(case)
+    @on_replicas
+    def test_compiled(self, strategy: Strategy, compiled: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of dynamo about torch
+            wanted = train_compiled(fd.OneDeviceStrategy("cpu"), "nothing")
+            require_close(train_compiled(strategy, compiled), wanted, 4e-5)
 
     @pytest.mark.timeout(120)
-    def test_compiled_functions_draw_as_others_do(self, strategies: Any) -> None:
+    @on_replicas
+    def test_compiled_functions_draw_as_others_do(self, strategy: Strategy) -> None:
         def drawn(strategy: Strategy, compiled: bool) -> list[torch.Tensor]:
             torch.compiler.reset()
             torch.manual_seed(3)
@@ -165,12 +153,9 @@ class CompiledModules:
             rows = [strategy.gather(strategy.run(forward, (torch.ones(1, 2),))) for _ in range(2)]
             return [*rows, torch.rand(1)]
 
-        def case(strategy: Strategy) -> None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                require_close(drawn(strategy, True), drawn(strategy, False), 1e-6)
-
-        strategies.run(case)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            require_close(drawn(strategy, True), drawn(strategy, False), 1e-6)
 
 
 def train_compiled(strategy: Strategy, compiled: str) -> list[torch.Tensor]:

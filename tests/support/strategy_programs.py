@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from digits_training import replica_id, require_close
 from fastdist import Strategy
 from fastdist.errors import CollectiveMismatchError, FastdistError, PeerFailureError
+from replica_tests import on_replicas
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils import _pytree as pytree
@@ -76,96 +77,81 @@ class ProgramsContract:
 
     # --- results --------------------------------------------------------------------------------
 
-    def test_a_mean_weighs_whatever_was_computed(self, strategies: Any) -> None:
+    @on_replicas
+    def test_a_mean_weighs_whatever_was_computed(self, strategy: Strategy) -> None:
         """The mean of 1, 1, 4 is 2 for tensors, numbers, numpy values and their results."""
+        (batch,) = strategy.distribute_dataset(torch.tensor([1.0, 1.0, 4.0]), global_batch_size=3)
 
-        def case(strategy: Strategy) -> None:
-            (batch,) = strategy.distribute_dataset(
-                torch.tensor([1.0, 1.0, 4.0]), global_batch_size=3
-            )
+        def mean(kind: Callable[[torch.Tensor], Any]) -> Any:
+            return strategy.run(lambda x: kind(x.mean() if len(x) else x.sum()), (batch,))
 
-            def mean(kind: Callable[[torch.Tensor], Any]) -> Any:
-                return strategy.run(lambda x: kind(x.mean() if len(x) else x.sum()), (batch,))
+        for kind in (torch.clone, torch.Tensor.item, torch.Tensor.numpy):
+            assert float(strategy.reduce("mean", mean(kind))) == 2.0
+        doubled = fd.map(lambda value: {"twice": 2 * value}, mean(torch.Tensor.item))
+        assert float(strategy.reduce("mean", doubled)["twice"]) == 4.0
+        assert float(strategy.reduce("mean", fd.map(torch.mul, mean(torch.clone), 3.0))) == 6
 
-            for kind in (torch.clone, torch.Tensor.item, torch.Tensor.numpy):
-                assert float(strategy.reduce("mean", mean(kind))) == 2.0
-            doubled = fd.map(lambda value: {"twice": 2 * value}, mean(torch.Tensor.item))
-            assert float(strategy.reduce("mean", doubled)["twice"]) == 4.0
-            assert float(strategy.reduce("mean", fd.map(torch.mul, mean(torch.clone), 3.0))) == 6
+    @on_replicas
+    def test_a_mean_weighs_what_was_kept_for_an_epoch(self, strategy: Strategy) -> None:
+        data = strategy.distribute_dataset(
+            torch.tensor([1.0, 1.0, 4.0, 10.0, 10.0]), global_batch_size=3
+        )
+        losses = [strategy.run(lambda x: float(x.mean()) if len(x) else 0.0, (b,)) for b in data]
+        assert [float(loss) for loss in strategy.reduce("mean", losses)] == [2.0, 10.0]
+        if strategy.num_replicas_in_sync == 2:
+            with pytest.raises(ValueError, match="divided differently among replicas"):
+                fd.map(lambda a, b: a + b, *losses)
 
-        strategies.run(case)
+    @on_replicas
+    def test_a_result_is_no_number(self, strategy: Strategy) -> None:
+        result = strategy.run(lambda: torch.tensor(2.0))
+        if strategy.num_replicas_in_sync == 1:
+            assert result == 2
+            return
+        hint = r"strategy\.reduce\('mean', value\)"
+        uses: list[Callable[[Any], Any]] = [
+            float,
+            bool,
+            lambda x: x + 1,
+            lambda x: 0.0 + x,
+            lambda x: x < 3,
+            lambda x: f"{x:.3f}",
+            np.asarray,
+            lambda x: torch.ones(1) * x,
+        ]
+        for use in uses:
+            with pytest.raises(TypeError, match=hint):
+                use(result)
+        with pytest.raises(AttributeError, match=f"no attribute 'item'.*{hint}"):
+            result.item()
+        assert "2." in str(result)
 
-    def test_a_mean_weighs_what_was_kept_for_an_epoch(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            data = strategy.distribute_dataset(
-                torch.tensor([1.0, 1.0, 4.0, 10.0, 10.0]), global_batch_size=3
-            )
-            losses = [
-                strategy.run(lambda x: float(x.mean()) if len(x) else 0.0, (b,)) for b in data
-            ]
-            assert [float(loss) for loss in strategy.reduce("mean", losses)] == [2.0, 10.0]
-            if strategy.num_replicas_in_sync == 2:
-                with pytest.raises(ValueError, match="divided differently among replicas"):
-                    fd.map(lambda a, b: a + b, *losses)
-
-        strategies.run(case)
-
-    def test_a_result_is_no_number(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            result = strategy.run(lambda: torch.tensor(2.0))
-            if strategy.num_replicas_in_sync == 1:
-                assert result == 2
-                return
-            hint = r"strategy\.reduce\('mean', value\)"
-            uses: list[Callable[[Any], Any]] = [
-                float,
-                bool,
-                lambda x: x + 1,
-                lambda x: 0.0 + x,
-                lambda x: x < 3,
-                lambda x: f"{x:.3f}",
-                np.asarray,
-                lambda x: torch.ones(1) * x,
-            ]
-            for use in uses:
-                with pytest.raises(TypeError, match=hint):
-                    use(result)
-            with pytest.raises(AttributeError, match=f"no attribute 'item'.*{hint}"):
-                result.item()
-            assert "2." in str(result)
-
-        strategies.run(case)
-
-    def test_structures_of_other_libraries(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            result = strategy.run(lambda: Output(loss=torch.ones(()), name="a", none=None))
-            assert type(result) is Output
-            assert result["name"] == "a"
-            assert result["none"] is None
-            total = strategy.reduce("sum", Output(loss=result["loss"]))
-            assert type(total) is Output
-            assert total["loss"] == strategy.num_replicas_in_sync
-
-        strategies.run(case)
+    @on_replicas
+    def test_structures_of_other_libraries(self, strategy: Strategy) -> None:
+        result = strategy.run(lambda: Output(loss=torch.ones(()), name="a", none=None))
+        assert type(result) is Output
+        assert result["name"] == "a"
+        assert result["none"] is None
+        total = strategy.reduce("sum", Output(loss=result["loss"]))
+        assert type(total) is Output
+        assert total["loss"] == strategy.num_replicas_in_sync
 
     # --- mistakes -------------------------------------------------------------------------------
 
-    def test_cross_replica_calls_in_run(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                variable = fd.Variable(0.0)
-            for call, hint in (
-                (lambda: strategy.reduce("sum", 1.0), "get_replica_context.*all_reduce"),
-                (lambda: strategy.gather(torch.ones(1)), "get_replica_context.*all_gather"),
-                (lambda: strategy.update(variable, torch.Tensor.add_, (1.0,)), "merge_call"),
-            ):
-                with pytest.raises(RuntimeError, match=f"inside run.*{hint}"):
-                    strategy.run(call)
-            iterator = iter(strategy.distribute_dataset(torch.arange(8), global_batch_size=4))
-            with pytest.raises(RuntimeError, match="dataset was iterated inside run"):
-                strategy.run(lambda: next(iterator))
-
-        strategies.run(case)
+    @on_replicas
+    def test_cross_replica_calls_in_run(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            variable = fd.Variable(0.0)
+        for call, hint in (
+            (lambda: strategy.reduce("sum", 1.0), "get_replica_context.*all_reduce"),
+            (lambda: strategy.gather(torch.ones(1)), "get_replica_context.*all_gather"),
+            (lambda: strategy.update(variable, torch.Tensor.add_, (1.0,)), "merge_call"),
+        ):
+            with pytest.raises(RuntimeError, match=f"inside run.*{hint}"):
+                strategy.run(call)
+        iterator = iter(strategy.distribute_dataset(torch.arange(8), global_batch_size=4))
+        with pytest.raises(RuntimeError, match="dataset was iterated inside run"):
+            strategy.run(lambda: next(iterator))
 
     def test_a_model_that_was_made_outside(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> None:
@@ -210,77 +196,70 @@ class ProgramsContract:
 
         strategies.run(case)
 
-    def test_an_update_of_a_foreign_tensor(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            if strategy.num_replicas_in_sync > 1:
-                with pytest.raises(ValueError, match="made in the strategy's scope, got Tensor"):
-                    strategy.update(torch.zeros(1), lambda component: component)  # type: ignore[arg-type]
+    @on_replicas
+    def test_an_update_of_a_foreign_tensor(self, strategy: Strategy) -> None:
+        if strategy.num_replicas_in_sync > 1:
+            with pytest.raises(ValueError, match="made in the strategy's scope, got Tensor"):
+                strategy.update(torch.zeros(1), lambda component: component)  # type: ignore[arg-type]
 
-        strategies.run(case)
+    @on_replicas
+    def test_values_that_cannot_be_reduced(self, strategy: Strategy) -> None:
+        ones = strategy.run(lambda: torch.ones(2, 2))
+        n = strategy.num_replicas_in_sync
+        assert float(strategy.reduce("sum", ones, axis=(0, 1))) == 4 * n
+        assert float(strategy.reduce("max", ones, axis=(0, 1))) == 1
+        assert strategy.reduce("sum", strategy.run(lambda: True)) == n
+        hint = "got None; does the function passed to run return a value"
+        with pytest.raises(TypeError, match=hint):
+            strategy.reduce("mean", strategy.run(lambda: None))
+        with pytest.raises(TypeError, match="expected tensors or numbers, got 'a'"):
+            strategy.reduce("sum", strategy.run(lambda: "a"))
+        for axis in (2, (0, 2), ()):
+            with pytest.raises(ValueError, match=r"out of range for a value of shape \(2, 2\)"):
+                strategy.reduce("sum", ones, axis=axis)
+        with pytest.raises(TypeError, match=r"sparse_coo tensor of shape \(2, 2\).*to_dense"):
+            strategy.run(
+                lambda: fd.get_replica_context().all_reduce("sum", torch.eye(2).to_sparse())
+            )
 
-    def test_values_that_cannot_be_reduced(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            ones = strategy.run(lambda: torch.ones(2, 2))
-            n = strategy.num_replicas_in_sync
-            assert float(strategy.reduce("sum", ones, axis=(0, 1))) == 4 * n
-            assert float(strategy.reduce("max", ones, axis=(0, 1))) == 1
-            assert strategy.reduce("sum", strategy.run(lambda: True)) == n
-            hint = "got None; does the function passed to run return a value"
-            with pytest.raises(TypeError, match=hint):
-                strategy.reduce("mean", strategy.run(lambda: None))
-            with pytest.raises(TypeError, match="expected tensors or numbers, got 'a'"):
-                strategy.reduce("sum", strategy.run(lambda: "a"))
-            for axis in (2, (0, 2), ()):
-                with pytest.raises(ValueError, match=r"out of range for a value of shape \(2, 2\)"):
-                    strategy.reduce("sum", ones, axis=axis)
-            with pytest.raises(TypeError, match=r"sparse_coo tensor of shape \(2, 2\).*to_dense"):
-                strategy.run(
-                    lambda: fd.get_replica_context().all_reduce("sum", torch.eye(2).to_sparse())
-                )
+    @on_replicas
+    def test_a_mismatch_names_the_users_line(self, strategy: Strategy) -> None:
+        def uneven() -> None:
+            fd.get_replica_context().all_reduce("sum", torch.ones(1 + replica_id()))
 
-        strategies.run(case)
+        if strategy.num_replicas_in_sync == 1:
+            return
+        with pytest.raises(CollectiveMismatchError) as caught:
+            strategy.run(uneven)
+        lines = str(caught.value).splitlines()[1:]
+        assert len(lines) == strategy.num_replicas_in_sync
+        assert all(line.endswith(" in uneven") for line in lines), lines
 
-    def test_a_mismatch_names_the_users_line(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            def uneven() -> None:
-                fd.get_replica_context().all_reduce("sum", torch.ones(1 + replica_id()))
+    @on_replicas
+    def test_a_model_that_needs_examples(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(4, 1)
 
-            if strategy.num_replicas_in_sync == 1:
-                return
-            with pytest.raises(CollectiveMismatchError) as caught:
-                strategy.run(uneven)
-            lines = str(caught.value).splitlines()[1:]
-            assert len(lines) == strategy.num_replicas_in_sync
-            assert all(line.endswith(" in uneven") for line in lines), lines
+        def step(x: torch.Tensor) -> None:
+            if not len(x):
+                raise ZeroDivisionError("no sequence")
+            model(x).sum().backward()
 
-        strategies.run(case)
-
-    def test_a_model_that_needs_examples(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.Linear(4, 1)
-
-            def step(x: torch.Tensor) -> None:
-                if not len(x):
-                    raise ZeroDivisionError("no sequence")
-                model(x).sum().backward()
-
-            (batch,) = strategy.distribute_dataset(rows(1), global_batch_size=4)
-            if strategy.num_replicas_in_sync == 1:
-                strategy.run(step, (batch,))
-                return
-            error: type[FastdistError] = PeerFailureError
-            message = "rank [0-9] "
-            if strategy.local_replica_ids[0] > 0:
-                error, message = FastdistError, "no example of this batch.*Zero.*drop_remainder"
-            with pytest.raises(error, match=message):
-                strategy.run(step, (batch,))
-
-        strategies.run(case)
+        (batch,) = strategy.distribute_dataset(rows(1), global_batch_size=4)
+        if strategy.num_replicas_in_sync == 1:
+            strategy.run(step, (batch,))
+            return
+        error: type[FastdistError] = PeerFailureError
+        message = "rank [0-9] "
+        if strategy.local_replica_ids[0] > 0:
+            error, message = FastdistError, "no example of this batch.*Zero.*drop_remainder"
+        with pytest.raises(error, match=message):
+            strategy.run(step, (batch,))
 
     # --- around run -----------------------------------------------------------------------------
 
-    def test_gradients_through_gathers_of_uneven_batches(self, strategies: Any) -> None:
+    @on_replicas
+    def test_gradients_through_gathers_of_uneven_batches(self, strategy: Strategy) -> None:
         """A contrastive loss compares all examples of the global batch with each other."""
 
         def trained(strategy: Strategy, size: int) -> list[torch.Tensor]:
@@ -304,14 +283,12 @@ class ProgramsContract:
             strategy.check_in_sync()
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-        def case(strategy: Strategy) -> None:
-            for size in (8, 5, 3):  # of 16 examples: even, uneven, and one replica without any
-                one = trained(fd.OneDeviceStrategy("cpu"), size)
-                require_close(trained(strategy, size), one, 1e-12)
+        for size in (8, 5, 3):  # of 16 examples: even, uneven, and one replica without any
+            one = trained(fd.OneDeviceStrategy("cpu"), size)
+            require_close(trained(strategy, size), one, 1e-12)
 
-        strategies.run(case)
-
-    def test_changes_between_runs(self, strategies: Any) -> None:
+    @on_replicas
+    def test_changes_between_runs(self, strategy: Strategy) -> None:
         def clamp(model: nn.Module, optimizer: Any) -> None:
             for parameter in model.parameters():
                 parameter.data.clamp_(-0.05, 0.05)
@@ -319,37 +296,30 @@ class ProgramsContract:
         def forget(model: nn.Module, optimizer: Any) -> None:
             optimizer.state.clear()
 
-        def case(strategy: Strategy) -> None:
-            one = fd.OneDeviceStrategy("cpu")
-            for between, optimizer in ((clamp, torch.optim.SGD), (forget, torch.optim.Adam)):
-                made = [
-                    trained(each, lambda: nn.Linear(4, 1), between, optimizer)
-                    for each in (strategy, one)
-                ]
-                require_close(*made, 1e-6)
+        one = fd.OneDeviceStrategy("cpu")
+        for between, optimizer in ((clamp, torch.optim.SGD), (forget, torch.optim.Adam)):
+            made = [
+                trained(each, lambda: nn.Linear(4, 1), between, optimizer)
+                for each in (strategy, one)
+            ]
+            require_close(*made, 1e-6)
 
-        strategies.run(case)
+    @on_replicas
+    def test_modes_around_run(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(4, 4)
+        x = torch.ones(2, 4)
 
-    def test_modes_around_run(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.Linear(4, 4)
-            x = torch.ones(2, 4)
+        def look() -> dict[str, str]:
+            y = model(x)
+            return {"grad": str(y.requires_grad), "dtype": str(y.dtype)}
 
-            def look() -> dict[str, str]:
-                y = model(x)
-                return {"grad": str(y.requires_grad), "dtype": str(y.dtype)}
-
-            with torch.no_grad():
-                assert strategy.run(look)["grad"] == "False"
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                assert strategy.run(look)["dtype"] == "torch.bfloat16"
-            with torch.inference_mode():
-                assert strategy.local_results(strategy.run(torch.is_inference_mode_enabled)) == (
-                    True,
-                )
-
-        strategies.run(case)
+        with torch.no_grad():
+            assert strategy.run(look)["grad"] == "False"
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert strategy.run(look)["dtype"] == "torch.bfloat16"
+        with torch.inference_mode():
+            assert strategy.local_results(strategy.run(torch.is_inference_mode_enabled)) == (True,)
 
     def test_modules_of_other_kinds(self, strategies: Any) -> None:
         makers: dict[str, Callable[[], nn.Module]] = {
@@ -369,114 +339,99 @@ class ProgramsContract:
 
         strategies.run(case)
 
-    def test_parameters_that_were_captured(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.Linear(4, 1)
-            weight = model.weight
-            strategy.run(
-                lambda: (model(torch.ones(2, 4)).mean() + weight.square().sum()).backward()
-            )
-            assert torch.allclose(weight.grad, 1 + 2 * weight)
+    @on_replicas
+    def test_parameters_that_were_captured(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(4, 1)
+        weight = model.weight
+        strategy.run(lambda: (model(torch.ones(2, 4)).mean() + weight.square().sum()).backward())
+        assert torch.allclose(weight.grad, 1 + 2 * weight)
 
-        strategies.run(case)
-
-    def test_sync_batch_norm_converts_in_the_scope(self, strategies: Any) -> None:
+    @on_replicas
+    def test_sync_batch_norm_converts_in_the_scope(self, strategy: Strategy) -> None:
         def plain() -> nn.Module:
             return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
-        def case(strategy: Strategy) -> None:
-            convert = fd.nn.SyncBatchNorm.convert
-            with strategy.scope():
-                first = convert(plain())
-            made = plain()
-            with strategy.scope():
-                second = convert(made)
-            third = strategy.mirror(convert(plain()))
-            with strategy.scope():
-                fourth = plain()
-            fourth = convert(fourth)
-            for model in (first, second, third, fourth):
-                strategy.run(lambda model=model: model(torch.randn(4, 3)).square().sum().backward())
-            strategy.check_in_sync()
+        convert = fd.nn.SyncBatchNorm.convert
+        with strategy.scope():
+            first = convert(plain())
+        made = plain()
+        with strategy.scope():
+            second = convert(made)
+        third = strategy.mirror(convert(plain()))
+        with strategy.scope():
+            fourth = plain()
+        fourth = convert(fourth)
+        for model in (first, second, third, fourth):
+            strategy.run(lambda model=model: model(torch.randn(4, 3)).square().sum().backward())
+        strategy.check_in_sync()
 
-        strategies.run(case)
+    @on_replicas
+    def test_a_schedulers_state_is_plain(self, strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.Adam(model.parameters())
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        strategy.run(lambda: (model(torch.ones(1, 2)).sum().backward(), optimizer.step())[1])
+        file = io.BytesIO()
+        torch.save(scheduler.state_dict(), file)
+        assert b"fastdist" not in file.getvalue()
+        file.seek(0)
+        scheduler.load_state_dict(torch.load(file))
 
-    def test_a_schedulers_state_is_plain(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            with strategy.scope():
-                model = nn.Linear(2, 2)
-                optimizer = torch.optim.Adam(model.parameters())
-                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-            strategy.run(lambda: (model(torch.ones(1, 2)).sum().backward(), optimizer.step())[1])
-            file = io.BytesIO()
-            torch.save(scheduler.state_dict(), file)
-            assert b"fastdist" not in file.getvalue()
-            file.seek(0)
-            scheduler.load_state_dict(torch.load(file))
-
-        strategies.run(case)
-
-    def test_models_are_released(self, strategies: Any) -> None:
+    @on_replicas
+    def test_models_are_released(self, strategy: Strategy) -> None:
         """A search makes many models in one strategy; those that are gone take no part any more."""
+        gone = []
+        for size in range(2, 8):
+            with strategy.scope():
+                model = nn.Sequential(nn.Linear(size, 3), nn.BatchNorm1d(3))
+                optimizer = torch.optim.Adam(model.parameters())
 
-        def case(strategy: Strategy) -> None:
-            gone = []
-            for size in range(2, 8):
-                with strategy.scope():
-                    model = nn.Sequential(nn.Linear(size, 3), nn.BatchNorm1d(3))
-                    optimizer = torch.optim.Adam(model.parameters())
+            def step(model: Any = model, optimizer: Any = optimizer, size: int = size) -> None:
+                optimizer.zero_grad()
+                model(torch.randn(4, size)).square().mean().backward()
+                optimizer.step()
 
-                def step(model: Any = model, optimizer: Any = optimizer, size: int = size) -> None:
-                    optimizer.zero_grad()
-                    model(torch.randn(4, size)).square().mean().backward()
-                    optimizer.step()
+            for _ in range(2):
+                strategy.run(step)
+            gone += [weakref.ref(model[0].weight), weakref.ref(optimizer)]
+            if strategy.local_replica_ids[0] == 0:  # replicas may release at different times
+                del model, optimizer, step
+                gc.collect()
+        model = optimizer = step = None  # type: ignore[assignment]
+        strategy.run(lambda: None)
+        gc.collect()
+        assert [ref() for ref in gone] == [None] * 12
 
-                for _ in range(2):
-                    strategy.run(step)
-                gone += [weakref.ref(model[0].weight), weakref.ref(optimizer)]
-                if strategy.local_replica_ids[0] == 0:  # replicas may release at different times
-                    del model, optimizer, step
-                    gc.collect()
-            model = optimizer = step = None  # type: ignore[assignment]
-            strategy.run(lambda: None)
-            gc.collect()
-            assert [ref() for ref in gone] == [None] * 12
-
-        strategies.run(case)
-
-    def test_other_random_numbers(self, strategies: Any) -> None:
+    @on_replicas
+    def test_other_random_numbers(self, strategy: Strategy) -> None:
         """Numbers of Python, numpy and of generators are as the program has seeded them."""
 
-        def case(strategy: Strategy) -> None:
-            def draw() -> list[float]:
-                generator = torch.Generator().manual_seed(0)
-                return [
-                    np.random.rand(),
-                    random.random(),
-                    float(torch.rand((), generator=generator)),
-                ]
+        def draw() -> list[float]:
+            generator = torch.Generator().manual_seed(0)
+            return [
+                np.random.rand(),
+                random.random(),
+                float(torch.rand((), generator=generator)),
+            ]
 
-            seen = set()
-            for _ in range(3):
-                np.random.seed(0)
-                random.seed(0)
-                own = [strategy.local_results(value)[0] for value in strategy.run(draw)]
-                seen.add(tuple(own))
-            assert len(seen) == 1
+        seen = set()
+        for _ in range(3):
+            np.random.seed(0)
+            random.seed(0)
+            own = [strategy.local_results(value)[0] for value in strategy.run(draw)]
+            seen.add(tuple(own))
+        assert len(seen) == 1
 
-        strategies.run(case)
-
-    def test_modules_of_another_thread(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            other: list[nn.Module] = []
-            with strategy.scope():
-                model = nn.Linear(2, 2)
-                thread = threading.Thread(target=lambda: other.append(nn.Linear(3, 3)))
-                thread.start()
-                thread.join()
-            if strategy.local_replica_ids[0] == 0:
-                other[0](torch.ones(1, 3)).sum().backward()  # is nobody else's
-            strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
-
-        strategies.run(case)
+    @on_replicas
+    def test_modules_of_another_thread(self, strategy: Strategy) -> None:
+        other: list[nn.Module] = []
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+            thread = threading.Thread(target=lambda: other.append(nn.Linear(3, 3)))
+            thread.start()
+            thread.join()
+        if strategy.local_replica_ids[0] == 0:
+            other[0](torch.ones(1, 3)).sum().backward()  # is nobody else's
+        strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())

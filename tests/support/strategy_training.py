@@ -27,6 +27,7 @@ from digits_training import (
     trained_on_one_device,
 )
 from fastdist import Strategy
+from replica_tests import on_replicas
 from torch import nn
 
 
@@ -51,106 +52,93 @@ class TrainingContract:
 
         strategies.run(case, gradient_reduction="sum")
 
-    def test_trains_after_a_failed_run(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
+    @on_replicas
+    def test_trains_after_a_failed_run(self, strategy: Strategy) -> None:
+        require_close(train(strategy, sgd), plain(sgd), 4e-5)
+
+        def fail() -> None:
+            raise KeyError("nothing")
+
+        if len(strategy.devices) == strategy.num_replicas_in_sync:
+            with pytest.raises(KeyError):
+                strategy.run(fail)
             require_close(train(strategy, sgd), plain(sgd), 4e-5)
 
-            def fail() -> None:
-                raise KeyError("nothing")
-
-            if len(strategy.devices) == strategy.num_replicas_in_sync:
-                with pytest.raises(KeyError):
-                    strategy.run(fail)
-                require_close(train(strategy, sgd), plain(sgd), 4e-5)
-
-        strategies.run(case)
-
     @pytest.mark.parametrize("make", [sgd, adam])
-    def test_digits_train_as_on_one_device(self, strategies: Any, make: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            got = train(strategy, make, epochs=3)
-            require_close(got, plain(make, epochs=3), 4e-5)
+    @on_replicas
+    def test_digits_train_as_on_one_device(self, strategy: Strategy, make: Any) -> None:
+        got = train(strategy, make, epochs=3)
+        require_close(got, plain(make, epochs=3), 4e-5)
 
-        strategies.run(case)
+    @on_replicas
+    def test_a_shuffled_dataset_trains_as_on_one_device(self, strategy: Strategy) -> None:
+        require_close(train_on_dataset(strategy, 2), trained_on_one_device(2), 4e-5)
 
-    def test_a_shuffled_dataset_trains_as_on_one_device(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            require_close(train_on_dataset(strategy, 2), trained_on_one_device(2), 4e-5)
+    @on_replicas
+    def test_batches_are_cut_among_replicas(self, strategy: Strategy) -> None:
+        n = strategy.num_replicas_in_sync
+        sizes = []
+        for one in strategy.distribute_dataset(torch.arange(15), global_batch_size=4):
+            parts = strategy.gather(strategy.run(lambda x: torch.tensor([len(x)]), args=(one,)))
+            sizes.append(parts.tolist())
+        wanted = [len(part) for part in torch.arange(3).tensor_split(n)]
+        assert sizes[-1] == wanted
+        assert [sum(row) for row in sizes] == [4, 4, 4, 3]
 
-        strategies.run(case)
+    @on_replicas
+    def test_datasets_from_function(self, strategy: Strategy) -> None:
+        calls = []
 
-    def test_batches_are_cut_among_replicas(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            sizes = []
-            for one in strategy.distribute_dataset(torch.arange(15), global_batch_size=4):
-                parts = strategy.gather(strategy.run(lambda x: torch.tensor([len(x)]), args=(one,)))
-                sizes.append(parts.tolist())
-            wanted = [len(part) for part in torch.arange(3).tensor_split(n)]
-            assert sizes[-1] == wanted
-            assert [sum(row) for row in sizes] == [4, 4, 4, 3]
+        def make(context: Any) -> Any:
+            calls.append(context)
+            size = context.get_per_replica_batch_size(12)
+            worker = context.input_pipeline_id
+            replicas = context.num_replicas_in_sync // context.num_input_pipelines
+            rows = torch.arange(5 * size * replicas) + 1000 * worker
+            return rows.split(size)
 
-        strategies.run(case)
+        batches = strategy.distribute_datasets_from_function(make)
+        rows = [strategy.gather(one) for one in batches]
+        assert len(rows) == 5
+        assert {len(row) for row in rows} == {12}
+        assert len(calls) == 1
 
-    def test_datasets_from_function(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            calls = []
+    @on_replicas
+    def test_replicas_without_examples(self, strategy: Strategy) -> None:
+        got = train(strategy, sgd, global_batch=898)  # one example for the last batch
+        require_close(got, plain(sgd, global_batch=898), 4e-5)
+        torch.manual_seed(3)
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        before = [buffer.clone() for buffer in model.buffers()]
+        n = strategy.num_replicas_in_sync
+        counts = (4,) + (0,) * (n - 1)
+        x = per_replica(strategy, [torch.randn(4, 3)] + [torch.ones(0, 3)] * (n - 1), counts)
 
-            def make(context: Any) -> Any:
-                calls.append(context)
-                size = context.get_per_replica_batch_size(12)
-                worker = context.input_pipeline_id
-                replicas = context.num_replicas_in_sync // context.num_input_pipelines
-                rows = torch.arange(5 * size * replicas) + 1000 * worker
-                return rows.split(size)
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = F.mse_loss(model(x), torch.zeros(len(x), 2))
+            loss.backward()
+            return loss.detach()
 
-            batches = strategy.distribute_datasets_from_function(make)
-            rows = [strategy.gather(one) for one in batches]
-            assert len(rows) == 5
-            assert {len(row) for row in rows} == {12}
-            assert len(calls) == 1
+        loss = strategy.reduce("mean", strategy.run(step, args=(x,)))
+        assert torch.isfinite(loss)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert torch.isfinite(parameter.grad).all()
+        assert not torch.equal(before[0], model[1].running_mean)
+        strategy.check_in_sync()
 
-        strategies.run(case)
+    @on_replicas
+    def test_average_and_regularization_loss(self, strategy: Strategy) -> None:
+        per_example = torch.arange(7.0)
+        (one,) = batch(strategy, per_example)
+        average = strategy.run(fd.nn.compute_average_loss, args=(one,))
+        assert strategy.reduce("sum", average) == pytest.approx(3.0)
+        shares = strategy.run(fd.nn.scale_regularization_loss, args=(torch.tensor(2.0),))
+        assert strategy.reduce("sum", shares) == pytest.approx(2.0)
 
-    def test_replicas_without_examples(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            got = train(strategy, sgd, global_batch=898)  # one example for the last batch
-            require_close(got, plain(sgd, global_batch=898), 4e-5)
-            torch.manual_seed(3)
-            with strategy.scope():
-                model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-            before = [buffer.clone() for buffer in model.buffers()]
-            n = strategy.num_replicas_in_sync
-            counts = (4,) + (0,) * (n - 1)
-            x = per_replica(strategy, [torch.randn(4, 3)] + [torch.ones(0, 3)] * (n - 1), counts)
-
-            def step(x: torch.Tensor) -> torch.Tensor:
-                loss = F.mse_loss(model(x), torch.zeros(len(x), 2))
-                loss.backward()
-                return loss.detach()
-
-            loss = strategy.reduce("mean", strategy.run(step, args=(x,)))
-            assert torch.isfinite(loss)
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                assert torch.isfinite(parameter.grad).all()
-            assert not torch.equal(before[0], model[1].running_mean)
-            strategy.check_in_sync()
-
-        strategies.run(case)
-
-    def test_average_and_regularization_loss(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            per_example = torch.arange(7.0)
-            (one,) = batch(strategy, per_example)
-            average = strategy.run(fd.nn.compute_average_loss, args=(one,))
-            assert strategy.reduce("sum", average) == pytest.approx(3.0)
-            shares = strategy.run(fd.nn.scale_regularization_loss, args=(torch.tensor(2.0),))
-            assert strategy.reduce("sum", shares) == pytest.approx(2.0)
-
-        strategies.run(case)
-
-    def test_accumulation_clipping_unused_and_frozen(self, strategies: Any) -> None:
+    @on_replicas
+    def test_accumulation_clipping_unused_and_frozen(self, strategy: Strategy) -> None:
         def make() -> Any:
             model = Net()
             model.spare = nn.Linear(2, 2)  # type: ignore[assignment]
@@ -182,14 +170,12 @@ class TrainingContract:
             strategy.check_in_sync()
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-        def case(strategy: Strategy) -> None:
-            require_close(steps(strategy), steps(fd.OneDeviceStrategy("cpu")), 4e-5)
-
-        strategies.run(case)
+        require_close(steps(strategy), steps(fd.OneDeviceStrategy("cpu")), 4e-5)
 
     @pytest.mark.parametrize("sizes", [(7, 2, 1), (8, 5, 7), (1, 12, 4)])
+    @on_replicas
     def test_accumulation_over_batches_that_are_cut_unevenly(
-        self, strategies: Any, sizes: tuple[int, ...]
+        self, strategy: Strategy, sizes: tuple[int, ...]
     ) -> None:
         def gradients(strategy: Strategy) -> list[torch.Tensor]:
             torch.manual_seed(2)
@@ -209,74 +195,67 @@ class TrainingContract:
                     strategy.run(lambda part: backward(part[0]), (part,))
             return [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
 
-        def case(strategy: Strategy) -> None:
-            require_close(gradients(strategy), gradients(fd.OneDeviceStrategy("cpu")), 1e-6)
+        require_close(gradients(strategy), gradients(fd.OneDeviceStrategy("cpu")), 1e-6)
 
-        strategies.run(case)
+    @on_replicas
+    def test_gradients_kept_back_for_one_of_several_models(self, strategy: Strategy) -> None:
+        n = strategy.num_replicas_in_sync
+        with strategy.scope():
+            first, second = nn.Linear(1, 1), nn.Linear(1, 1)
 
-    def test_gradients_kept_back_for_one_of_several_models(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            with strategy.scope():
-                first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+        def step() -> float:
+            with strategy.no_sync():
+                first(torch.full((1, 1), replica_id() + 1.0)).sum().backward()
+            second(torch.ones(1, 1)).sum().backward()
+            assert first.weight.grad is not None
+            return first.weight.grad.item()
 
-            def step() -> float:
-                with strategy.no_sync():
-                    first(torch.full((1, 1), replica_id() + 1.0)).sum().backward()
-                second(torch.ones(1, 1)).sum().backward()
-                assert first.weight.grad is not None
-                return first.weight.grad.item()
+        for grad in strategy.local_results(strategy.run(step)):
+            assert grad == pytest.approx((n + 1) / 2)
 
-            for grad in strategy.local_results(strategy.run(step)):
-                assert grad == pytest.approx((n + 1) / 2)
+    @on_replicas
+    def test_one_of_several_models(self, strategy: Strategy) -> None:
+        n = strategy.num_replicas_in_sync
+        torch.manual_seed(0)
+        with strategy.scope():
+            first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+            table = nn.Embedding(4, 3, sparse=True)
 
-        strategies.run(case)
+        def step(which: str) -> None:
+            for parameter in (*first.parameters(), *second.parameters(), table.weight):
+                parameter.grad = None
+            x = torch.full((2, 3), replica_id() + 1.0)
+            if which == "first":
+                first(x).sum().backward()
+            elif which == "second":
+                second(first(x).detach()).sum().backward()
+            elif which == "last one only":
+                part = second.bias if replica_id() == n - 1 else first.bias * 0
+                part.sum().backward()
+            else:
+                second(first(table(torch.tensor([1, 1])))).sum().backward()
 
-    def test_one_of_several_models(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            n = strategy.num_replicas_in_sync
-            torch.manual_seed(0)
-            with strategy.scope():
-                first, second = nn.Linear(3, 2), nn.Linear(2, 1)
-                table = nn.Embedding(4, 3, sparse=True)
+        def has_gradients() -> list[bool]:
+            tensors = (first.weight, second.weight, second.bias, table.weight)
+            return [tensor.grad is not None for tensor in tensors]
 
-            def step(which: str) -> None:
-                for parameter in (*first.parameters(), *second.parameters(), table.weight):
-                    parameter.grad = None
-                x = torch.full((2, 3), replica_id() + 1.0)
-                if which == "first":
-                    first(x).sum().backward()
-                elif which == "second":
-                    second(first(x).detach()).sum().backward()
-                elif which == "last one only":
-                    part = second.bias if replica_id() == n - 1 else first.bias * 0
-                    part.sum().backward()
-                else:
-                    second(first(table(torch.tensor([1, 1])))).sum().backward()
+        for which, expected in (
+            ("first", [True, False, False, False]),
+            ("second", [False, True, True, False]),
+            ("both", [True, True, True, True]),
+            ("last one only", [False, False, True, False]),
+            ("first", [True, False, False, False]),
+        ):
 
-            def has_gradients() -> list[bool]:
-                tensors = (first.weight, second.weight, second.bias, table.weight)
-                return [tensor.grad is not None for tensor in tensors]
+            def run(which: str = which) -> list[bool]:
+                step(which)
+                return has_gradients()
 
-            for which, expected in (
-                ("first", [True, False, False, False]),
-                ("second", [False, True, True, False]),
-                ("both", [True, True, True, True]),
-                ("last one only", [False, False, True, False]),
-                ("first", [True, False, False, False]),
-            ):
-
-                def run(which: str = which) -> list[bool]:
-                    step(which)
-                    return has_gradients()
-
-                for got in zip(*map(strategy.local_results, strategy.run(run)), strict=True):
-                    assert list(got) == expected, which
-                if which == "first":
-                    strategy.run(lambda: None)
-                    assert first.weight.grad[0, 0] == pytest.approx(n + 1.0)
-
-        strategies.run(case)
+            for got in zip(*map(strategy.local_results, strategy.run(run)), strict=True):
+                assert list(got) == expected, which
+            if which == "first":
+                strategy.run(lambda: None)
+                assert first.weight.grad[0, 0] == pytest.approx(n + 1.0)
 
     def test_each_replica_has_its_own_random_stream(self, strategies: Any) -> None:
         def case(strategy: Strategy) -> list[list[float]]:
@@ -295,7 +274,8 @@ class TrainingContract:
         results = strategies.run(case)
         assert all(result == results[0] for result in results)
 
-    def test_gradients_outside_run(self, strategies: Any) -> None:
+    @on_replicas
+    def test_gradients_outside_run(self, strategy: Strategy) -> None:
         def train(strategy: Strategy) -> list[torch.Tensor]:
             torch.manual_seed(4)
             with strategy.scope():
@@ -316,12 +296,10 @@ class TrainingContract:
             strategy.check_in_sync()
             return [parameter.detach().clone() for parameter in model.parameters()]
 
-        def case(strategy: Strategy) -> None:
-            require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-5)
+        require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-5)
 
-        strategies.run(case)
-
-    def test_sparse_gradients(self, strategies: Any) -> None:
+    @on_replicas
+    def test_sparse_gradients(self, strategy: Strategy) -> None:
         def train(strategy: Strategy) -> list[torch.Tensor]:
             torch.manual_seed(6)
             with strategy.scope():
@@ -339,19 +317,12 @@ class TrainingContract:
             strategy.check_in_sync()
             return [model.weight.detach().clone()]
 
-        def case(strategy: Strategy) -> None:
-            require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-6)
+        require_close(train(strategy), train(fd.OneDeviceStrategy("cpu")), 1e-6)
 
-        strategies.run(case)
-
-    def test_batches_of_different_structure(self, strategies: Any) -> None:
-        def case(strategy: Strategy) -> None:
-            if len(strategy.devices) == 1:
-                return
-            with pytest.raises(ValueError, match="different structures"):
-                strategy.run(lambda: {"a": 1} if replica_id() % 2 else {"b": 1})
-            assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == (
-                strategy.num_replicas_in_sync
-            )
-
-        strategies.run(case)
+    @on_replicas
+    def test_batches_of_different_structure(self, strategy: Strategy) -> None:
+        if len(strategy.devices) == 1:
+            return
+        with pytest.raises(ValueError, match="different structures"):
+            strategy.run(lambda: {"a": 1} if replica_id() % 2 else {"b": 1})
+        assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == (strategy.num_replicas_in_sync)

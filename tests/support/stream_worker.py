@@ -22,17 +22,14 @@ from stream_device import StreamDevice
 Call = Callable[[], object]
 
 
-class StreamDriver:
+class StreamDriver(FastdistCalls):
     """A call enqueues its work; where `is_capturable` is False, capturing a call raises."""
 
     def __init__(self, is_capturable: bool) -> None:
-        self._comm: Any = fastdist.init()
+        super().__init__(fastdist.init())
         self.gpu = StreamDevice()
-        self.rank: int = self._comm.rank
-        self.world_size: int = self._comm.world_size
         self.version = "streams on CPUs"
         self._is_capturable = is_capturable
-        self._calls = FastdistCalls(self._comm)
         self._flag = self.gpu.arrays.make((1,), "int32")
 
     def arrays(self, kind: str) -> ArrayLibrary:
@@ -42,10 +39,10 @@ class StreamDriver:
         return partial(self.gpu.enqueue, partial(self._comm.all_reduce, self._flag))
 
     def bind(self, case: Case, passes: Any, gets: Any) -> Call:
-        return self._enqueued(self._calls.bind(case, passes, gets))
+        return self._enqueued(super().bind(case, passes, gets))
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Any]) -> Call:
-        return self._enqueued(self._calls.bind_list(case, variant, arrays))
+        return self._enqueued(super().bind_list(case, variant, arrays))
 
     def _enqueued(self, call: Call) -> Call:
         def enqueue() -> None:

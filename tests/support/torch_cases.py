@@ -628,7 +628,7 @@ def what_groups_tell() -> None:
     dist.all_reduce(middle, dist.ReduceOp.AVG)
     assert all(torch.allclose(mean, middle) for mean in means)
     assert [whole.tolist() for whole in wholes] == [[1, -2]] * 2
-    with pytest.raises(TypeError, match="complex32 can be added up and averaged only, got max"):
+    with pytest.raises(TypeError, match="complex32 can only be summed and averaged, got max"):
         dist.reduce_scatter(
             torch.zeros(2, dtype=torch.complex32),
             [torch.zeros(2, dtype=torch.complex32)] * group.size(),

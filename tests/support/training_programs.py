@@ -25,6 +25,17 @@ def program(function: Program) -> Program:
     return function
 
 
+def step_program(step: Callable[..., Any]) -> Program:
+    """Add the program that trains a `Net` by `step(model, optimizer, x, y)`."""
+
+    @functools.wraps(step)
+    def by_steps(strategy: Strategy) -> list[torch.Tensor]:
+        model, optimizer = made(strategy)
+        return trained(strategy, functools.partial(step, model, optimizer), model)
+
+    return program(by_steps)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +68,16 @@ def made(strategy: Strategy, make: Any = Net, optimizer: Any = None) -> Any:
         return model, optimizer(model.parameters())
 
 
-def simple(strategy: Strategy, model: Any, optimizer: Any, loss_of: Any = F.mse_loss) -> None:
-    def step(x: torch.Tensor, y: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        loss_of(model(x), y).backward()
-        optimizer.step()
+def train(
+    model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor, loss_of: Any = F.mse_loss
+) -> None:
+    optimizer.zero_grad()
+    loss_of(model(x), y).backward()
+    optimizer.step()
 
-    for _ in steps(strategy, step):
+
+def simple(strategy: Strategy, model: Any, optimizer: Any, loss_of: Any = F.mse_loss) -> None:
+    for _ in steps(strategy, functools.partial(train, model, optimizer, loss_of=loss_of)):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Steps of saving and restoring that all ranks take together: if one fails, all raise."""
+"""Steps of saving and restoring that all ranks take together: if one rank fails, all raise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdist.errors import DamagedCheckpointError, FastdistError
 from fastdist.strategies.replicated import replicas_of
 
 T = TypeVar("T")
-# Kinds that other ranks raise too: the first that fits.
+# Exceptions that other ranks raise too: the first class that fits.
 _KINDS = (
     FileNotFoundError,
     FileExistsError,
@@ -42,7 +42,7 @@ class Ranks:
         self._strategy = replicas_of(modules)
 
     def communicator(self) -> AbstractContextManager[Communicator | None]:
-        """A context manager that gives the communicator; None if this process is alone."""
+        """Return a context manager that gives the communicator; None if this process is alone."""
         if self._strategy is not None:
             return self._strategy.communicator()
         world = existing_communicator()
@@ -55,7 +55,7 @@ def run_on_all(workers: Communicator | None, work: Callable[[], T]) -> T:
     """Call `work` on every rank; if it fails on one, all raise. Every rank must call.
 
     Raises:
-        Exception: the exception of `work` on this rank, or one of its kind that names the rank.
+        Exception: the exception of `work` on this rank; on other ranks, one of that class.
     """
     if workers is None:
         return work()
@@ -79,7 +79,7 @@ def broadcast_result(workers: Communicator | None, make: Callable[[], T]) -> T:
     """Call `make` on rank 0, and return its result on every rank. Every rank must call.
 
     Raises:
-        Exception: the exception of `make`; on other ranks, one of its kind.
+        Exception: the exception of `make`; on other ranks, one of that class.
     """
     if workers is None:
         return make()

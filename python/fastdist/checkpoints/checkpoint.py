@@ -22,7 +22,7 @@ from fastdist.replicas.context import state
 from fastdist.training.metrics import note_updates, with_metric_states
 
 _RANDOM = "random_generator"
-# Turns the tensors of a part into tensors on the CPU that nobody changes while they are written.
+# Returns a part's tensors on the CPU, in memory that does not change while they are written.
 Stage = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
@@ -52,7 +52,7 @@ class Checkpoint:
             attributes of the checkpoint (`checkpoint.step`); restoring replaces them.
 
     Raises:
-        TypeError: no part was given, or a name is one of a method.
+        TypeError: no part was given, or a part has the name of a method.
 
     Examples:
         >>> import tempfile
@@ -120,7 +120,7 @@ class Checkpoint:
         """Restore all parts from a directory that was saved. Every replica must call.
 
         Parts that only the directory has are ignored. If anything does not fit, nothing is
-        changed: names and shapes are compared first, and all get their states back if one of them
+        changed: names and shapes are compared first, and all parts get their old states back if one
         refuses its new state.
 
         Raises:
@@ -143,7 +143,7 @@ class Checkpoint:
         return list(self._parts)
 
     def ranks(self) -> Ranks:
-        """The ranks that save and restore this checkpoint together."""
+        """Return the ranks that save and restore this checkpoint together."""
         return Ranks(part for part in self._parts.values() if isinstance(part, nn.Module))
 
     def collect(
@@ -198,7 +198,7 @@ class Checkpoint:
             )
         saved = _share(workers, read_parts)
         random = saved.pop(_RANDOM, None)
-        before: dict[str, Any] = {}  # of parts that may refuse their state
+        before: dict[str, Any] = {}  # old states of parts that may refuse the new ones
 
         def match() -> None:
             missing = [name for name in self._parts if name not in saved]
@@ -284,7 +284,7 @@ def read(path: Path, names: list[str]) -> dict[str, PartFiles]:
 
 
 def copy_to_cpu(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors on the CPU; tensors that are on it are not copied."""
+    """Return the tensors on the CPU, without copying tensors that are there."""
     del name
     return {key: tensor.cpu() for key, tensor in tensors.items()}
 
@@ -301,7 +301,7 @@ def _state_of(part: Any) -> Any:
 
 
 def _may_refuse(module: nn.Module) -> bool:
-    """True if code other than torch's own takes part when the module loads its state."""
+    """Return True if code other than torch's own takes part when the module loads its state."""
     return any(
         part._load_state_dict_pre_hooks
         or part._load_state_dict_post_hooks
@@ -320,7 +320,7 @@ def _load(part: Any, state: Any) -> None:
 
 
 def _take_back(part: Any, own: Any) -> None:
-    """Give a part the state that it had; a module may refuse that too."""
+    """Give a part its old state back; a module may refuse that too."""
     if not isinstance(part, nn.Module):
         part.load_state_dict(own)
         return
@@ -346,7 +346,7 @@ def _put(part: Any, value: Any) -> Any:
 
 
 def _random_state() -> dict[str, Any]:
-    """The state of torch's generators; the CPU's gives the streams of all replicas in `run`."""
+    """Return torch's generators' states; the CPU's gives the streams of all replicas in `run`."""
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()

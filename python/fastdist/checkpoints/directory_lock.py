@@ -66,7 +66,7 @@ class DirectoryLock:
 
 
 def _let_go() -> None:
-    """In a forked child: close the files, which would otherwise keep the locks after the parent."""
+    """Close the files in a forked child, which would otherwise keep the locks after the parent."""
     while _held:
         _held.popitem()[1]._file.close()
 

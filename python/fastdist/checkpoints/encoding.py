@@ -1,6 +1,6 @@
 """Encodes the results of `state_dict` as JSON and tensors, without pickle.
 
-Dictionaries with ordinary string keys, lists, strings, numbers and None are themselves in JSON.
+Dictionaries with ordinary string keys, lists, strings, numbers and None stay as they are in JSON.
 Everything else is an object with one key that begins with "$". `{"$tensor": name}` is the tensor of
 that name in the part's safetensors file, and `{"$tensor": {"complex": name}}` is made of it: its
 last axis has the real and the imaginary parts.
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 _SCALARS = (str, int, bool, type(None))
-_COMPLEX = (torch.complex128, torch.complex32)  # which safetensors does not have
-_RESERVED = "__metadata__"  # safetensors' name for what is no tensor
+_COMPLEX = (torch.complex128, torch.complex32)  # dtypes that safetensors does not have
+_RESERVED = "__metadata__"  # safetensors' name for its metadata
 
 
 class Encoder:
@@ -81,7 +81,7 @@ class Encoder:
                 f"{'.'.join(path)}: a checkpoint holds dense tensors, got {tensor.layout}; use "
                 "to_dense()"
             )
-        # A tensor may differ from another of the same memory by these bits alone.
+        # These bits may be the only difference between two tensors of the same memory.
         tensor = tensor.detach().resolve_conj().resolve_neg()
         if tensor.dtype in _COMPLEX:
             return {"complex": self._name(torch.view_as_real(tensor), path)}

@@ -6,8 +6,8 @@
       model.safetensors    the tensors of one part, by their names in its state_dict
       optimizer.safetensors
 
-The directory is renamed to its final name only after all files are flushed. So a directory of that
-name is complete, unless the disk has lost or changed bytes since; checksums (CRC-32) show that.
+The directory is renamed to its final name only after all files are flushed, so a directory of that
+name is complete. Checksums (CRC-32) show whether the disk has lost or changed bytes since.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class PartFiles:
 class Checksums:
     """The checksums of tensors, computed in a thread while another thread writes the tensors.
 
-    Make it before starting the other thread: while the interpreter exits, it waits for threads but
-    cannot start any.
+    Make it before starting the other thread: an exiting interpreter waits for threads, but starts
+    none.
 
     Args:
         parts: by name.
@@ -66,7 +66,7 @@ class Checksums:
         threading.Thread(target=self._compute, args=[parts], name="fastdist-checksums").start()
 
     def __getitem__(self, part: str) -> dict[str, int]:
-        """The checksums of a part's tensors, by name; waits for them."""
+        """Return the checksums of a part's tensors, by name; wait for them."""
         return self._sums[part].result()
 
     def _compute(self, parts: Mapping[str, PartFiles]) -> None:
@@ -85,7 +85,7 @@ def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> N
     Args:
         path: the directory to make; replaces a checkpoint of that name at the end.
         parts: the files of each part, by its name.
-        checksums: those of these parts.
+        checksums: the checksums of these parts.
 
     Raises:
         OSError: the disk is full, or the directory cannot be written; an earlier checkpoint of
@@ -219,7 +219,7 @@ def read_tensors(index: Index, part: str) -> dict[str, torch.Tensor]:
     """Read the tensors of a part, and check every byte of its file.
 
     Raises:
-        DamagedCheckpointError: the file is damaged; the message names the first such tensor.
+        DamagedCheckpointError: the file is damaged; the message names the first damaged tensor.
     """
     from safetensors import safe_open
 
@@ -239,8 +239,8 @@ def read_tensors(index: Index, part: str) -> dict[str, torch.Tensor]:
     names = list(expected["tensors"])
 
     def take(name: str) -> tuple[torch.Tensor, int]:
-        # The file's memory is aligned to 8 bytes, and BLAS rounds by the alignment: a copy is
-        # aligned as torch aligns all tensors, on every rank.
+        # The file's memory is aligned to 8 bytes, and BLAS' rounding depends on the alignment: a
+        # copy is aligned as torch aligns all tensors, on every rank.
         aligned = tensors[name].clone()
         return aligned, _checksum(aligned)
 

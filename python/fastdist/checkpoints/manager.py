@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -26,11 +25,11 @@ from fastdist.errors import DamagedCheckpointError
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ENDED = ".ended"
-_COPY_THREADS = 4  # one alone does not use the memory's bandwidth
+_COPY_THREADS = 4  # one thread does not reach the memory's bandwidth
 
 
 class CheckpointManager:
-    """Saves a series of checkpoints into a directory, and restores the newest whole one.
+    """Saves a series of checkpoints into a directory, and restores the newest complete one.
 
     One job uses a directory at a time. Every replica makes a manager and makes the same calls,
     outside `run`; replica 0 reads and writes, and the others get the values from it, so that only
@@ -72,15 +71,10 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.close()
-        else:  # other replicas may have come elsewhere
+        else:  # other replicas may be at another call
             self.release()
 
     @property
@@ -103,12 +97,11 @@ class CheckpointManager:
             number: orders the checkpoints and names the directory; the part called "step" if it is
                 an int, otherwise one more than the newest. The same number again replaces it.
             async_op: return when the tensors are copied, and write in a thread. At most one
-                checkpoint is written at a time: the next call, `wait` and `close` wait for it, and
-                raise its failure. A program that ends earlier waits for it too, and exits with
-                code 1 if it failed.
+                checkpoint is written at a time: the next call, `wait`, `close` and the end of the
+                program wait for it. The calls raise its error; the program exits with code 1.
 
         Returns:
-            The checkpoint's directory, which exists when it is whole.
+            The checkpoint's directory, which exists once it is complete.
 
         Raises:
             OSError: the disk is full, the directory cannot be written, or another job uses it.
@@ -134,7 +127,7 @@ class CheckpointManager:
         return path
 
     def restore(self, checkpoint: Checkpoint) -> Path | None:
-        """Restore the newest whole checkpoint, and torch's random generators. Every replica calls.
+        """Restore the newest complete checkpoint, and torch's generators. Every replica must call.
 
         A damaged checkpoint is renamed (`damaged-checkpoint-1200`), a warning says what is wrong,
         and the previous one is used.
@@ -337,7 +330,7 @@ def _run(task: Callable[[], None], done: Future[None]) -> None:
 
 
 def _tell_failures() -> None:
-    """At exit, after the threads have ended: report failures that no call has raised."""
+    """Report, after the threads have ended, failures that no call has raised."""
     for error in _failed:
         traceback.print_exception(error)
         exit_with(1)

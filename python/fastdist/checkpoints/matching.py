@@ -18,8 +18,8 @@ def require_match(name: str, part: Any, value: Any, class_name: str) -> None:
         name: the name of the part.
         part: an object with `load_state_dict`, a tensor or a value.
         value: the saved state.
-        class_name: the class of the saved object. Without it, an optimizer would accept the state
-            of another optimizer, and a scheduler that of another scheduler.
+        class_name: the class of the saved object: an optimizer, or a scheduler, accepts the state
+            of another class.
 
     Raises:
         ValueError: another object was saved; the message lists names and shapes.

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ _FAILED = 2
 
 
 class PreemptionCheckpointHandler:
-    """Saves and exits at a step that all replicas agree on, once one of them is told to end.
+    """Saves and exits, at a step that all replicas agree on, after a replica is told to end.
 
     Make it on every replica, in the main thread, after `manager.restore`, and call
     `save_if_preempted` after every step:
@@ -36,7 +36,7 @@ class PreemptionCheckpointHandler:
     Args:
         manager: where to save.
         checkpoint: what to save.
-        signals: signals that announce the end. While the handler is open they do nothing else.
+        signals: signals that announce the end; they have no other effect while the handler is open.
         watcher: a function that returns True when the end is near, for clouds that announce it
             in another way; called every second, in a thread.
         exit_code: exit code of the process; by default EX_TEMPFAIL, "try again later".
@@ -88,12 +88,7 @@ class PreemptionCheckpointHandler:
     def __enter__(self) -> PreemptionCheckpointHandler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def save_if_preempted(self) -> None:

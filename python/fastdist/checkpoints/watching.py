@@ -18,8 +18,8 @@ def checkpoints_iterator(
 
     The directory is read without its lock, and may not exist yet. The iterator begins with existing
     checkpoints. It ends when no new one has appeared for `timeout_s`, or when the job has ended
-    (`CheckpointManager.end`) and all were yielded. A checkpoint may be removed while it is used:
-    use a greater `max_to_keep` then (tf.train.checkpoints_iterator).
+    (`CheckpointManager.end`) and all were yielded. If checkpoints are removed while they are used,
+    increase `max_to_keep` (tf.train.checkpoints_iterator).
 
     Args:
         directory: the manager's directory.
@@ -71,7 +71,7 @@ def next_checkpoint(
         since: `time.monotonic()` when the wait began.
         timeout_s: seconds to wait since then.
     """
-    is_over = has_ended(directory)  # before the look: the last checkpoint is there by then
+    is_over = has_ended(directory)  # before listing, so that the last checkpoint is listed
     newer = (path for path in list_checkpoints(directory) if number_of(path) > last)
     path = next(newer, None)
     if timeout_s is not None and time.monotonic() - since >= timeout_s:

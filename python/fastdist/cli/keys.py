@@ -21,7 +21,7 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds `keys` to the `fastdist` command."""
+    """Add `keys` to the `fastdist` command."""
     parser = subparsers.add_parser(
         "keys",
         help="make keys for a job with parameter servers",

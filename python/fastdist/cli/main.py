@@ -12,7 +12,7 @@ from fastdist.cli import bench, doctor, keys, ps, run, serve, trace, why
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the `fastdist` command.
+    """Run the `fastdist` command.
 
     Each subcommand's `add_parser(subparsers)` sets the default `handler`, which takes the parsed
     arguments and returns the exit code.
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line; shtab makes shells' completions of it."""
+    """Return the parser of the command line; shtab makes shells' completions of it."""
     parser = argparse.ArgumentParser(
         prog="fastdist",
         description="Distributed training and fast collectives.",

@@ -17,7 +17,7 @@ class ProgramError(Exception):
 def find_program(
     words: Sequence[str], is_module: bool, environment: Mapping[str, str]
 ) -> list[str]:
-    """Returns the command that each process of a job runs.
+    """Return the command that each process of a job runs.
 
     Args:
         words: a script, a module or a program, then its arguments, from the command line.
@@ -59,7 +59,7 @@ def _file_command(target: str, rest: Sequence[str]) -> list[str]:
 
 
 def _check_module(name: str, environment: Mapping[str, str]) -> None:
-    """Raises ProgramError if `python -m name` would fail to find the module; imports nothing."""
+    """Raise ProgramError if `python -m name` would fail to find the module; import nothing."""
     extra = environment.get("PYTHONPATH", "").split(os.pathsep)
     places: Sequence[str] | None = [os.getcwd(), *filter(None, extra), *sys.path]
     sought = ""
@@ -76,7 +76,7 @@ def _check_module(name: str, environment: Mapping[str, str]) -> None:
 
 
 def _find_spec(name: str, places: Sequence[str]) -> ModuleSpec | None:
-    """Finds a module as the import statement does, without importing its package."""
+    """Find a module as the import statement does, without importing its package."""
     if "." not in name:
         specs = (finder.find_spec(name, places) for finder in sys.meta_path)
         return next((spec for spec in specs if spec is not None), None)

@@ -87,7 +87,7 @@ class _OptionError(Exception):
 
 
 def add_parser(subparsers: "_Subparsers") -> None:
-    """Adds `run` to the `fastdist` command."""
+    """Add `run` to the `fastdist` command."""
     parser = subparsers.add_parser(
         "run",
         help="start the processes of a job on this machine",
@@ -226,7 +226,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _repeat(arguments: argparse.Namespace, run: Callable[[], Outcome]) -> int:
-    """Runs a job of ranks, and again when a rank has failed, as often as was asked for."""
+    """Run a job of ranks, and again when a rank has failed, as often as was asked for."""
     most = arguments.max_restarts or 0
     for restart in range(1, most + 1):
         outcome = run()
@@ -252,7 +252,20 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             ends_with_stdin=arguments.ends_with_stdin,
         )
         with _traced(_trace_of_machine(arguments)):
-            return supervise(job)
+            outcome = supervise(job)
+        _say_why(outcome)
+        return outcome
+
+
+def _say_why(outcome: Outcome) -> None:
+    """Say what the ranks did when one was killed, which could not write a traceback."""
+    if outcome.killed is None:
+        return
+    from fastdist.recorder.speaking import obituary  # numpy: only when it is needed
+
+    why = obituary(outcome.killed)
+    if why:
+        sys.stderr.write(f"{_NAME}: {why}\n")
 
 
 def _trace_of_machine(arguments: argparse.Namespace) -> Path | None:
@@ -370,7 +383,7 @@ def _check_machines(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
-    """Yields the tasks of the job; reserves their ports until the context is closed."""
+    """Yield the tasks of the job; reserve their ports until the context is closed."""
     user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))

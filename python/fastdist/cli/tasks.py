@@ -48,7 +48,7 @@ class Machines:
 
 
 def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = None) -> list[Task]:
-    """Returns this machine's tasks of a job of ranks, with torchrun's variables.
+    """Return this machine's tasks of a job of ranks, with torchrun's variables.
 
     Args:
         ranks: number of ranks on this machine.
@@ -89,7 +89,7 @@ def host_tasks(
     rdzv: str,
     user: Mapping[str, str],
 ) -> list[Task]:
-    """Returns a task for each machine of a job, which starts its ranks by ssh.
+    """Return a task for each machine of a job, which starts its ranks by ssh.
 
     Variables go over the standard input: every user of a machine can see command lines.
 
@@ -118,7 +118,7 @@ def host_tasks(
 
 
 def take_variables() -> dict[str, str]:
-    """Reads from stdin what `host_tasks` sends: sets variables, and returns those of the user.
+    """Read from stdin what `host_tasks` sends: set variables, and return those of the user.
 
     Raises:
         VariableError: stdin has ended before.
@@ -142,7 +142,7 @@ def role_tasks(
     keys: Mapping[str, str],
     user: Mapping[str, str],
 ) -> list[Task]:
-    """Returns a chief, workers, parameter servers and perhaps an evaluator, with TF_CONFIG.
+    """Return a chief, workers, parameter servers and perhaps an evaluator, with TF_CONFIG.
 
     Args:
         workers: number of workers.
@@ -190,7 +190,7 @@ def _set_defaults(environment: dict[str, str], processes: int) -> None:
 
 
 def _free_port() -> int:
-    """Returns a port that is free now, for scripts that start a store."""
+    """Return a port that is free now, for scripts that start a store."""
     with socket.socket() as probe:
         probe.bind((_HOST, 0))
         port: int = probe.getsockname()[1]

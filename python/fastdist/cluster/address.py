@@ -13,7 +13,7 @@ _IPV6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns the host and the port of an address; the host of "[::1]:80" is "::1".
+    """Return the host and the port of an address; the host of "[::1]:80" is "::1".
 
     Raises:
         ValueError: the address is not "host:port", with an IPv6 host in brackets and a port up to
@@ -35,7 +35,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """Returns the address of a port on a host: a name, or an IP address without brackets.
+    """Return the address of a port on a host: a name, or an IP address without brackets.
 
     Raises:
         ValueError: the host or the port is malformed.
@@ -51,7 +51,7 @@ def join_address(host: str, port: int | str) -> str:
 
 
 def canonical_address(address: str) -> tuple[str, int]:
-    """Returns host and port in a canonical form, equal for all spellings of an address."""
+    """Return host and port in a canonical form, equal for all spellings of an address."""
     host, port = split_address(address)
     if ":" in host:
         return str(ipaddress.IPv6Address(host)), port

@@ -24,7 +24,7 @@ _stores: list[Any] = []
 def exchange_addresses(
     rank: int, world_size: int, store_address: str, attempt: str, timeout_s: float
 ) -> tuple[str, ...]:
-    """Returns the address of each process, by rank, with a free port. Every rank must call.
+    """Return the address of each process, by rank, with a free port. Every rank must call.
 
     Later calls return the same addresses.
 
@@ -67,7 +67,7 @@ def exchange_addresses(
 
 
 def _wait_for_readers(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Makes rank 0, which may hold the store, wait until all ranks have read."""
+    """Make rank 0, which may hold the store, wait until all ranks have read."""
     readers = store.add("readers", 1)
     deadline = time.monotonic() + timeout_s
     while rank == 0 and readers < world_size and time.monotonic() < deadline:

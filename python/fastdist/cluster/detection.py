@@ -11,7 +11,7 @@ from fastdist.cluster.torchrun import TorchrunClusterResolver
 
 
 def detect_resolver(environ: Environ = os.environ) -> ClusterResolver | None:
-    """Returns the resolver for the way this process was started.
+    """Return the resolver for the way this process was started.
 
     TF_CONFIG, which is written for one job, comes first; then the launchers in the order of
     `detect_launch`: torchrun, `fastdist run` and RANK set by hand, mpiexec, srun.

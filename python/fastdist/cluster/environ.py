@@ -13,14 +13,14 @@ _COUNT = re.compile(r"\s*[0-9]{1,10}\s*")
 
 
 def index_of_size(environ: Environ, variable: str, size_variable: str) -> tuple[int, int]:
-    """Reads a rank and the number of ranks."""
+    """Read a rank and the number of ranks."""
     count(environ, variable)  # reported first if both are malformed
     size = count(environ, size_variable, least=1)
     return index(environ, variable, size, f"{size_variable}={environ[size_variable]!r}"), size
 
 
 def index(environ: Environ, variable: str, size: int, reason: str) -> int:
-    """Reads an index below `size`; `reason`, such as "WORLD_SIZE='4'", explains the size."""
+    """Read an index below `size`; `reason`, such as "WORLD_SIZE='4'", explains the size."""
     value = count(environ, variable)
     if value >= size:
         raise ClusterConfigError(
@@ -31,7 +31,7 @@ def index(environ: Environ, variable: str, size: int, reason: str) -> int:
 
 
 def count(environ: Environ, variable: str, *, least: int = 0) -> int:
-    """Reads an integer of at least `least`."""
+    """Read an integer of at least `least`."""
     text = environ.get(variable)
     if text is None:
         raise ClusterConfigError(f"{variable} is not set; expected an integer of at least {least}")
@@ -41,15 +41,18 @@ def count(environ: Environ, variable: str, *, least: int = 0) -> int:
 
 
 def first_set(environ: Environ, *variables: str) -> str:
-    """Returns the first variable that is set; the last variable if none is set."""
+    """Return the first variable that is set; the last variable if none is set."""
     return next((variable for variable in variables if variable in environ), variables[-1])
 
 
 def master_address(environ: Environ) -> str | None:
-    """Returns the address of rank 0 from MASTER_ADDR and MASTER_PORT; None if one is not set."""
+    """Return the address of rank 0 from MASTER_ADDR and MASTER_PORT; None if one is not set."""
     host, port = environ.get("MASTER_ADDR", "").strip(), environ.get("MASTER_PORT", "").strip()
-    if not host or not port:
-        return None
+    return join_master(host, port) if host and port else None
+
+
+def join_master(host: str, port: str) -> str:
+    """Return the address of rank 0; raise ClusterConfigError if it is invalid."""
     try:
         return join_address(host, port)
     except ValueError as error:
@@ -57,7 +60,7 @@ def master_address(environ: Environ) -> str | None:
 
 
 def require_rank_of_world_size(environ: Environ) -> None:
-    """Raises ClusterConfigError if WORLD_SIZE is set without RANK: the job is incomplete."""
+    """Raise ClusterConfigError if WORLD_SIZE is set without RANK: the job is incomplete."""
     if environ.get("WORLD_SIZE", "1") != "1":
         raise ClusterConfigError(
             f"WORLD_SIZE={environ['WORLD_SIZE']!r} is set but RANK is not; "

@@ -13,7 +13,7 @@ _RUN = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Expands a list such as "rack[1-2]n[08-10]" into its hosts, in order.
+    """Expand a list such as "rack[1-2]n[08-10]" into its hosts, in order.
 
     Leading zeros are kept. With several brackets, the last varies fastest, as in the output of
     `scontrol show hostnames`.
@@ -41,7 +41,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def parse_tasks_per_node(text: str) -> list[tuple[int, int]]:
-    """Parses a list such as "2(x3),1" into pairs of tasks per node and number of nodes.
+    """Parse a list such as "2(x3),1" into pairs of tasks per node and number of nodes.
 
     Raises:
         ValueError: the list is malformed.

@@ -11,7 +11,7 @@ from fastdist.errors import ClusterConfigError
 def divide_among_jobs(
     jobs: Mapping[str, int], addresses: Sequence[str | None], rank: int, reason: str
 ) -> tuple[ClusterSpec, str, int]:
-    """Assigns the first processes to the first job, the next processes to the second, and so on.
+    """Assign the first processes to the first job, the next processes to the second, and so on.
 
     Args:
         jobs: number of tasks of each job.

@@ -54,7 +54,7 @@ class KubernetesClusterResolver(ClusterResolver):
         namespace: str | None = None,
         override_client: PodLister | None = None,
     ) -> None:
-        """Connects to Kubernetes.
+        """Connect to Kubernetes.
 
         Args:
             job_to_label_mapping: label selectors for each job, such as {"worker": ["app=train"]}.
@@ -78,7 +78,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @final
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the cluster, as Kubernetes listed them in the first call.
+        """Return the tasks of the cluster, as Kubernetes listed them in the first call.
 
         Raises:
             ClusterConfigError: a pod is not running, or the pods are not a valid cluster.
@@ -153,7 +153,7 @@ class IndexedJobClusterResolver(SimpleClusterResolver):
         port: int = 8470,
         environ: Environ = os.environ,
     ) -> None:
-        """Reads this pod's index from JOB_COMPLETION_INDEX.
+        """Read this pod's index from JOB_COMPLETION_INDEX.
 
         Args:
             job_name: the Job's name.
@@ -193,5 +193,5 @@ def _default_client() -> PodLister:
 
 
 def _numbers_as_numbers(name: str) -> list[str | int]:
-    """A key that sorts "pod-2" before "pod-10"."""
+    """Return a key that sorts "pod-2" before "pod-10"."""
     return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]

@@ -80,7 +80,7 @@ class Launch:
 
 
 def detect_launch(environ: Environ = os.environ) -> Launch | None:
-    """Detects the launcher that started this process.
+    """Detect the launcher that started this process.
 
     Args:
         environ: the environment to read.
@@ -116,7 +116,7 @@ def note_launch(launch: Launch) -> None:
 
 
 def without_rank(environ: Environ) -> dict[str, str]:
-    """Returns the environment without the variables that make a process a rank."""
+    """Return the environment without the variables that make a process a rank."""
     return {
         name: value
         for name, value in environ.items()
@@ -217,7 +217,7 @@ _LAUNCHERS: tuple[Callable[[Environ], Launch | None], ...] = (
 
 
 def _torch_launch(environ: Environ, launcher: str, job: str) -> Launch:
-    """Reads torchrun's variables; LOCAL_* may be absent if all ranks share a machine."""
+    """Read torchrun's variables; LOCAL_* may be absent if all ranks share a machine."""
     rank, world_size = index_of_size(environ, "RANK", "WORLD_SIZE")
     local_rank, local_world_size = rank, world_size
     if not _on_one_machine(environ) or "LOCAL_WORLD_SIZE" in environ:
@@ -243,7 +243,7 @@ def _on_one_machine(environ: Environ) -> bool:
 
 
 def _slurm_tasks_on(environ: Environ, node: int) -> tuple[str, int]:
-    """Returns the variable with the tasks of each node, and the number of tasks on this node."""
+    """Return the variable with the tasks of each node, and the number of tasks on this node."""
     variable, runs = task_runs(environ)
     nodes = 0
     for tasks, repeated in runs:
@@ -257,7 +257,7 @@ def _slurm_tasks_on(environ: Environ, node: int) -> tuple[str, int]:
 
 
 def _launcher_process(variable: str) -> str:
-    """Identifies a launcher that sets no job id by its process id and start time.
+    """Identify a launcher that sets no job id by its process id and start time.
 
     The launcher is the nearest ancestor without the variable that every rank has; a shell between
     the launcher and the rank inherits the variable. A process whose environment is not readable
@@ -284,7 +284,7 @@ def _ancestors() -> Iterator[int]:
 
 
 def _process_stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/<pid>/stat after the program's name: state, parent, …"""
+    """Return the fields of /proc/<pid>/stat after the program's name: state, parent, …"""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

@@ -26,7 +26,7 @@ class MPIClusterResolver(SimpleClusterResolver):
     def __init__(
         self, coordinator_address: str | None = None, *, environ: Environ = os.environ
     ) -> None:
-        """Reads the variables.
+        """Read the variables.
 
         Args:
             coordinator_address: a "host:port" where rank 0 can listen; from MASTER_ADDR and
@@ -51,16 +51,16 @@ class MPIClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Returns True if mpiexec started this process."""
+        """Return True if mpiexec started this process."""
         return is_openmpi(environ) or is_hydra(environ)
 
 
 def is_openmpi(environ: Environ) -> bool:
-    """Returns True if Open MPI's mpiexec started this process."""
+    """Return True if Open MPI's mpiexec started this process."""
     return "OMPI_COMM_WORLD_RANK" in environ
 
 
 def is_hydra(environ: Environ) -> bool:
-    """Returns True if Hydra started this process."""
+    """Return True if Hydra started this process."""
     # `srun --mpi=pmi2` also sets PMI_RANK, without the local rank; its own variables have that.
     return "PMI_RANK" in environ and "MPI_LOCALRANKID" in environ

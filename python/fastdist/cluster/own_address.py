@@ -16,7 +16,7 @@ _RETRY_S = 0.1
 
 
 def own_address(host: str, port: int, deadline: float = 0.0) -> str:
-    """Returns this machine's IP address on the route to another machine.
+    """Return this machine's IP address on the route to another machine.
 
     Args:
         host: host of the other machine; a loopback address gives this machine's loopback address.

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 
 
 def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
-    """Reserves a free TCP port; returns the socket that reserves it until closed, and the port.
+    """Reserve a free TCP port; return the socket that reserves it until closed, and the port.
 
     The socket is bound but does not listen. A server that sets SO_REUSEADDR, as nearly every server
     does, can listen at the port, end, and listen again.
@@ -32,7 +32,7 @@ def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
 
 @contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Reserves free ports of 127.0.0.1 with `reserve_port` until the context is closed.
+    """Reserve free ports of 127.0.0.1 with `reserve_port` until the context is closed.
 
     Raises:
         OSError: fewer ports are free.

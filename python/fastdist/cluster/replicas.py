@@ -53,12 +53,12 @@ class StartedReplica:
         return self.workers * len(self.devices)
 
     def environment(self) -> dict[str, str]:
-        """The environment of this replica's process."""
+        """Return the environment of this replica's process."""
         place = (self.rank, self.world_size, self.index, len(self.devices))
         return rank_environment(*place, self.job) | {REPLICAS_VARIABLE: json.dumps(asdict(self))}
 
     def launch(self) -> Launch:
-        """The same as a launcher would have given it."""
+        """Return the launch that a launcher would have described."""
         local = len(self.devices)
         return Launch("this program", self.rank, self.world_size, self.index, local, self.job)
 
@@ -66,7 +66,7 @@ class StartedReplica:
 def rank_environment(
     rank: int, world_size: int, local_rank: int, local_world_size: int, job: str
 ) -> dict[str, str]:
-    """The environment of a process that is a rank of a job, as `fastdist run` would set it."""
+    """Return the environment of a rank, as `fastdist run` would set it."""
     threads = max(1, len(os.sched_getaffinity(0)) // local_world_size)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -111,6 +111,6 @@ def patience_s() -> float:
 
 
 def become_first(replica: StartedReplica) -> None:
-    """This process has started the others: from now on it is replica 0 of them."""
+    """Make this process replica 0, after it has started the others."""
     _Known.own = replica
     note_launch(replica.launch())

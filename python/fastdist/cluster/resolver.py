@@ -29,7 +29,7 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the cluster; the same on all tasks."""
+        """Return the tasks of the cluster, the same on all tasks."""
 
     @property
     @abstractmethod
@@ -96,7 +96,7 @@ class SimpleClusterResolver(ClusterResolver):
     __slots__ = ("_spec", "_task_id", "_task_type")
 
     def __init__(self, cluster_spec: ClusterSpec, task_type: str, task_id: int) -> None:
-        """Checks that the task is in the cluster, or is an evaluator.
+        """Check that the task is in the cluster, or is an evaluator.
 
         Args:
             cluster_spec: the tasks of the cluster.
@@ -117,7 +117,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     @final
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the cluster."""
+        """Return the tasks of the cluster."""
         return self._spec
 
     @property

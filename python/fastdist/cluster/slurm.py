@@ -51,7 +51,7 @@ class SlurmClusterResolver(SimpleClusterResolver):
         port_base: int = 8888,
         environ: Environ = os.environ,
     ) -> None:
-        """Reads the step's variables.
+        """Read the step's variables.
 
         Args:
             jobs: number of tasks of each job, such as {"worker": 4, "ps": 2}: the first four by
@@ -80,12 +80,12 @@ class SlurmClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Returns True if srun started this process."""
+        """Return True if srun started this process."""
         return step_of(environ) is not None
 
 
 def step_of(environ: Environ) -> int | None:
-    """Returns the number of this process's step; None if srun did not start this process."""
+    """Return the number of this process's step; None if srun did not start this process."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
         return None
     step = count(environ, "SLURM_STEP_ID")
@@ -93,7 +93,7 @@ def step_of(environ: Environ) -> int | None:
 
 
 def task_runs(environ: Environ) -> tuple[str, list[tuple[int, int]]]:
-    """Returns the variable with the tasks of each node, and its pairs (tasks, nodes) in order."""
+    """Return the variable with the tasks of each node, and its pairs (tasks, nodes) in order."""
     variable = first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     text = environ.get(variable, "")
     try:
@@ -105,7 +105,7 @@ def task_runs(environ: Environ) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _addresses(environ: Environ, rank: int, size: int, port_base: int) -> list[str]:
-    """Returns the address of each task of the step, by rank."""
+    """Return the address of each task of the step, by rank."""
     hosts = _hosts(environ)
     variable, runs = task_runs(environ)
     nodes, tasks = sum(run[1] for run in runs), sum(run[0] * run[1] for run in runs)
@@ -136,7 +136,7 @@ def _hosts(environ: Environ) -> list[str]:
 
 
 def _places(tasks_on: list[int], *, is_cyclic: bool) -> list[tuple[int, int]]:
-    """Returns (node, number on the node) of each task: node by node, or cyclically."""
+    """Return (node, number on the node) of each task: node by node, or cyclically."""
     blocks = [[(node, number) for number in range(tasks)] for node, tasks in enumerate(tasks_on)]
     if not is_cyclic:
         return list(itertools.chain.from_iterable(blocks))

@@ -38,7 +38,7 @@ class ClusterSpec:
     _jobs: tuple[tuple[str, tuple[str | None, ...]], ...]
 
     def __init__(self, cluster: Mapping[str, Tasks]) -> None:
-        """Checks and keeps a cluster.
+        """Check a cluster and keep it.
 
         Args:
             cluster: for each job the addresses of its tasks, "host:port" or "[IPv6]:port": a list,
@@ -54,7 +54,7 @@ class ClusterSpec:
 
     @classmethod
     def of_ranks(cls, world_size: int, coordinator_address: str | None = None) -> ClusterSpec:
-        """Returns a spec of workers, of which at most the first has a known address.
+        """Return a spec of workers, of which at most the first has a known address.
 
         Args:
             world_size: number of workers, at least 1.
@@ -73,7 +73,7 @@ class ClusterSpec:
         return tuple(job for job, _ in self._jobs)
 
     def job_tasks(self, job: str) -> tuple[str | None, ...]:
-        """Returns the addresses of a job's tasks, None for an unknown address; empty without tasks.
+        """Return the addresses of a job's tasks, None for an unknown address; empty without tasks.
 
         Raises:
             ClusterConfigError: clusters have no job of this name.
@@ -83,11 +83,11 @@ class ClusterSpec:
         return dict(self._jobs).get(job, ())
 
     def num_tasks(self, job: str) -> int:
-        """Returns the number of tasks of a job, including tasks with an unknown address."""
+        """Return the number of tasks of a job, including tasks with an unknown address."""
         return len(self.job_tasks(job))
 
     def task_address(self, job: str, index: int) -> str:
-        """Returns the address of a task.
+        """Return the address of a task.
 
         Raises:
             ClusterConfigError: the cluster has no such task, or its address is unknown.
@@ -99,7 +99,7 @@ class ClusterSpec:
         return address
 
     def as_dict(self) -> dict[str, list[str | None]]:
-        """Returns the addresses of each job's tasks, for JSON or to make an equal spec."""
+        """Return the addresses of each job's tasks, for JSON or to make an equal spec."""
         return {job: list(tasks) for job, tasks in self._jobs}
 
     @property
@@ -108,7 +108,7 @@ class ClusterSpec:
         return self.num_tasks("chief") + self.num_tasks("worker")
 
     def training_rank(self, job: str, index: int) -> int | None:
-        """Returns a task's rank among the training tasks, chief first; None for other jobs.
+        """Return a task's rank among the training tasks, chief first; None for other jobs.
 
         Raises:
             ClusterConfigError: the cluster has no such task.
@@ -124,7 +124,7 @@ class ClusterSpec:
         return ("chief", 0) if self.num_tasks("chief") else ("worker", 0)
 
     def require_task(self, job: str, index: int) -> None:
-        """Checks that the cluster has a task.
+        """Check that the cluster has a task.
 
         Raises:
             ClusterConfigError: the cluster has no such task.
@@ -138,7 +138,7 @@ class ClusterSpec:
             )
 
     def require_parameter_servers(self) -> None:
-        """Checks that the cluster has the tasks that training with parameter servers needs.
+        """Check that the cluster has the tasks that training with parameter servers needs.
 
         Raises:
             ClusterConfigError: the cluster has no parameter server, no worker or no chief.
@@ -173,7 +173,7 @@ def _checked(cluster: Mapping[str, Tasks]) -> tuple[tuple[str, tuple[str | None,
 
 
 def _addresses(job: str, tasks: object) -> tuple[str | None, ...]:
-    """Returns a job's addresses in order; raises ValueError for values of other types."""
+    """Return a job's addresses in order; raise ValueError for values of other types."""
     if isinstance(tasks, Mapping):
         for index in tasks:
             if type(index) is not int or not 0 <= index < MOST_TASKS:
@@ -217,7 +217,7 @@ def _one_of_jobs() -> str:
 
 
 def _shown(jobs: Mapping[str, tuple[str | None, ...]]) -> str:
-    """Returns the dict that makes this spec; shortens unknown addresses at the end of a job."""
+    """Return the dict that makes this spec; shorten unknown addresses at the end of a job."""
     parts = []
     for job, addresses in jobs.items():
         known = list(addresses)

@@ -34,7 +34,7 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     __slots__ = ()
 
     def __init__(self, environ: Environ = os.environ) -> None:
-        """Reads TF_CONFIG.
+        """Read TF_CONFIG.
 
         Args:
             environ: the environment to read.
@@ -59,12 +59,12 @@ class TFConfigClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Returns True if TF_CONFIG is set and not empty."""
+        """Return True if TF_CONFIG is set and not empty."""
         return bool(environ.get(VARIABLE, "").strip())
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Makes a JSON object; refuses a repeated name, which would hide the first value."""
+    """Make a JSON object; refuse a repeated name, which would hide the first value."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError(f"a name that comes twice in {{{', '.join(name for name, _ in pairs)}}}")
@@ -91,7 +91,7 @@ def _object(value: object, name: str) -> dict[str, Any]:
 
 
 def _indexed(tasks: dict[str, Any]) -> dict[int, Any]:
-    """Converts a sparse job, whose indexes are strings in JSON."""
+    """Convert a sparse job, whose indexes are strings in JSON."""
     return {_index(index): address for index, address in tasks.items()}
 
 

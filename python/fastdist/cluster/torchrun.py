@@ -36,7 +36,7 @@ class TorchrunClusterResolver(SimpleClusterResolver):
     def __init__(
         self, environ: Environ = os.environ, *, jobs: Mapping[str, int] | None = None
     ) -> None:
-        """Reads the variables. With `jobs`, every rank must call.
+        """Read the variables. With `jobs`, every rank must call.
 
         Args:
             environ: the environment to read.
@@ -69,5 +69,5 @@ class TorchrunClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Returns True if torchrun, `fastdist run` or a user has set the variables of a rank."""
+        """Return True if torchrun, `fastdist run` or a user has set the variables of a rank."""
         return not {"RANK", "TORCHELASTIC_RUN_ID", JOB_VARIABLE}.isdisjoint(environ)

@@ -57,7 +57,7 @@ class TPUClusterResolver(SimpleClusterResolver):
         environ: Environ = os.environ,
         read_metadata: ReadMetadata | None = None,
     ) -> None:
-        """Finds the hosts of the slice.
+        """Find the hosts of the slice.
 
         Args:
             worker_hostnames: names or IP addresses of all hosts, in the order of their ids.
@@ -80,7 +80,7 @@ class TPUClusterResolver(SimpleClusterResolver):
 
     @staticmethod
     def is_available(environ: Environ = os.environ) -> bool:
-        """Returns True if the environment names TPU hosts; does not read a TPU VM's metadata."""
+        """Return True if the environment names TPU hosts; do not read a TPU VM's metadata."""
         return any(environ.get(name) for name in ("TPU_WORKER_HOSTNAMES", *_NOTEBOOKS))
 
     @property

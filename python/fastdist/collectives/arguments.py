@@ -5,7 +5,6 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
-REDUCE_OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
 _END = 1 << 63
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from fastdist.collectives.arguments import to_integers
 from fastdist.collectives.hints import not_an_array
+from fastdist.collectives.types import Array, Arrays
 
 DTYPES = (
     "bool",
@@ -34,7 +37,7 @@ DTYPES = (
 NOT_IN_NUMPY = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
-def new_like(array: Any, shape: tuple[int, ...]) -> Any:
+def new_like(array: Array, shape: tuple[int, ...]) -> Array:
     """Make an uninitialised array of `shape` with the library and dtype of `array`."""
     if isinstance(array, np.ndarray):
         return np.empty(shape, array.dtype)
@@ -53,17 +56,56 @@ def new_like(array: Any, shape: tuple[int, ...]) -> Any:
     return np.empty(shape, np.asarray(memoryview(array)).dtype)
 
 
-def as_list(arrays: Any) -> Sequence[Any]:
+def empty_like(arrays: Arrays) -> Arrays:
+    """Make uninitialised arrays of the shapes of `arrays`."""
+    if isinstance(arrays, (list, tuple)):
+        return [empty_like(array) for array in arrays]
+    return new_like(arrays, shape_of(arrays))
+
+
+def rows_like(arrays: Arrays, rows: int) -> Arrays:
+    """Make uninitialised arrays like `arrays` with another number of rows."""
+    return for_each(arrays, lambda array: new_like(array, (rows, *shape_of(array)[1:])))
+
+
+def joined_like(arrays: Arrays, size: int) -> Arrays:
+    """Make uninitialised arrays for the joined arrays of `size` ranks."""
+    if isinstance(arrays, (list, tuple)):
+        return [joined_like(array, size) for array in arrays]
+    shape = shape_of(arrays) or (1,)
+    return new_like(arrays, (size * shape[0], *shape[1:]))
+
+
+def part_like(arrays: Arrays, size: int) -> Arrays:
+    """Make uninitialised arrays for one of `size` equal parts of each array."""
+    if isinstance(arrays, (list, tuple)):
+        return [part_like(array, size) for array in arrays]
+    shape = shape_of(arrays)
+    return new_like(arrays, (shape[0] // size, *shape[1:]))
+
+
+def check_parts(arrays: Arrays, size: int) -> None:
+    """Check that each array can be cut along axis 0 into `size` equal parts."""
+    for array in as_list(arrays):
+        shape = shape_of(array)
+        if not shape or shape[0] % size != 0:
+            raise ValueError(
+                f"array must have a multiple of {size} rows, one part for each rank, "
+                f"got shape {shape}"
+            )
+
+
+def as_list(arrays: Arrays) -> Sequence[Array]:
     """Return one array, or a list of them, as a list."""
     return arrays if isinstance(arrays, (list, tuple)) else [arrays]
 
 
-def for_each(arrays: Any, call: Callable[[Any], Any]) -> Any:
+def for_each(arrays: Arrays, call: Callable[[Array], Any]) -> Any:
     """Call for one array, or for each array of a list."""
     return [call(a) for a in arrays] if isinstance(arrays, (list, tuple)) else call(arrays)
 
 
-def shape_of(array: Any) -> tuple[int, ...]:
+def shape_of(array: Array) -> tuple[int, ...]:
     """Return the shape of any array that collectives take."""
     shape = getattr(array, "shape", None)
     if shape is not None:
@@ -114,6 +156,18 @@ def to_gpu(device: Any) -> int:
         return int(found[1])
     torch = sys.modules.get("torch")
     return int(torch.cuda.current_device()) if torch is not None else 0
+
+
+def to_layout(shape: int | Sequence[int], dtype: Any) -> tuple[tuple[int, ...], Any, int]:
+    """Check the shape and dtype of a new array; return both and its size in bytes."""
+    shape = tuple(to_integers(shape if isinstance(shape, Iterable) else [shape], "shape"))
+    dtype = to_dtype(dtype)
+    if any(length < 0 for length in shape):
+        raise ValueError(f"shape must not be negative, got {shape}")
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes >= 1 << 62:
+        raise MemoryError(f"no machine has memory for an array of shape {shape}")
+    return shape, dtype, nbytes
 
 
 def to_dtype(dtype: Any) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fastdist.collectives.communicator import Communicator, ReduceOp
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import ReduceOp
 
 
 def as_tensor(value: Any) -> torch.Tensor:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from math import prod
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, TypedDict, TypeVar, overload
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import fastdist._core as _core
-from fastdist.collectives import uneven
-from fastdist.collectives.arguments import to_integer, to_integers, to_rank
+from fastdist.collectives import hints, membership, objects, uneven
+from fastdist.collectives.arguments import to_rank
 from fastdist.collectives.arrays import (
-    as_list,
-    for_each,
-    new_like,
-    shape_of,
-    to_dtype,
+    check_parts,
+    empty_like,
+    joined_like,
+    part_like,
     to_gpu,
+    to_layout,
     view_bytes,
     view_gpu_bytes,
 )
@@ -28,57 +23,17 @@ from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.gpu_arrays import memory_pool
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
 from fastdist.collectives.group import Call, recorder, run
-from fastdist.collectives.hints import OtherName, is_immutable, unknown_keyword
-from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
+from fastdist.collectives.types import Arrays, Compression, ReduceOp, Work
+from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.recorder.recording import record
 
-Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
-Arrays = Array | Sequence[Array]
-ReduceOp = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
-Compression = Literal["fp16", "bf16", "fp8"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from fastdist.collectives.types import Async, AsyncMessage, Direct, DirectMessage
+
 A = TypeVar("A")  # one array, or a list of them
 T = TypeVar("T")
-
-if TYPE_CHECKING:
-    from typing_extensions import Required, Unpack
-
-    class _Direct(TypedDict, total=False):
-        """Keywords of a call that returns its result."""
-
-        stream: Any
-        async_op: Literal[False]
-        timeout: float | None
-
-    class _Async(TypedDict, total=False):
-        """Keywords of a call that returns a `Work`."""
-
-        stream: Any
-        async_op: Required[Literal[True]]
-        timeout: float | None
-
-
-class Work(Protocol):
-    """An asynchronous call.
-
-    Examples:
-        >>> import fastdist as fd, numpy as np
-        >>> work = fd.init().all_reduce(np.array([1.0, 2.0]), async_op=True)
-        >>> work.wait(timeout=30)
-        array([1., 2.])
-        >>> work.is_done()
-        True
-    """
-
-    def is_done(self) -> bool:
-        """Return True if the call has ended, successfully or not."""
-
-    def wait(self, timeout: float | None = None) -> Any:
-        """Wait for the end of the call and return its result.
-
-        Raises:
-            CollectiveTimeoutError: `timeout` seconds have passed; the call continues.
-            Exception: the call failed; its error is raised here.
-        """
 
 
 class Communicator:
@@ -145,12 +100,7 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -186,10 +136,9 @@ class Communicator:
         array: A,
         op: ReduceOp = ...,
         *,
-        out: Arrays | None = ...,
         compress: Compression | None = ...,
         bucket_bytes: int | Literal["auto"] = ...,
-        **keywords: Unpack[_Direct],
+        **keywords: Unpack[Direct],
     ) -> A: ...
 
     @overload
@@ -198,10 +147,9 @@ class Communicator:
         array: A,
         op: ReduceOp = ...,
         *,
-        out: Arrays | None = ...,
         compress: Compression | None = ...,
         bucket_bytes: int | Literal["auto"] = ...,
-        **keywords: Unpack[_Async],
+        **keywords: Unpack[Async],
     ) -> Work: ...
 
     def all_reduce(
@@ -241,13 +189,13 @@ class Communicator:
             numpy array.
 
         Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
             >>> import fastdist as fd, numpy as np
-            >>> x = [np.array([1, 2]), np.array([3, 4])]  # of each rank
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.all_reduce(x[comm.rank]), ranks))
-            [array([4, 6]), array([4, 6])]
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> work = first.all_reduce(np.array([1, 2]), async_op=True)
+            >>> second.all_reduce(np.array([3, 4]))
+            array([4, 6])
+            >>> work.wait()
+            array([4, 6])
         """
         call = self._calls.all_reduce
         while True:
@@ -267,24 +215,12 @@ class Communicator:
 
     @overload
     def reduce(
-        self,
-        array: A,
-        op: ReduceOp = ...,
-        root: int = ...,
-        *,
-        out: Arrays | None = ...,
-        **keywords: Unpack[_Direct],
+        self, array: A, op: ReduceOp = ..., root: int = ..., **keywords: Unpack[Direct]
     ) -> A: ...
 
     @overload
     def reduce(
-        self,
-        array: A,
-        op: ReduceOp = ...,
-        root: int = ...,
-        *,
-        out: Arrays | None = ...,
-        **keywords: Unpack[_Async],
+        self, array: A, op: ReduceOp = ..., root: int = ..., **keywords: Unpack[Async]
     ) -> Work: ...
 
     def reduce(
@@ -304,15 +240,14 @@ class Communicator:
         On other ranks, `array` is not changed and `out` is not written.
 
         Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
             >>> import fastdist as fd, numpy as np
-            >>> x = [np.array([1, 5]), np.array([3, 4])]
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.reduce(x[comm.rank], "max", root=1), ranks))
-            [array([1, 5]), array([3, 5])]
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> work = first.reduce(np.array([1, 5]), "max", root=1, async_op=True)
+            >>> second.reduce(np.array([3, 4]), "max", root=1)
+            array([3, 5])
         """
-        _refuse("reduce", unknown)
+        if unknown:
+            hints.refuse_keywords("reduce", unknown)
         call = self._calls.reduce
         while True:
             try:
@@ -329,14 +264,10 @@ class Communicator:
                 out = _new_for_immutable(array, out)
 
     @overload
-    def broadcast(
-        self, array: A, root: int = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Direct]
-    ) -> A: ...
+    def broadcast(self, array: A, root: int = ..., **keywords: Unpack[Direct]) -> A: ...
 
     @overload
-    def broadcast(
-        self, array: A, root: int = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Async]
-    ) -> Work: ...
+    def broadcast(self, array: A, root: int = ..., **keywords: Unpack[Async]) -> Work: ...
 
     def broadcast(
         self,
@@ -355,15 +286,14 @@ class Communicator:
         only.
 
         Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
             >>> import fastdist as fd, numpy as np
-            >>> x = [np.array([1, 2]), np.zeros(2, int)]
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.broadcast(x[comm.rank], root=0), ranks))
-            [array([1, 2]), array([1, 2])]
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> work = first.broadcast(np.array([1, 2]), root=0, async_op=True)
+            >>> second.broadcast(np.zeros(2, int), root=0)
+            array([1, 2])
         """
-        _refuse("broadcast", unknown)
+        if unknown:
+            hints.refuse_keywords("broadcast", unknown)
         call = self._calls.broadcast
         while True:
             try:
@@ -375,22 +305,12 @@ class Communicator:
 
     @overload
     def all_gather(
-        self,
-        array: A,
-        *,
-        splits: Sequence[int] | None = ...,
-        out: Arrays | None = ...,
-        **keywords: Unpack[_Direct],
+        self, array: A, *, splits: Sequence[int] | None = ..., **keywords: Unpack[Direct]
     ) -> A: ...
 
     @overload
     def all_gather(
-        self,
-        array: A,
-        *,
-        splits: Sequence[int] | None = ...,
-        out: Arrays | None = ...,
-        **keywords: Unpack[_Async],
+        self, array: A, *, splits: Sequence[int] | None = ..., **keywords: Unpack[Async]
     ) -> Work: ...
 
     def all_gather(
@@ -409,39 +329,32 @@ class Communicator:
             array: shape (rows, …); a scalar counts as one row. May be this rank's rows of `out`.
             splits: rows of each rank's array, the same list on all ranks; equal if None.
             out: shape (rows of all ranks, …).
-            async_op: return a `Work` at once.
-            timeout: seconds to wait for other ranks.
 
         Returns:
             `out`, or a new array of its shape.
 
         Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
             >>> import fastdist as fd, numpy as np
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.all_gather(np.array([comm.rank])), ranks))
-            [array([0, 1]), array([0, 1])]
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> work = first.all_gather(np.array([1]), async_op=True)
+            >>> second.all_gather(np.array([2]))
+            array([1, 2])
         """
         if splits is not None:
             self._refuse_in_group("all_gather with splits")
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
             return uneven.all_gather(self, array, splits, out, keywords)
         if out is None:
-            out = for_each(array, self._joined)
+            out = joined_like(array, self.world_size)
         return self._calls.all_gather(
             array, out=out, stream=stream, timeout=timeout, async_op=async_op
         )
 
     @overload
-    def gather(
-        self, array: A, root: int = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Direct]
-    ) -> A | Any: ...
+    def gather(self, array: A, root: int = ..., **keywords: Unpack[Direct]) -> A | Any: ...
 
     @overload
-    def gather(
-        self, array: A, root: int = ..., *, out: Arrays | None = ..., **keywords: Unpack[_Async]
-    ) -> Work: ...
+    def gather(self, array: A, root: int = ..., **keywords: Unpack[Async]) -> Work: ...
 
     def gather(
         self,
@@ -460,30 +373,40 @@ class Communicator:
             `out` or a new array on the root, None on the other ranks.
 
         Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
             >>> import fastdist as fd, numpy as np
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.gather(np.array([comm.rank])), ranks))
-            [array([0, 1]), None]
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> work = first.gather(np.array([1]), root=1, async_op=True)
+            >>> second.gather(np.array([2]), root=1)
+            array([1, 2])
         """
-        _refuse("gather", unknown)
+        if unknown:
+            hints.refuse_keywords("gather", unknown)
         if self.rank != root:
             out = None
         elif out is None:
-            out = for_each(array, self._joined)
+            out = joined_like(array, self.world_size)
         return self._calls.gather(
             array, root=root, out=out, stream=stream, timeout=timeout, async_op=async_op
         )
 
     @overload
     def scatter(
-        self, array: A | None, root: int = ..., *, out: A | None = ..., **keywords: Unpack[_Direct]
+        self,
+        array: A | None,
+        root: int = ...,
+        *,
+        out: A | None = ...,
+        **keywords: Unpack[DirectMessage],
     ) -> A: ...
 
     @overload
     def scatter(
-        self, array: A | None, root: int = ..., *, out: A | None = ..., **keywords: Unpack[_Async]
+        self,
+        array: A | None,
+        root: int = ...,
+        *,
+        out: A | None = ...,
+        **keywords: Unpack[AsyncMessage],
     ) -> Work: ...
 
     def scatter(
@@ -503,30 +426,27 @@ class Communicator:
             array: shape (world_size · rows, …) on the root; ignored on other ranks, pass None.
             root: the rank that has the array.
             out: shape (rows, …); required on all ranks but the root.
-            async_op: return a `Work` at once.
-            timeout: seconds to wait for other ranks.
 
         Returns:
             `out`, or a new array of its shape.
 
         Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
             >>> import fastdist as fd, numpy as np
-            >>> x, y = [np.arange(4), None], np.zeros((2, 2), int)
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda c: c.scatter(x[c.rank], out=y[c.rank]), ranks))
-            [array([0, 1]), array([2, 3])]
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> work = first.scatter(np.arange(4), root=0, async_op=True)
+            >>> second.scatter(None, root=0, out=np.zeros(2, int))
+            array([2, 3])
         """
-        _refuse("scatter", unknown)
+        if unknown:
+            hints.refuse_keywords("scatter", unknown)
         if self.rank == root and array is not None:
-            for_each(array, self._check_parts)
+            check_parts(array, self.world_size)
         if out is None:
             if to_rank(root, "root", self.world_size) != self.rank or array is None:
                 raise ValueError(
                     f"scatter: rank {self.rank} needs out=, only the root knows the shape"
                 )
-            out = for_each(array, self._part)
+            out = part_like(array, self.world_size)
         return self._calls.scatter(
             array, root=root, out=out, stream=stream, timeout=timeout, async_op=async_op
         )
@@ -538,8 +458,7 @@ class Communicator:
         op: ReduceOp = ...,
         *,
         splits: Sequence[int] | None = ...,
-        out: Arrays | None = ...,
-        **keywords: Unpack[_Direct],
+        **keywords: Unpack[Direct],
     ) -> A: ...
 
     @overload
@@ -549,8 +468,7 @@ class Communicator:
         op: ReduceOp = ...,
         *,
         splits: Sequence[int] | None = ...,
-        out: Arrays | None = ...,
-        **keywords: Unpack[_Async],
+        **keywords: Unpack[Async],
     ) -> Work: ...
 
     def reduce_scatter(
@@ -571,49 +489,36 @@ class Communicator:
             op: the reduction, as for `all_reduce`.
             splits: rows of each rank's part, the same list on all ranks; equal if None.
             out: shape (rows of this rank, …). May be this rank's rows of `array`.
-            async_op: return a `Work` at once.
-            timeout: seconds to wait for other ranks.
 
         Returns:
             `out`, or a new array of its shape.
 
         Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
             >>> import fastdist as fd, numpy as np
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.reduce_scatter(np.arange(4)), ranks))
-            [array([0, 2]), array([4, 6])]
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> work = first.reduce_scatter(np.arange(4), async_op=True)
+            >>> second.reduce_scatter(np.arange(4))
+            array([4, 6])
         """
         if splits is not None:
             self._refuse_in_group("reduce_scatter with splits")
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
             return uneven.reduce_scatter(self, array, op, splits, out, keywords)
-        for_each(array, self._check_parts)
+        check_parts(array, self.world_size)
         if out is None:
-            out = for_each(array, self._part)
+            out = part_like(array, self.world_size)
         return self._calls.reduce_scatter(
             array, op=op, out=out, stream=stream, timeout=timeout, async_op=async_op
         )
 
     @overload
     def all_to_all(
-        self,
-        array: A,
-        *,
-        splits: Sequence[int] | None = ...,
-        out: Arrays | None = ...,
-        **keywords: Unpack[_Direct],
+        self, array: A, *, splits: Sequence[int] | None = ..., **keywords: Unpack[Direct]
     ) -> A: ...
 
     @overload
     def all_to_all(
-        self,
-        array: A,
-        *,
-        splits: Sequence[int] | None = ...,
-        out: Arrays | None = ...,
-        **keywords: Unpack[_Async],
+        self, array: A, *, splits: Sequence[int] | None = ..., **keywords: Unpack[Async]
     ) -> Work: ...
 
     def all_to_all(
@@ -632,42 +537,33 @@ class Communicator:
             array: shape (rows, …).
             splits: rows for each rank; may differ from rank to rank. Equal parts if None.
             out: the parts from all ranks, in rank order; shape (rows received, …).
-            async_op: return a `Work` at once.
-            timeout: seconds to wait for other ranks.
 
         Returns:
             `out`, or a new array of its shape.
 
         Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
             >>> import fastdist as fd, numpy as np
-            >>> x = [np.array([1, 2]), np.array([3, 4])]
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.all_to_all(x[comm.rank]), ranks))
-            [array([1, 3]), array([2, 4])]
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> work = first.all_to_all(np.array([1, 2]), async_op=True)
+            >>> second.all_to_all(np.array([3, 4]))
+            array([2, 4])
         """
         counts: list[int] = []
         if splits is not None:
-            table = self._exchange_splits(array, splits, timeout)
-            for one in as_list(array):
-                counts += (table.ravel() * prod(shape_of(one)[1:])).tolist()
-            rows = int(table[:, self.rank].sum())
-            if out is None:
-                out = for_each(array, lambda x: new_like(x, (rows, *shape_of(x)[1:])))
+            self._refuse_in_group("all_to_all with splits")
+            out, counts = uneven.exchange_counts(self, array, splits, out, timeout)
         else:
-            for_each(array, self._check_parts)
-            if out is None:
-                out = for_each(array, _new)
+            check_parts(array, self.world_size)
+            out = empty_like(array) if out is None else out
         return self._calls.all_to_all(
             array, out=out, counts=counts, stream=stream, timeout=timeout, async_op=async_op
         )
 
     @overload
-    def send(self, array: A, dst: int, **keywords: Unpack[_Direct]) -> A: ...
+    def send(self, array: A, dst: int, **keywords: Unpack[DirectMessage]) -> A: ...
 
     @overload
-    def send(self, array: A, dst: int, **keywords: Unpack[_Async]) -> Work: ...
+    def send(self, array: A, dst: int, **keywords: Unpack[AsyncMessage]) -> Work: ...
 
     def send(
         self,
@@ -697,10 +593,10 @@ class Communicator:
         return self._calls.send(array, dst=dst, stream=stream, timeout=timeout, async_op=async_op)
 
     @overload
-    def recv(self, array: A, src: int, **keywords: Unpack[_Direct]) -> A: ...
+    def recv(self, array: A, src: int, **keywords: Unpack[DirectMessage]) -> A: ...
 
     @overload
-    def recv(self, array: A, src: int, **keywords: Unpack[_Async]) -> Work: ...
+    def recv(self, array: A, src: int, **keywords: Unpack[AsyncMessage]) -> Work: ...
 
     def recv(
         self,
@@ -740,7 +636,7 @@ class Communicator:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """A context manager: the calls inside are made together, when it ends.
+        """Return a context manager: the calls inside are made together, when it ends.
 
         Sends and receives in a group do not wait for each other, so that a ring is
 
@@ -783,21 +679,7 @@ class Communicator:
             [{'lr': 0.1}, {'lr': 0.1}]
         """
         self._refuse_in_group("broadcast_object")
-        data, failure = b"", None
-        if self.rank == root:
-            try:
-                data = pickle.dumps(value)
-            except Exception as error:  # raised below, after the other ranks know
-                failure = error
-        size = np.array([-1 if failure else len(data)], np.int64)
-        self.broadcast(size, root, timeout=timeout)
-        if failure is not None:
-            raise failure
-        if size[0] < 0:
-            raise FastdistError(f"rank {root} could not pickle its object", (root,))
-        buffer = np.frombuffer(data, np.uint8) if data else np.empty(int(size[0]), np.uint8)
-        self.broadcast(buffer, root, timeout=timeout)
-        return value if self.rank == root else pickle.loads(buffer.data)
+        return objects.broadcast(self, value, root, timeout)
 
     def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
         """Return the objects of all ranks, in rank order, by pickle. Every rank must call.
@@ -811,12 +693,7 @@ class Communicator:
             [[{0}, {1}], [{0}, {1}]]
         """
         self._refuse_in_group("all_gather_object")
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        sizes = self.all_gather(np.array([data.size], np.int64), timeout=timeout)
-        padded = np.zeros(int(sizes.max()), np.uint8)
-        padded[: data.size] = data
-        rows = self.all_gather(padded, timeout=timeout).reshape(self.world_size, -1)
-        return [pickle.loads(row[:size].data) for row, size in zip(rows, sizes, strict=True)]
+        return objects.all_gather(self, value, timeout)
 
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None
@@ -840,16 +717,7 @@ class Communicator:
             [2, 2, 2, 2]
         """
         self._refuse_in_group("split")
-        color = None if color is None else to_integer(color, "color")
-        if color is not None and color < 0:
-            raise ValueError(f"color must not be negative, got {color}")
-        table = self.all_gather(
-            np.array([[-1 if color is None else color, to_integer(key, "key")]], np.int64),
-            timeout=timeout,
-        )
-        by_key = sorted(range(self.world_size), key=lambda r: (int(table[r, 1]), r))
-        colors = sorted({int(c) for c in table[:, 0] if c >= 0})
-        return self._make([[r for r in by_key if table[r, 0] == c] for c in colors], timeout)
+        return self._make(membership.by_color(self, color, key, timeout), timeout)
 
     def subgroup(
         self, ranks: Sequence[int], *, timeout: float | None = None
@@ -867,19 +735,7 @@ class Communicator:
             ...     list(threads.map(lambda comm: comm.subgroup([1, 0]).rank, ranks))
             [1, 0]
         """
-        ranks = to_integers(ranks, "ranks")
-        if len(set(ranks)) != len(ranks) or not all(0 <= r < self.world_size for r in ranks):
-            raise ValueError(
-                f"ranks must be different numbers from 0 to {self.world_size - 1}, got {ranks}"
-            )
-        everyone = self.all_gather_object(ranks, timeout=timeout)
-        if any(theirs != ranks for theirs in everyone):
-            raise CollectiveMismatchError(
-                f"ranks called subgroup with different ranks, seen from rank {self.rank}:"
-                + "".join(f"\n  rank {r}: {theirs}" for r, theirs in enumerate(everyone)),
-                tuple(r for r, theirs in enumerate(everyone) if theirs != ranks),
-            )
-        return self._make([ranks], timeout)
+        return self._make([membership.agreed(self, ranks, timeout)], timeout)
 
     def shrink(self, exclude: Sequence[int], *, timeout: float | None = None) -> Communicator:
         """Continue without some ranks, which may have failed.
@@ -899,13 +755,7 @@ class Communicator:
             UnsupportedError: the ranks are on several machines.
         """
         self._refuse_in_group("shrink")
-        excluded = set(to_integers(exclude, "exclude"))
-        if not excluded or not excluded < set(range(self.world_size)) or self.rank in excluded:
-            raise ValueError(
-                f"exclude must be some of the ranks 0 to {self.world_size - 1}, without this one, "
-                f"{self.rank}; got {sorted(excluded)}"
-            )
-        left = [rank for rank in range(self.world_size) if rank not in excluded]
+        left = membership.remaining(self, exclude)
         seconds = self._timeout_s if timeout is None else timeout
         engine = self.engine.survivors(left, seconds)
         made = Communicator(engine, self._timeout_s, self._on_end)
@@ -941,13 +791,7 @@ class Communicator:
             >>> comm.all_reduce(x).shape
             (2, 3)
         """
-        shape = tuple(to_integers(shape if isinstance(shape, Iterable) else [shape], "shape"))
-        dtype = to_dtype(dtype)
-        if any(length < 0 for length in shape):
-            raise ValueError(f"shape must not be negative, got {shape}")
-        nbytes = prod(shape) * dtype.itemsize
-        if nbytes >= 1 << 62:
-            raise MemoryError(f"no machine has memory for an array of shape {shape}")
+        shape, dtype, nbytes = to_layout(shape, dtype)
         if device is not None:
             seconds = self._timeout_s if timeout is None else timeout
             gpu = to_gpu(device)
@@ -984,10 +828,6 @@ class Communicator:
             ValueError: not 1 <= least <= most <= 64.
             FastdistError: a call on GPU arrays was made.
         """
-        least = None if least is None else to_integer(least, "least")
-        most = None if most is None else to_integer(most, "most")
-        if not 1 <= (least or 1) <= (most or 64) <= 64 or 0 in (least, most):
-            raise ValueError(f"expected 1 <= least <= most <= 64, got least={least}, most={most}")
         self._on_gpus().set_blocks(least, most)
 
     def memory_pool(self) -> Any:
@@ -1007,66 +847,12 @@ class Communicator:
         engine = self.engine.subset(groups, self._timeout_s if timeout is None else timeout)
         return None if engine is None else Communicator(engine, self._timeout_s)
 
-    def _joined(self, array: Array) -> Array:
-        """Make an array for the joined arrays of all ranks."""
-        shape = shape_of(array) or (1,)
-        return new_like(array, (self.world_size * shape[0], *shape[1:]))
-
-    def _part(self, array: Array) -> Array:
-        """Make an array for one rank's part."""
-        shape = shape_of(array)
-        return new_like(array, (shape[0] // self.world_size, *shape[1:]))
-
-    def _check_parts(self, array: Array) -> None:
-        shape = shape_of(array)
-        if not shape or shape[0] % self.world_size != 0:
-            raise ValueError(
-                f"array must have a multiple of {self.world_size} rows, one part for each rank, "
-                f"got shape {shape}"
-            )
-
-    def _exchange_splits(
-        self, arrays: Arrays, splits: Sequence[int], timeout: float | None
-    ) -> np.ndarray[Any, np.dtype[np.int64]]:
-        self._refuse_in_group("all_to_all with splits")
-        row = np.array([to_integers(splits, "splits")], np.int64)
-        for array in as_list(arrays):
-            rows = (*shape_of(array), 0)[0]
-            if row.shape[1] != self.world_size or row.min() < 0 or row.sum() != rows:
-                raise ValueError(
-                    f"splits must be {self.world_size} numbers that add up to the array's "
-                    f"{rows} rows, got {list(splits)}"
-                )
-        table: np.ndarray[Any, np.dtype[np.int64]] = self.all_gather(row, timeout=timeout)
-        return table
-
-
-def _refuse(call: str, unknown: dict[str, Any]) -> None:
-    if unknown:
-        raise TypeError(unknown_keyword(call, next(iter(unknown))))
-
 
 def _new_for_immutable(arrays: Arrays, out: Arrays | None) -> Arrays:
     """Make outputs for inputs that cannot be changed; raise the present error for other calls."""
-    if out is not None or not is_immutable(arrays):
+    if out is not None or not hints.is_immutable(arrays):
         raise
-    return for_each(arrays, _new)
+    return empty_like(arrays)
 
 
-def _new(array: Array) -> Array:
-    return new_like(array, shape_of(array))
-
-
-def _other_names() -> dict[str, str]:
-    """Return the names that MPI and torch.distributed have for a communicator's."""
-    names = {"bcast": "broadcast", "size": "world_size"}
-    names |= {"get_rank": "rank", "get_world_size": "world_size", "get_size": "world_size"}
-    for ours in vars(Communicator):
-        if "_" in ours.strip("_") and not ours.startswith("_"):
-            names[ours.replace("_", "")] = ours
-    return names | {name.capitalize(): ours for name, ours in names.items()}
-
-
-_OTHER_NAMES = _other_names()
-for _name, _ours in _OTHER_NAMES.items():
-    setattr(Communicator, _name, OtherName(_name, _ours))
+_OTHER_NAMES = hints.refuse_other_names(Communicator)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any, NoReturn
 
-from fastdist.collectives.arguments import REDUCE_OPS
+from fastdist.collectives.types import REDUCE_OPS
 
 _OTHER_NAMES = {
     "add": "sum",
@@ -68,13 +68,28 @@ def unknown_name(owner: str, name: str, known: Iterable[str], others: Mapping[st
     return f"{owner} has no attribute {name!r}{hint}"
 
 
-class OtherName:
-    """A class attribute that does not exist, under a name that another library has for ours.
+def refuse_other_names(communicator: type) -> frozenset[str]:
+    """Let attributes with MPI's and torch.distributed's names raise errors that name ours.
 
-    A class with these in place of `__getattr__` costs its attributes nothing: CPython 3.11 looks
-    up every attribute of a class with `__getattr__` the slow way, which takes a quarter of the time
-    of a small collective.
+    They cost the communicator's attributes nothing. With `__getattr__` CPython 3.11 would look up
+    every attribute the slow way, which takes a quarter of the time of a small collective.
+
+    Returns:
+        The names.
     """
+    names = {"bcast": "broadcast", "size": "world_size"}
+    names |= {"get_rank": "rank", "get_world_size": "world_size", "get_size": "world_size"}
+    for ours in vars(communicator):
+        if "_" in ours.strip("_") and not ours.startswith("_"):
+            names[ours.replace("_", "")] = ours
+    names |= {name.capitalize(): ours for name, ours in names.items()}
+    for name, ours in names.items():
+        setattr(communicator, name, _OtherName(name, ours))
+    return frozenset(names)
+
+
+class _OtherName:
+    """A class attribute that does not exist, under a name that another library has for ours."""
 
     def __init__(self, name: str, ours: str) -> None:
         self._name, self._ours = name, ours
@@ -88,10 +103,11 @@ def _squeezed(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def unknown_keyword(call: str, name: str) -> str:
-    """Return the message for a keyword that a call does not take."""
-    hint = f"; use {_OTHER_KEYWORDS[name]}" if name in _OTHER_KEYWORDS else ""
-    return f"{call} got an unexpected keyword argument {name!r}{hint}"
+def refuse_keywords(call: str, unknown: Mapping[str, Any]) -> None:
+    """Raise TypeError if a call got keywords that it does not take."""
+    for name in unknown:
+        hint = f"; use {_OTHER_KEYWORDS[name]}" if name in _OTHER_KEYWORDS else ""
+        raise TypeError(f"{call} got an unexpected keyword argument {name!r}{hint}")
 
 
 def immutable(argument: str, got: Any) -> str:

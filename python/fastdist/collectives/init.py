@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.address import join_address, split_address
+from fastdist.cluster.environ import join_master
 from fastdist.cluster.launch import Launch, detect_launch, note_launch
 from fastdist.cluster.replicas import patience_s, started_replica
 from fastdist.collectives.arguments import check_timeout, to_integer, to_rank
@@ -134,10 +135,10 @@ def init(
     else:
         engine = _from_launch(waits_s)
     seconds = config.timeout_s if timeout is None else timeout
+    atexit.unregister(_close)
+    atexit.register(_close)  # first, hence last to run: others read before why this rank leaves
     _World.communicator = Communicator(engine, seconds, _replace)
     _World.process = os.getpid()
-    atexit.unregister(_close)
-    atexit.register(_close)
     return _World.communicator
 
 
@@ -183,7 +184,7 @@ def communicator_of(
 
 
 def has_communicator() -> bool:
-    """True after `init`, until the communicator is closed."""
+    """Return True after `init`, until the communicator is closed."""
     return _World.communicator is not None
 
 
@@ -279,11 +280,8 @@ def coordinator_of_launch(launch: Launch) -> str:
             "them on this machine; expected MASTER_ADDR and MASTER_PORT, the address and port of "
             "rank 0"
         )
-    host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", str(_DEFAULT_PORT))
-    try:
-        return join_address(host, port)
-    except ValueError as error:
-        raise ClusterConfigError(f"MASTER_ADDR={host!r}, MASTER_PORT={port!r}: {error}") from None
+    port = os.environ.get("MASTER_PORT", str(_DEFAULT_PORT))
+    return join_master(os.environ["MASTER_ADDR"], port)
 
 
 def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:

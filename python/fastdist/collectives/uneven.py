@@ -1,30 +1,34 @@
-"""all_gather and reduce_scatter of parts that differ in size, by a broadcast or reduce per rank."""
+"""Collectives of parts that differ in size from rank to rank."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastdist.collectives.arguments import to_integers
-from fastdist.collectives.arrays import as_list, for_each, new_like, shape_of
+from fastdist.collectives.arrays import as_list, for_each, rows_like, shape_of
+from fastdist.collectives.types import Array, Arrays
 
 if TYPE_CHECKING:
-    from fastdist.collectives.communicator import Communicator, Work
-
-Arrays = Any  # one array, or a list of them
+    from fastdist.collectives.communicator import Communicator
+    from fastdist.collectives.types import Work
 
 
 def all_gather(
     comm: Communicator, arrays: Arrays, splits: Sequence[int], out: Arrays, keywords: dict[str, Any]
 ) -> Any:
-    """Join arrays of `splits` rows each; `keywords` are those of all collectives."""
+    """Join arrays of `splits` rows each, by a broadcast per rank.
+
+    `keywords` are those of all collectives.
+    """
     rows = _to_rows(comm, splits)
     _check(arrays, rows[comm.rank], f"splits[{comm.rank}]", "array")
     if out is None:
-        out = for_each(arrays, lambda x: new_like(x, (sum(rows), *shape_of(x)[1:])))
+        out = rows_like(arrays, sum(rows))
     _check(out, sum(rows), "the sum of splits", "out")
 
     def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
@@ -44,11 +48,14 @@ def reduce_scatter(
     out: Arrays,
     keywords: dict[str, Any],
 ) -> Any:
-    """Reduce arrays and give rank i `splits[i]` rows; `keywords` are those of all collectives."""
+    """Give rank i `splits[i]` rows of the reduced arrays, by a reduce per rank.
+
+    `keywords` are those of all collectives.
+    """
     rows = _to_rows(comm, splits)
     _check(arrays, sum(rows), "the sum of splits", "array")
     if out is None:
-        out = for_each(arrays, lambda x: new_like(x, (rows[comm.rank], *shape_of(x)[1:])))
+        out = rows_like(arrays, rows[comm.rank])
     _check(out, rows[comm.rank], f"splits[{comm.rank}]", "out")
 
     def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
@@ -56,6 +63,36 @@ def reduce_scatter(
         return comm.reduce(part, op, rank, out=out if rank == comm.rank else None, **keywords)
 
     return _call_all(comm, rows, call, out, keywords)
+
+
+def exchange_counts(
+    comm: Communicator,
+    arrays: Arrays,
+    splits: Sequence[int],
+    out: Arrays | None,
+    timeout: float | None,
+) -> tuple[Arrays, list[int]]:
+    """Prepare an all_to_all that sends `splits[i]` rows to rank i. Every rank must call.
+
+    Returns:
+        `out`, or new arrays of its shape; and the elements that each rank sends to each rank, for
+        one array after the other.
+    """
+    row = np.array([to_integers(splits, "splits")], np.int64)
+    for array in as_list(arrays):
+        rows = (*shape_of(array), 0)[0]
+        if row.shape[1] != comm.world_size or row.min() < 0 or row.sum() != rows:
+            raise ValueError(
+                f"splits must be {comm.world_size} numbers that add up to the array's "
+                f"{rows} rows, got {list(splits)}"
+            )
+    table: np.ndarray[Any, np.dtype[np.int64]] = comm.all_gather(row, timeout=timeout)
+    counts: list[int] = []
+    for array in as_list(arrays):
+        counts += (table.ravel() * prod(shape_of(array)[1:])).tolist()
+    if out is None:
+        out = rows_like(arrays, int(table[:, comm.rank].sum()))
+    return out, counts
 
 
 class _Works:
@@ -111,7 +148,7 @@ def _check(arrays: Arrays, rows: int, expected: str, argument: str) -> None:
             raise ValueError(f"{argument} must have {rows} rows, {expected}, got shape {shape}")
 
 
-def _rows(array: Any, begin: int, end: int) -> Any:
+def _rows(array: Array, begin: int, end: int) -> Array:
     """View rows of an array."""
     if not hasattr(array, "shape") or isinstance(array, memoryview):
         array = np.asarray(memoryview(array))

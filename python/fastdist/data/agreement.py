@@ -137,7 +137,7 @@ class _Exchange:
         self._width = width
 
     def attempt(self, read: Callable[[], T]) -> T:
-        """Call `read`; if it raises, tell the other workers, which would wait for this worker."""
+        """Call `read`; if it raises, tell the other workers, which would otherwise wait."""
         try:
             return read()
         except Exception:

@@ -90,11 +90,10 @@ def _map_batches(leaf: Callable[..., Any], batches: Sequence[Any], sizes: Sequen
 
 
 def _are_columns(nodes: Sequence[Any], sizes: Sequence[int]) -> bool:
-    """True if the lists are columns, rather than structures whose items are batches.
+    """Return True if the lists are columns, rather than structures whose items are batches.
 
-    The list [x, y] with 2 examples also has the length of a column. A column is recognised by
-    its length, which equals the number of examples; by its items, which have one type; and since
-    its items are seldom arrays or lists of that same length.
+    A batch [x, y] of 2 examples also has the length of a column. In a column the length is the
+    number of examples, the items have one type, and they are seldom arrays or lists of that length.
     """
     if any(len(node) != size for node, size in zip(nodes, sizes, strict=True)):
         return False

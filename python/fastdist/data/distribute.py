@@ -308,7 +308,7 @@ class _Builder:
         return RangeOrder(length, size, request.drop_remainder, seed)
 
     def _batch_size(self) -> int:
-        """Examples in each batch of the pipeline: a global batch, or this worker's part of it."""
+        """Return the size of the pipeline's batches: a global batch, or this worker's part."""
         size = self.request.batch_size
         if not self._own_batches:
             return size
@@ -327,7 +327,7 @@ class _Builder:
         return Cutter(self.layout.num_replicas, self.layout.local_replicas)
 
     def _seed(self) -> tuple[int, ...]:
-        """Seed of all that is drawn; it differs by worker where workers read their own data."""
+        """Return the seed of all draws; it differs by worker if workers read their own data."""
         own = (self.layout.worker,) if self._own_batches else ()
         return (self.request.seed, *own)
 
@@ -337,7 +337,7 @@ class _Builder:
 
 
 def _is_arrays(source: Any) -> bool:
-    """True for an array, or for a structure whose leaves must all be arrays.
+    """Return True for an array, or for a structure whose leaves must all be arrays.
 
     A list is a sequence of examples, as in tf.data.
     """
@@ -351,7 +351,7 @@ def _is_arrays(source: Any) -> bool:
 
 
 def _is_batch(example: Any, size: int | None) -> bool:
-    """True for arrays that look like a batch of `size` examples: data of each and a label."""
+    """Return True if arrays look like a batch of `size` examples: data of each and a label."""
     arrays = [leaf for leaf in leaves(example) if isinstance(leaf, (torch.Tensor, np.ndarray))]
     dimensions = {array.ndim for array in arrays}
     lengths = {array.shape[:1] for array in arrays}

@@ -94,9 +94,9 @@ class DistributedDataset(Generic[B]):
     def __iter__(self) -> Iterator[B]:
         """Start the next epoch, or continue the epoch that `load_state_dict` restored.
 
-        An iterator that is left early is abandoned: the next `iter()` starts the next epoch. If
-        `state_dict` was called after its last batch, the next `iter()` continues the epoch, or
-        starts the next one if no batch remains; so does that of a job that restores the state.
+        If an iterator is left early, the next `iter()` starts the next epoch. If `state_dict` was
+        called after its last batch, the next `iter()`, also in a job that restores the state,
+        continues the epoch, or starts the next one if no batch remains.
         """
         last = self._position
         if last.is_over:
@@ -107,7 +107,7 @@ class DistributedDataset(Generic[B]):
         return self._iterate(position, skip_empty=last.left and not last.is_over)
 
     def __len__(self) -> int:
-        """Steps per epoch.
+        """Return the steps per epoch.
 
         Raises:
             TypeError: the number is unknown before the data is read.
@@ -142,7 +142,7 @@ class DistributedDataset(Generic[B]):
         return self.position()
 
     def position(self) -> dict[str, Any]:
-        """Return what `state_dict` returns, and let the next `iter()` begin where it would."""
+        """Return the state like `state_dict`, without changing where the next `iter()` begins."""
         return {
             "epoch": self._position.epoch,
             "step": self._position.step,
@@ -174,7 +174,7 @@ class DistributedDataset(Generic[B]):
         self._position = position
 
     def _iterate(self, position: _Position, skip_empty: bool) -> Iterator[Any]:
-        """Yield the batches of an epoch; if there are none and it was left, those of the next."""
+        """Yield the batches of an epoch; of the next one if it was left and no batch remains."""
         try:
             has_batches = yield from self._epoch(position)
             if skip_empty and not has_batches:

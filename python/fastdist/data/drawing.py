@@ -3,8 +3,8 @@
 In a loader process, the process's own generators are seeded before each example. In the process
 that trains, a thread loads while the training steps draw from torch's default generator. So a mode
 that is active in the loading thread alone passes a generator of its own to every operation of torch
-that draws. The numbers do not depend on timing, nor on the number of workers and loader processes,
-and a resumed epoch has the same.
+that draws. The numbers do not depend on timing or on the number of workers and loader processes,
+and are the same in a resumed epoch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def epoch_seed(seed: tuple[int, ...], epoch: int) -> int:
 
 @contextmanager
 def streams_by_position(seed: int) -> Iterator[Callable[[int], None]]:
-    """A context manager that gives a function: call it with an example's position to begin it.
+    """Return a context manager whose function begins the example at the position it is given.
 
     What is drawn from then on depends on the seed and the position: in a loader process from the
     default generators of torch, numpy and Python's `random`, otherwise from torch's.
@@ -51,7 +51,7 @@ def streams_by_position(seed: int) -> Iterator[Callable[[int], None]]:
 
 
 def with_own_draws(start: Callable[[], Iterator[T]], seed: int) -> Iterator[T]:
-    """Iterate over `start()`, which and whose items draw from a stream of their own in torch."""
+    """Iterate over `start()`; it and its items draw from a random stream of their own in torch."""
     own = _OwnGenerator(seed)
     with own:
         items = start()
@@ -69,7 +69,7 @@ def _each(items: Iterator[T], own: _OwnGenerator) -> Iterator[T]:
 
 
 class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """In the thread that enters it, torch's default generators are not drawn from."""
+    """Replaces torch's default generators in the thread that enters it."""
 
     supports_higher_order_operators = True
 
@@ -119,8 +119,8 @@ class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _with_generator(op: Any) -> Any:
     """Return the overload of an operation that takes a generator; None if there is none.
 
-    Operations that draw and have none still draw from the default generator: dropout and attention
-    of one kernel on GPUs, and `rand_like`, `randn_like`, `randint_like` before torch 2.10.
+    Operations without such an overload still draw from the default generator: fused dropout and
+    attention on GPUs, and `rand_like`, `randn_like`, `randint_like` before torch 2.10.
     """
     names = _arguments(op)
     if "generator" in names:
@@ -149,7 +149,7 @@ def _seed_process(seed: int) -> None:
 
 
 def _leave() -> None:
-    """In a forked child, such as a loader process, which has generators of its own."""
+    """Stop redirecting draws in a forked child, such as a loader process."""
     while isinstance(_get_current_dispatch_mode(), _OwnGenerator):
         _pop_mode()
 

@@ -87,7 +87,7 @@ def _fill(
                 ready.put(next(items))
             except StopIteration:
                 return
-    except BaseException as caught:  # on any error: the consumer must not wait forever
+    except BaseException as caught:  # of any kind: the consumer must not wait forever
         error = caught
     finally:
         ready.put(_End(error))

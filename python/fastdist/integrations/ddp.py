@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from fastdist.collectives.communicator import Compression
+from fastdist.collectives.types import Compression
 from fastdist.integrations.torch_backend.group import ProcessGroupFastdist
 
 GradientFuture = torch.futures.Future[torch.Tensor]

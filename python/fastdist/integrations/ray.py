@@ -5,8 +5,8 @@
     losses = on_ray.run(train, ranks=8, gpus=1)            # every rank's result
     total = on_ray.run(train, workers=4, ps=2)             # the chief's result
 
-Ray places the processes, carries the function, its arguments and results, and starts processes
-again that were lost. In the function everything is as under `fastdist run`.
+Ray places the processes, carries the function, its arguments and results, and restarts lost
+processes. The function runs as under `fastdist run`.
 """
 
 from __future__ import annotations
@@ -57,16 +57,15 @@ def run(
         ranks: number of ranks of one communicator, with RANK, WORLD_SIZE and the others set.
         workers: number of workers beside a chief, instead of `ranks`; TF_CONFIG is set.
         ps: number of parameter servers, with `workers`.
-        args: arguments of the function.
+        args: positional arguments of the function.
         kwargs: keyword arguments of the function.
         cpus: CPUs of each process.
         gpus: GPUs of each process; Ray shows each process its own.
         resources: other resources of each process.
         placement: Ray's placement strategy: "PACK" on few nodes, "SPREAD", "STRICT_PACK" on one
             node or "STRICT_SPREAD".
-        max_restarts: how often Ray starts lost processes again. Ranks are all started again when
-            one of them was lost, and call the function again; a lost worker or parameter server
-            alone.
+        max_restarts: how often Ray restarts lost processes. If a rank is lost, all ranks restart
+            and call the function again; a lost worker or parameter server restarts alone.
         timeout: seconds to wait until the cluster has room.
 
     Returns:
@@ -93,7 +92,7 @@ def run(
                 f"the Ray cluster has no room for {count} processes with {bundle} each "
                 f"({placement}) within {timeout:g} s; `ray status` shows what it has"
             )
-        # Of ranks, all are started again at once, which this module counts.
+        # This module restarts all ranks together, and counts the restarts.
         most = max_restarts if roles else -1
         made = [_start(group, i, bundle, most) for i in range(count)]
         call = function, tuple(args), dict(kwargs or {})

@@ -38,10 +38,12 @@ class Outcome:
             job, or 128 + the signal that killed that process; 128 + the signal that stopped the
             launcher.
         has_failed: True if a process's failure ended the job, and no signal stopped the launcher.
+        killed: the process whose failure ended the job, if a signal has killed it.
     """
 
     exit_code: int
     has_failed: bool
+    killed: int | None = None
 
 
 def supervise(job: Job) -> Outcome:
@@ -142,7 +144,8 @@ class _Supervisor:
         else:
             exit_code = 0
         self._drain()
-        return Outcome(exit_code, bool(self._failed) and self._stopped_by is None)
+        killed = first.popen.pid if first is not None and (first.status or 0) < 0 else None
+        return Outcome(exit_code, bool(self._failed) and self._stopped_by is None, killed)
 
     def _report_failure(self, process: Process) -> int:
         how, words = process.report()

@@ -103,7 +103,7 @@ def diagnose(job: Job, interval_s: float = INTERVAL_S) -> Diagnosis:
     job goes on.
     """
     case = _judge(observe(job, interval_s))
-    if not _goes_on(case):
+    if not case.dead and not _goes_on(case):
         case = _judge(with_stacks(case.seen))
     for rule in _RULES:
         found = rule(case)

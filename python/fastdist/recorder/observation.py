@@ -14,6 +14,7 @@ from fastdist.recorder.stacks import stacks_of
 from fastdist.recorder.system import Process, Thread, look_at
 
 INTERVAL_S = 0.5
+_JUST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,14 @@ class ObservedRank:
     def last_call(self) -> Call | None:
         """The call that began last."""
         return self.records.calls[-1] if self.records.calls else None
+
+    @property
+    def gave_up(self) -> Call | None:
+        """The call that it has just given up, as errors of calls are about to be told."""
+        call = self.last_call
+        if call is None or call.done_s is None or not call.is_failed or self.process is None:
+            return None
+        return call if self.process.at_s - call.done_s < _JUST_S else None
 
     @property
     def running(self) -> tuple[Call, ...]:

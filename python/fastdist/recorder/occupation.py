@@ -54,7 +54,7 @@ def occupation_of(rank: ObservedRank) -> Occupation:
 def is_outside_calls(rank: ObservedRank) -> bool:
     """True if the main thread surely does something else than to wait in a call."""
     thread = rank.main_thread
-    if thread is None or rank.is_dead or rank.is_stopped:
+    if thread is None or rank.is_dead or rank.is_stopped or rank.gave_up is not None:
         return False
     if rank.main_cpu_share > _BUSY_SHARE:
         return True

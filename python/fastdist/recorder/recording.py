@@ -70,10 +70,10 @@ def _stalled(waited_s: float) -> None:
     speaking.stalled(waited_s)
 
 
-def _explain() -> str:
+def _explain(is_late: bool) -> str:
     from fastdist.recorder import speaking
 
-    return speaking.explain()
+    return speaking.explain(0.1 if is_late else 0.0)
 
 
 def _end(own: RecordPath) -> None:

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from fastdist.recorder.diagnosis import diagnose
-from fastdist.recorder.jobs import Job, NoSuchJobError, find_job, jobs_here
+from fastdist.recorder.jobs import Job, find_job, jobs_here
 from fastdist.recorder.kinds import Kind
 from fastdist.recorder.ring import Call, Records
 
@@ -18,7 +18,6 @@ _log = logging.getLogger("fastdist")
 
 _LEAST_S = 5.0
 _P99_TIMES = 5
-_INTERVAL_S = 0.1  # between two looks, while an error waits
 _AGAIN = 6  # a wait is told again after so many times as long
 
 
@@ -30,14 +29,30 @@ class _Speaker:
     next_s = _LEAST_S
 
 
-def explain() -> str:
-    """Say why this process's job stands still; "" if that cannot be told."""
+def explain(interval_s: float) -> str:
+    """Say why the job of this process does not go on; "" if that cannot be told.
+
+    Args:
+        interval_s: between two looks at its ranks.
+    """
     try:
-        sentence = diagnose(_own_job(), _INTERVAL_S).sentence
+        sentence = diagnose(_job_of(os.getpid()), interval_s).sentence
     except Exception:
         _log.debug("no reason was found", exc_info=True)
         return ""
     return sentence
+
+
+def obituary(pid: int) -> str:
+    """Say what a dead process of a job did, and who waited for it; "" if that cannot be told."""
+    try:
+        job = _job_of(pid)
+        found = diagnose(job, 0.0)
+    except Exception:
+        _log.debug("no reason was found", exc_info=True)
+        return ""
+    rank = next(each.records.rank for each in job.ranks if each.records.pid == pid)
+    return found.sentence if found.ranks == (rank,) else ""
 
 
 def stalled(waited_s: float) -> None:
@@ -52,7 +67,7 @@ def stalled(waited_s: float) -> None:
 
 def _look(waited_s: float) -> None:
     try:
-        job = _own_job()
+        job = _job_of(os.getpid())
         _tell(job, waited_s)
     except Exception:
         _log.debug("no reason was found", exc_info=True)
@@ -88,9 +103,6 @@ def _overdue(records: Records) -> list[Call]:
     return found
 
 
-def _own_job() -> Job:
+def _job_of(pid: int) -> Job:
     jobs, _ = jobs_here()
-    try:
-        return find_job(jobs, str(os.getpid()))
-    except NoSuchJobError:
-        raise LookupError("this process records nothing") from None
+    return find_job(jobs, str(pid))

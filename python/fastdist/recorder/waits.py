@@ -50,10 +50,12 @@ def waits_of(ranks: Sequence[ObservedRank], missing: Sequence[int]) -> list[Wait
 
 
 def _waiting(rank: ObservedRank) -> Iterator[Call]:
-    """Yield the calls in which a rank has waited at both moments, or waited when it ended."""
+    """Yield the calls in which a rank has waited at both moments, or which it has given up."""
     if not rank.is_dead:
         before = {call.number for call in rank.before.calls if call.is_running}
         yield from (call for call in rank.running if call.number in before)
+        if rank.gave_up is not None:
+            yield rank.gave_up
     elif rank.last_call is not None and (rank.last_call.is_failed or rank.last_call.is_running):
         yield rank.last_call
 

@@ -14,7 +14,8 @@ import torch
 from torch._compile import _disable_dynamo
 
 from fastdist.collectives.autograd import all_gather, all_reduce, as_tensor, scale_gradient
-from fastdist.collectives.communicator import Communicator, ReduceOp
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import ReduceOp
 from fastdist.replicas.per_replica import map_structure
 
 MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -145,7 +146,7 @@ class ReplicaContext:
     ) -> Any:
         """Run `fn(strategy, *args, **kwargs)` in cross-replica context.
 
-        Every replica must call. Where each replica is a process, each process calls `fn` with its
+        Every replica must call. If each replica is a process, each process calls `fn` with its
         own arguments. Under TPUStrategy `fn` is called once per process: arguments that differ
         between replicas reach it as per-replica values, and each replica gets its own part of the
         result.
@@ -168,7 +169,7 @@ state = _ThreadState()
 
 
 def in_cross_replica_context() -> bool:
-    """True inside a scope and outside `run`.
+    """Return True inside a scope and outside `run`.
 
     Examples:
         >>> import fastdist as fd

@@ -34,7 +34,7 @@ def reduce_values(
         weights: weights of this process's replicas in a mean; the weights of all replicas sum to 1.
 
     Raises:
-        TypeError: a value is no tensor or number.
+        TypeError: a value is neither a tensor nor a number.
         ValueError: an axis is out of range.
     """
     tensors = [_to_tensor("reduce", value) for value in values]
@@ -63,7 +63,7 @@ def gather_values(
     """Join the replicas' tensors along an axis, in replica order.
 
     Raises:
-        TypeError: a value is no tensor or number.
+        TypeError: a value is neither a tensor nor a number.
         ValueError: a value is a scalar, or shapes differ in another dimension; the message shows
             the shapes.
     """

@@ -20,7 +20,7 @@ def every_device() -> list[torch.device]:
 
 @contextlib.contextmanager
 def working_on_gpu(device: torch.device) -> Iterator[None]:
-    """A context manager: code inside computes on the GPU, on its current stream.
+    """Return a context manager: code inside computes on the GPU, on its current stream.
 
     Backward runs in the thread that calls it, so that hooks and recomputed functions know their
     replica.
@@ -68,8 +68,8 @@ def usable_devices(names: Sequence[str | torch.device], argument: str) -> list[t
 
     Raises:
         TypeError: the names are not a sequence.
-        ValueError: the sequence is empty, torch cannot use a device, or there are several that are
-            neither CPUs nor GPUs of CUDA.
+        ValueError: the sequence is empty, torch cannot use a device, or there are several devices
+            other than CPUs and CUDA's GPUs.
     """
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(f'{argument} must be a list, such as ["cpu:0", "cpu:1"], got {names!r}')

@@ -246,7 +246,7 @@ class _Mapping:
 
 
 def _is_instance(structure: Any) -> bool:
-    """True for a dataclass's instance that is a structure."""
+    """Return True for a dataclass's instance that is a structure."""
     if isinstance(structure, (type, PerReplica)):
         return False
     return dataclasses.is_dataclass(structure)

@@ -34,7 +34,7 @@ def stream_seed(seed: int, number: int) -> int:
 
 @contextmanager
 def replica_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
-    """A context manager: this process's default generators give the replica's stream."""
+    """Return a context manager: this process's default generators give the replica's stream."""
     generators = [torch.default_generator, *_of_gpu(context.device)]
     before = [generator.get_state() for generator in generators]
     for generator in generators:

@@ -1,4 +1,4 @@
-"""Changes of some rows of a tensor (tf.IndexedSlices): the rows of equal indices are combined."""
+"""Changes some rows of a tensor (tf.IndexedSlices); updates of equal indices are combined."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def to_rows(target: torch.Tensor, indices: Any, updates: Any) -> tuple[torch.Ten
 
     Raises:
         IndexError: an index is not a row of the target.
-        TypeError: indices are no integers, or the target cannot hold the updates.
+        TypeError: indices are not integers, or the target cannot hold the updates.
         ValueError: a shape is wrong.
     """
     rows = as_tensor(indices).detach()
@@ -60,7 +60,7 @@ def check_op(op: ScatterOp, target: torch.Tensor) -> None:
 
 @torch.no_grad()
 def scatter(target: torch.Tensor, op: ScatterOp, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """Change rows of a tensor in place; of equal indices, "update" keeps the last."""
+    """Change rows of a tensor in place; "update" takes the last of updates with equal indices."""
     if op in ("add", "sub"):
         target.index_add_(0, rows, values, alpha=1 if op == "add" else -1)
         return

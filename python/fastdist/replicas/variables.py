@@ -56,7 +56,7 @@ class Owner(Protocol):
     local_replica_ids: tuple[int, ...]
 
     def connect(self) -> Communicator | None:
-        """Return what connects all processes, made again after a failure; None if there is one.
+        """Return the communicator of all processes, made again after a failure; None if alone.
 
         Every replica must call.
         """
@@ -312,7 +312,7 @@ class Variable(nn.Module):
         return whole + (value - whole * replicas > replica)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the strategy: copies and pickles belong to none."""
+        """Leave out the strategy: copies and pickles belong to no strategy."""
         return {k: v for k, v in self.__dict__.items() if k != _OWNER}
 
     def _save_to_state_dict(

@@ -184,7 +184,7 @@ class AdoptedModules:
         )
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """True for a parameter or buffer of these modules."""
+        """Return True for a parameter or buffer of these modules."""
         found = (model.tensors.get(id(tensor)) for model in self._models)
         return any(ref is not None and ref() is tensor for ref in found)
 
@@ -288,7 +288,7 @@ class AdoptedModules:
         yield from places.values()
 
     def connect(self) -> Communicator | None:
-        """Return what connects all replicas, made again after a failure; None if there is one.
+        """Return the replicas' communicator, made again after a failure; None with one replica.
 
         Every replica must call.
         """
@@ -316,7 +316,7 @@ class AdoptedModules:
     def run(
         self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None
     ) -> Iterator[None]:
-        """A context manager around the user's function.
+        """Return a context manager around the user's function.
 
         Args:
             fn: the function.
@@ -327,7 +327,7 @@ class AdoptedModules:
         self._batches.note(given, examples)
         workers = None if self._central is None else self.connect()
         if self._central is not None and workers is not None:
-            workers.barrier()  # what replicas have written between runs is there
+            workers.barrier()  # after what replicas have written between runs
             self._central.note_versions()
         with self._steps.run():
             yield

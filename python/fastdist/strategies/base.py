@@ -293,7 +293,7 @@ class Strategy(ABC):
 
     @contextlib.contextmanager
     def _cross_replica(self) -> Iterator[None]:
-        """A context manager that puts the calling thread into cross-replica context."""
+        """Return a context manager that puts the calling thread into cross-replica context."""
         replica, state.replica = state.replica, None
         state.scopes.append(self)
         try:
@@ -348,7 +348,7 @@ class Strategy(ABC):
                 differ.
 
         Raises:
-            TypeError: a value is no tensor or number.
+            TypeError: a value is neither a tensor nor a number.
             ValueError: op is none of these, or an axis is out of range.
             RuntimeError: called inside `run`; use `get_replica_context().all_reduce` there.
         """
@@ -440,7 +440,7 @@ class Strategy(ABC):
 
 
 def _takes_one(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a function cannot be called with these arguments, but with one."""
+    """Return True if a function can be called with one argument, but not with these."""
     try:
         signature = inspect.signature(fn)
         signature.bind(args, **kwargs)

@@ -230,7 +230,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the elements fill a block of memory, in any order of axes."""
+    """Return True if the elements fill a block of memory, in any order of axes."""
     return not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 

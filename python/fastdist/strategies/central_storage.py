@@ -26,8 +26,8 @@ class CentralStorageStrategy(ReplicatedStrategy):
     copy once per replica. In `run` such a change is an error, unless it goes through `.data`, which
     torch does not trace. Between runs, use `update`: replicas do not wait for each other there.
     Operations that write the same values in every replica, such as `load_state_dict` of a
-    checkpoint and `clamp_`, work without it; saving values and loading others before the next run
-    does not, since another replica may load first.
+    checkpoint and `clamp_`, need no `update`. Saving values and loading others before the next run
+    does not work, since another replica may load first.
 
     Args:
         compute_devices: devices of the replicas; None: as in `MirroredStrategy`.

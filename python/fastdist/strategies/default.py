@@ -50,7 +50,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """True inside the scope or run of a strategy other than the default strategy.
+    """Return True inside the scope or run of a strategy other than the default strategy.
 
     Examples:
         >>> import fastdist as fd

@@ -10,7 +10,7 @@ import torch
 from fastdist.cluster import detect_launch
 from fastdist.cluster.replicas import started_replica
 from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.hints import unknown_keyword
+from fastdist.collectives.hints import refuse_keywords
 from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError
 from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
@@ -53,8 +53,7 @@ class MirroredStrategy(ReplicatedStrategy):
         options: CommunicationOptions | None = None,
         **unknown: NoReturn,
     ) -> None:
-        for keyword in unknown:
-            raise TypeError(unknown_keyword("MirroredStrategy", keyword))
+        refuse_keywords("MirroredStrategy", unknown)
         options = options or CommunicationOptions()
         given = None if devices is None else usable_devices(devices, "devices")
         device, world = replica_of_machine("MirroredStrategy", given, options)

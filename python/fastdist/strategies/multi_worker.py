@@ -13,7 +13,7 @@ from fastdist.cluster import ClusterResolver, TFConfigClusterResolver, detect_la
 from fastdist.cluster.launch import Launch
 from fastdist.cluster.replicas import started_replica
 from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.hints import unknown_keyword
+from fastdist.collectives.hints import refuse_keywords
 from fastdist.collectives.init import coordinator_of_launch, init
 from fastdist.errors import ClusterConfigError
 from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
@@ -58,8 +58,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy):
         options: CommunicationOptions | None = None,
         **unknown: NoReturn,
     ) -> None:
-        for keyword in unknown:
-            raise TypeError(unknown_keyword("MultiWorkerMirroredStrategy", keyword))
+        refuse_keywords("MultiWorkerMirroredStrategy", unknown)
         options = options or CommunicationOptions()
         given = None if devices is None else usable_devices(devices, "devices")
         device, world = _join(cluster_resolver, given, options.timeout_s)

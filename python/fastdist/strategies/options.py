@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fastdist.collectives.communicator import Compression
+from fastdist.collectives.types import Compression
 from fastdist.training.contributions import GradientReduction
 
 

@@ -46,8 +46,7 @@ class ReplicatedStrategy(Strategy):
         world: connects all replicas, one per rank; None if this is the only replica.
         central: holds the only copy of all parameters; None if every replica has its own copy.
         options: communication options.
-        serve: a method that is called with what was made in a scope, after this replica has adopted
-            it.
+        serve: a method that gets what was made in a scope, after this replica has adopted it.
         refuses_run: the message of `run` in a process that has no replica.
 
     Attributes:
@@ -97,7 +96,7 @@ class ReplicatedStrategy(Strategy):
             self._members.use(self._communicators)
 
     def _connected(self) -> Communicator | None:
-        """Return what connects all replicas, for calls outside `run`; None if there is one replica.
+        """Return the communicator of all replicas for calls outside `run`; None with one replica.
 
         Every replica must call.
         """
@@ -204,7 +203,7 @@ class ReplicatedStrategy(Strategy):
 
     @contextlib.contextmanager
     def communicator(self) -> Iterator[Communicator | None]:
-        """A context manager around communication outside `run`; None if there is one replica.
+        """Return a context manager around communication outside `run`; None with one replica.
 
         After a failed collective the next call makes new communicators, so that the failure of a
         replica is reported once.
@@ -218,7 +217,7 @@ class ReplicatedStrategy(Strategy):
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A context manager around calls that all replicas make outside `run`.
+        """Return a context manager around calls that all replicas make outside `run`.
 
         If a replica raises an exception, replicas that wait for it raise PeerFailureError.
         """
@@ -229,7 +228,7 @@ class ReplicatedStrategy(Strategy):
             raise
 
     def refresh(self) -> None:
-        """Adopt what modules have got since; `run` does so too. Every replica must call."""
+        """Adopt what was added to modules since; `run` does so too. Every replica must call."""
         with self.communicator():
             self._members.refresh()
 
@@ -244,7 +243,7 @@ class ReplicatedStrategy(Strategy):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context manager: gradients of backward inside are not reduced yet.
+        """Return a context manager: gradients of backward inside are not reduced yet.
 
         They accumulate in `.grad`, and are reduced together with the gradients of the next
         backward outside.
@@ -324,7 +323,7 @@ _connected: weakref.WeakSet[ReplicatedStrategy] = weakref.WeakSet()
 
 
 def _leave_at_exit(strategy: ReplicatedStrategy) -> None:
-    """At exit, other replicas that still wait for this one must not wait until it is gone."""
+    """Leave at exit, so that waiting replicas fail before this process is gone."""
     if not _connected:
         atexit.unregister(_leave_all)
         atexit.register(_leave_all)
@@ -332,7 +331,7 @@ def _leave_at_exit(strategy: ReplicatedStrategy) -> None:
 
 
 def replicas_of(modules: Iterable[nn.Module]) -> ReplicatedStrategy | None:
-    """Return the strategy of several replicas to which the first module belongs that has one."""
+    """Return the strategy of several replicas that the first adopted module belongs to."""
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     for tensor in tensors:
         for strategy in _connected:

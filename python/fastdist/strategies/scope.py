@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -33,7 +32,7 @@ class ScopeExtension(Protocol):
         """Adapt modules that the strategy is about to adopt, perhaps not for the first time.
 
         Returns:
-            Those that the strategy adopts now.
+            The objects that the strategy adopts now.
         """
 
 
@@ -74,12 +73,7 @@ class Scope:
                 self._stack.enter_context(extension.watch(self))
         return self._strategy
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         state.scopes.pop()
         self._stack.close()
         if kind is None:

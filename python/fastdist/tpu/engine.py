@@ -18,9 +18,10 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from fastdist.collectives.arguments import REDUCE_OPS, to_rank
+from fastdist.collectives.arguments import to_rank
 from fastdist.collectives.engines.engine import OPS, Bytes, Calls, Engine
 from fastdist.collectives.hints import unknown_op
+from fastdist.collectives.types import REDUCE_OPS
 from fastdist.errors import UnsupportedError
 from fastdist.tpu.comparison import Comparison, dtype_of
 from fastdist.tpu.mesh import Mesh

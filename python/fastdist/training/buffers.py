@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fastdist.collectives.communicator import Communicator, Work
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import Work
 from fastdist.replicas.variables import Variable
 from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.modules import is_materialized
@@ -80,9 +81,9 @@ class BufferSync:
     """The buffers of one replica's modules.
 
     Args:
-        modules: the same on all replicas, some of which may have released some of them.
+        modules: the same list on all replicas; a replica may have released some modules.
         places: the number of places of modules.
-        before: knows what was written to the same modules and is not averaged yet.
+        before: the sync that this one replaces, with its buffers that are not averaged yet.
 
     Attributes:
         examples: number of examples of each replica in the runs since buffers were averaged; None
@@ -194,7 +195,7 @@ class BufferSync:
         return written
 
     def floating(self) -> list[torch.Tensor]:
-        """All buffers that may be averaged."""
+        """Return all buffers that may be averaged."""
         modules = (buffered.module() for buffered in self._modules)
         alive = [module for module in modules if module is not None]
         return list({id(b): b for module in alive for b in _floating(module)}.values())
@@ -214,7 +215,7 @@ class BufferSync:
 
 
 def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that have buffers themselves, each once; no `Variable`."""
+    """Return the modules with buffers of their own, each once, without `Variable`s."""
     modules = {id(m): m for root in roots for m in inner_modules(root) if state_of(m)}
     return [module for module in modules.values() if not isinstance(module, Variable)]
 
@@ -224,7 +225,7 @@ def _share_counts(
 ) -> None:
     """Replace integer buffers by their weighted mean over replicas, rounded.
 
-    So a replica that has not written the module gets the counts of the replicas that have. Every
+    A replica that has not written the module gets the counts of the replicas that have. Every
     replica must call, each with its share in the mean.
     """
     for buffer in buffers:

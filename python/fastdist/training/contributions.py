@@ -47,7 +47,7 @@ class ReducedParameter:
 
 @dataclass(slots=True)
 class Accumulation:
-    """The state that one backward leaves to the next; outlives a `GradientSync`. Keys are places.
+    """The state that one backward leaves to the next, by place; outlives a `GradientSync`.
 
     Attributes:
         is_held: True inside `no_sync`.
@@ -125,18 +125,18 @@ class Contributions:
             self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def is_there(self, i: int) -> bool:
-        """True if this replica has a gradient to send."""
+        """Return True if this replica has a gradient to send."""
         return self.arrived[i] or self._is_held(i)
 
     def weight(self) -> float | None:
-        """This replica's share of the examples; None if all replicas have the same share."""
+        """Return this replica's share of the examples; None if all have the same share."""
         examples = self.examples
         if examples is None or examples.count(examples[0]) == len(examples):
             return None
         return examples[self._replica] / sum(examples)
 
     def share(self, i: int) -> float:
-        """The factor of this replica's gradient in the sum over replicas."""
+        """Return the factor of this replica's gradient in the sum over replicas."""
         if self._reduction == "sum":
             return 1.0
         weight = None if self._is_held(i) else self.weight()
@@ -174,7 +174,7 @@ class Contributions:
     def weigh(
         self, indices: Sequence[int], gradients: Sequence[torch.Tensor], weight: float
     ) -> None:
-        """Multiply gradients by this replica's weight; held ones have theirs already."""
+        """Multiply gradients by this replica's weight; held gradients are weighted already."""
         fresh: list[torch.Tensor] = []
         held: list[torch.Tensor] = []
         for i, gradient in zip(indices, gradients, strict=True):
@@ -216,10 +216,10 @@ class Contributions:
 
 
 def _is_shared(gradient: torch.Tensor) -> bool:
-    """True for a new gradient in memory that something else uses, such as another gradient.
+    """Return True if something else, such as another gradient, uses a new gradient's memory.
 
-    Autograd gives several parameters views of one result if no summation lies between, so that
-    each must not be reduced in place.
+    Without a summation in between, autograd gives several parameters views of one result, which
+    must not be reduced in place once per parameter.
     """
     if gradient._version or gradient.requires_grad:
         return False

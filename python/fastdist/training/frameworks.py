@@ -1,4 +1,4 @@
-"""Modules of other frameworks, whose inner modules and state torch does not know."""
+"""Modules of other frameworks, which do not register inner modules and state with torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Framework(Protocol):
         """Return the tensors of this module alone that forward may write, besides buffers."""
 
     def moving_averages(self, module: nn.Module) -> list[torch.Tensor]:
-        """Return those of `state` that are moving averages over batches."""
+        """Return the tensors of `state` that are moving averages over batches."""
 
 
 _frameworks: list[Framework] = []

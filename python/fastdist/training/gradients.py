@@ -27,7 +27,8 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.autograd.variable import Variable
 
-from fastdist.collectives.communicator import Communicator, Compression, Work
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import Compression, Work
 from fastdist.errors import FastdistError
 from fastdist.recorder.phases import Phase, enter
 from fastdist.training.buffers import BufferSync
@@ -124,20 +125,24 @@ class GradientSync:
 
     def watch(self) -> None:
         """Register hooks on trainable parameters without a hook, such as newly unfrozen ones."""
-        if len(self._hooked) == len(self._parameters):
-            return
-        for i, reduced in enumerate(self._parameters):
-            parameter = reduced.ref()
-            if i in self._hooked or parameter is None or not _is_trainable(parameter):
-                continue
+        for i, parameter in self._unhooked():
             self._hooked.add(i)
             after = GradientHook(call_weakly, weakref.WeakMethod(self._on_gradient), i)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             self._contributions.watch(i)
 
+    def _unhooked(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
+        """Yield the trainable parameters without a hook, with their indices."""
+        if len(self._hooked) == len(self._parameters):
+            return
+        for i, reduced in enumerate(self._parameters):
+            parameter = None if i in self._hooked else reduced.ref()
+            if parameter is not None and _is_trainable(parameter):
+                yield i, parameter
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """A context manager: gradients of backward inside are sent by the next backward outside."""
+        """Return a context manager whose gradients are sent by the next backward outside."""
         accumulation = self._accumulation  # another sync may take over while this is open
         self._contributions.hold()
         accumulation.is_held = True
@@ -148,7 +153,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
-        """A context manager around the computation on a replica's part of a batch.
+        """Return a context manager around the computation on a replica's part of a batch.
 
         Every replica must call.
 
@@ -175,8 +180,8 @@ class GradientSync:
     def average_buffers(self) -> None:
         """Average the buffers that forward has written since the last backward.
 
-        Every replica must call, outside a run. The question differs in dtype from that of a
-        backward, so that a replica that skipped its backward is told.
+        Every replica must call, outside a run. The exchange has another dtype than a backward's, so
+        that a replica that skipped its backward gets a mismatch error.
         """
         if not self._buffer_sync.places:
             return
@@ -203,15 +208,11 @@ class GradientSync:
         Raises:
             FastdistError: a parameter was unfrozen during the run and has an unreduced gradient.
         """
-        if len(self._hooked) == len(self._parameters):
-            return
-        for i, reduced in enumerate(self._parameters):
-            parameter = reduced.ref()
-            if i in self._hooked or parameter is None or not _is_trainable(parameter):
-                continue
+        for i, parameter in self._unhooked():
             if parameter.grad is not None:
+                name = self._parameters[i].name
                 raise FastdistError(
-                    f"{reduced.name} was unfrozen in the middle of run, so its gradient was not "
+                    f"{name} was unfrozen in the middle of run, so its gradient was not "
                     "reduced over replicas; call requires_grad_() before run"
                 )
 

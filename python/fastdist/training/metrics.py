@@ -50,7 +50,7 @@ def _kinds() -> tuple[type[nn.Module], ...]:
 
 @contextlib.contextmanager
 def watch_metrics(note: Callable[[nn.Module], None]) -> Iterator[None]:
-    """A context manager that passes every metric and collection made or copied to `note`."""
+    """Return a context manager that passes every metric and collection made or copied to `note`."""
     watched: set[type[nn.Module]] = set()
     with contextlib.ExitStack() as stack:
 
@@ -69,7 +69,7 @@ def watch_metrics(note: Callable[[nn.Module], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_metric_states(root: nn.Module) -> Iterator[None]:
-    """A context manager inside which `root.state_dict()` has the states of all metrics."""
+    """Return a context manager inside which `root.state_dict()` has the states of all metrics."""
     metric = next(iter(_kinds()), None)
     metrics: list[Any] = [m for m in root.modules() if metric is not None and isinstance(m, metric)]
     before = [dict(metric._persistent) for metric in metrics]
@@ -83,7 +83,7 @@ def with_metric_states(root: nn.Module) -> Iterator[None]:
 
 
 def note_updates(root: nn.Module) -> None:
-    """Let metrics whose states were loaded know that they have been updated."""
+    """Mark metrics whose states were loaded as updated."""
     kinds = _kinds()
     for module in root.modules():
         if isinstance(module, kinds[:1]):
@@ -94,7 +94,7 @@ def note_updates(root: nn.Module) -> None:
 
 
 def _keep_lists(metric: Any) -> None:
-    """Make list states lists again, whose items were joined when they were saved."""
+    """Turn list states back into lists: saving has joined their items."""
     for name, default in metric._defaults.items():
         value = getattr(metric, name)
         if isinstance(default, list) and isinstance(value, torch.Tensor):
@@ -134,7 +134,7 @@ def metrics_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def is_adopted(module: nn.Module) -> bool:
-    """True for a metric or collection that belongs to a strategy."""
+    """Return True for a metric or collection that belongs to a strategy."""
     return _STRATEGY in module.__dict__
 
 
@@ -216,7 +216,7 @@ def _plain_reduce(metric: Any, plain: type) -> Any:
 
 
 def _gathered(*_: Any, **__: Any) -> None:
-    """A marker for `join_states` in the argument `dist_sync_fn` of torchmetrics."""
+    """Return a marker for `join_states` in the argument `dist_sync_fn` of torchmetrics."""
 
 
 def _metric_class(plain: Any) -> type:
@@ -264,7 +264,7 @@ def _metric_class(plain: Any) -> type:
                 super()._sync_dist(dist_sync_fn, process_group)
 
         def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-            """Joins persistent states over all replicas; then every worker must call."""
+            """Join persistent states over all replicas; then every worker must call."""
             make = super().state_dict
             if not _is_outside() or not any(self._persistent.values()):
                 return make(*args, **kwargs)
@@ -278,7 +278,7 @@ def _metric_class(plain: Any) -> type:
             return _everywhere(self, joined)
 
         def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-            """Loads the states on the first replica only, so that they count once."""
+            """Load the states on the first replica only, so that they count once."""
             is_held = any(prefix + name in state_dict for name in self._defaults)
             if is_held:
                 self.reset()
@@ -312,7 +312,7 @@ def _collection_class(plain: Any) -> type:
             _reset(self, super().reset)
 
         def _merge_compute_groups(self) -> None:
-            """Does nothing: one replica's first batch cannot show which states are equal."""
+            """Do nothing: one replica's first batch cannot show which states are equal."""
 
         def _agree_on_groups(self, communicator: Communicator) -> None:
             """Group metrics whose states are equal on every replica, to update each group once."""

@@ -7,7 +7,6 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -54,12 +53,7 @@ class ModuleRecorder:
         nn.Module.__setstate__ = noted  # type: ignore[method-assign]
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         nn.Module.__setstate__ = self._set_state  # type: ignore[method-assign]
         for handle in self._handles:
             handle.remove()
@@ -120,7 +114,7 @@ def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:
 
 
 def is_materialized(tensor: torch.Tensor) -> bool:
-    """False for a parameter or buffer of a lazy module whose shape is still unknown."""
+    """Return False for a parameter or buffer of a lazy module whose shape is still unknown."""
     return not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
 
 

@@ -48,7 +48,7 @@ class OptimizerSteps:
         self._sync: GradientSync | None = None
 
     def begin(self, *, has_one_copy: bool) -> None:
-        """Register the hook, in a job of several replicas; removed with this object.
+        """Register the hook of a job with several replicas; it is removed with this object.
 
         Args:
             has_one_copy: True if all replicas have one copy of the parameters.
@@ -61,7 +61,7 @@ class OptimizerSteps:
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """A context manager: steps inside are steps of replicas in `run`."""
+        """Return a context manager: steps inside are steps of replicas in `run`."""
         self._runs += 1
         self._is_running = True
         try:

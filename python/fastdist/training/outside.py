@@ -1,7 +1,7 @@
 """Refuses gradients of parameters that a function uses and the strategy does not keep equal.
 
-A function's modules are looked for where Python functions have them: in its arguments, closures,
-global variables and attributes, and in the functions of the same package that it calls by name.
+Modules are searched for in a function's arguments, closures, global variables and attributes, and
+in the functions of the same package that it calls by name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class OutsideParameters:
 
     def __init__(self, is_own: Callable[[torch.Tensor], bool]) -> None:
         self._is_own = weakref.WeakMethod(is_own)
-        # By function, or by the object of a method: the code of those that were searched.
+        # The code that was searched, by function, or by the object of a method.
         self._searched: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
         self._watched = WeakTensorKeyDictionary()
 
     def watch(self, fn: Callable[..., Any], given: Any) -> None:
-        """Make backward of a run raise where it reaches a parameter that is not the strategy's.
+        """Make a run's backward raise an error at a parameter that is not the strategy's.
 
         Args:
             fn: the function that runs; it is searched the first time.

@@ -1,8 +1,8 @@
 """Warns if all replicas compute on the same batches, and so do the same work.
 
 That happens where a program gives the batches of a plain DataLoader to `run`. A hash of the tensors
-that `run` got travels with the first gradients, one number per bit, so that it takes no call of its
-own.
+that `run` got travels with the first gradients, one number per bit, so that it needs no call of
+its own.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 from fastdist.replicas.per_replica import leaves, select
 from fastdist.training.modules import tensor_digest
+from fastdist.training.step_record import hash_bits
 
 _RUNS = 3  # runs that are compared
 _SAMPLE = 4096  # elements of a tensor that are hashed
-_WIDTH = 1 + 32  # numbers
 
 
 class SameBatches:
@@ -47,14 +47,13 @@ class SameBatches:
                 self._hash = zlib.crc32(b"".join(map(_digest, tensors)))
 
     def take(self) -> torch.Tensor:
-        """Return a one and the bits of the run's hash; zeros if there is none, or none is left.
+        """Return a one and the bits of the run's hash; zeros without a hash.
 
         Returns:
             A tensor of shape [33], which the caller adds up over replicas.
         """
         self._sent, self._hash = self._hash, None
-        code = np.array([self._sent is not None, self._sent or 0], ">u4").view(np.uint8)
-        return torch.from_numpy(np.unpackbits(code)[-_WIDTH:].astype(np.float32))
+        return hash_bits(self._sent)
 
     def compare(self, total: torch.Tensor, one_of_all: float) -> None:
         """Compare with the other replicas. Every replica must call.

@@ -45,15 +45,14 @@ class StepRecord:
         taken.count += 1
 
     def take(self) -> torch.Tensor:
-        """Return the bits of the hash after a one, and start a new record.
+        """Return a one and the bits of the hash, and start a new record.
 
         Returns:
             A tensor of shape [33], which the caller adds up over replicas.
         """
         self._sent = self._taken
         self.clear()
-        code = np.array([1, self._sent.code], ">u4").view(np.uint8)
-        return torch.from_numpy(np.unpackbits(code)[-_WIDTH:].astype(np.float32))
+        return hash_bits(self._sent.code)
 
     def require_equal(self, total: torch.Tensor, workers: Communicator) -> None:
         """Check that all replicas had the same record. Every replica must call.
@@ -83,6 +82,12 @@ class StepRecord:
         self._taken = _Steps()
 
 
+def hash_bits(code: int | None) -> torch.Tensor:
+    """Return a one and the 32 bits of a hash; 33 zeros for None."""
+    bits = np.unpackbits(np.array([code is not None, code or 0], ">u4").view(np.uint8))
+    return torch.from_numpy(bits[-_WIDTH:].astype(np.float32))
+
+
 def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
     return [
         (key, _plain(value))
@@ -93,7 +98,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value whose repr is equal on all replicas; None if it has none on the host."""
+    """Return a value whose repr is equal on all replicas; None for a value on a device."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     return value if isinstance(value, (int, float, str, tuple, list)) else None

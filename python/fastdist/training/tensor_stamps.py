@@ -26,7 +26,7 @@ class GradientStamp:
         self._version = 0 if grad is None else grad._version
 
     def is_stale(self, tensor: torch.Tensor) -> bool:
-        """True if the gradient was replaced or its values have changed since."""
+        """Return True if the gradient was replaced or its values have changed since."""
         grad = tensor.grad
         if grad is None or self._grad is None:
             return grad is not None or self._grad is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def watch_made(kinds: Sequence[type], note: Callable[[Any], None]) -> Iterator[None]:
-    """A context manager that passes every object made of these classes to `note`.
+    """Return a context manager that passes every object made of these classes to `note`.
 
     An object may be passed several times. Subclasses are patched too, since some do not call the
     `__init__` that they inherit.

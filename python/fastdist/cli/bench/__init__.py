@@ -28,7 +28,7 @@ speed of the links between GPUs.
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the `bench` command."""
+    """Add the `bench` command."""
     bench = subparsers.add_parser(
         "bench",
         help="measure collectives, side by side with gloo and MPI, on GPUs with torch's NCCL",

@@ -59,19 +59,19 @@ class BoundCase:
         return passes, gets
 
     def fill_values(self, iterations: int) -> list[int]:
-        """Returns the value that this rank writes before each call."""
+        """Return the value that this rank writes before each call."""
         case, driver = self._case, self._driver
         return [
             fill_value(driver.rank, i, driver.world_size, case.redop) for i in range(iterations)
         ]
 
     def fill(self, value: float) -> None:
-        """Sets every element of the passed arrays."""
+        """Set every element of the passed arrays."""
         for fill in self._fillers:
             fill(value)
 
     def wrong_elements(self, last_iteration: int, calls: Sequence[Call]) -> int:
-        """Counts wrong elements of the last timed call, and of one more run of each of `calls`.
+        """Count wrong elements of the last timed call, and of one more run of each of `calls`.
 
         The data of the additional runs differs per element. Every rank must call.
         """
@@ -104,7 +104,7 @@ class BoundCase:
 
 
 def with_phases(arrays: Sequence[Array]) -> list[tuple[Array, int]]:
-    """Pairs each array with the number of elements before it, so that all arrays differ."""
+    """Pair each array with the number of elements before it, so that all arrays differ."""
     result = []
     before = 0
     for array in arrays:

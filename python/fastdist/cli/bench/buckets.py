@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary
@@ -24,6 +24,7 @@ class Buckets:
     def __init__(
         self, library: ArrayLibrary, arrays: Sequence[Array], dtype: str, bucket_bytes: int
     ) -> None:
+        self._library = library
         limit = bucket_bytes // DTYPE_BYTES[dtype]
         self._buckets = [Bucket()]
         filled = 0
@@ -43,3 +44,27 @@ class Buckets:
 
     def __iter__(self) -> Iterator[Bucket]:
         return iter(self._buckets)
+
+    def reduced(self, all_reduce: Callable[[Array], object]) -> Callable[[], None]:
+        """Return a call that reduces one bucket after the other."""
+        copy_all = self._library.copy_all
+
+        def reduce() -> None:
+            for bucket in self._buckets:
+                copy_all(bucket.parts, bucket.arrays)
+                all_reduce(bucket.flat)
+                copy_all(bucket.arrays, bucket.parts)
+
+        return reduce
+
+
+def one_by_one(
+    arrays: Sequence[Array], all_reduce: Callable[[Array], object]
+) -> Callable[[], None]:
+    """Return a call that reduces one array after the other, without buckets."""
+
+    def reduce() -> None:
+        for array in arrays:
+            all_reduce(array)
+
+    return reduce

@@ -31,7 +31,7 @@ _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Parses a size in bytes: `8`, `64K`, `1M`, `2GiB` (powers of 1024).
+    """Parse a size in bytes: `8`, `64K`, `1M`, `2GiB` (powers of 1024).
 
     Raises:
         ValueError: The text is not a positive size.
@@ -44,7 +44,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_sizes(text: str, factor: int) -> tuple[int, ...]:
-    """Parses a range `8:256M` or a list `8,1K,64K` of sizes.
+    """Parse a range `8:256M` or a list `8,1K,64K` of sizes.
 
     In a range each size is `factor` times the previous size; the end is always included.
 
@@ -67,7 +67,7 @@ def parse_sizes(text: str, factor: int) -> tuple[int, ...]:
 
 
 def format_size(size_bytes: int) -> str:
-    """Returns the shortest text that `parse_size` parses as this size."""
+    """Return the shortest text that `parse_size` parses as this size."""
     for unit in ("G", "M", "K"):
         if size_bytes and size_bytes % _UNITS[unit] == 0:
             return f"{size_bytes // _UNITS[unit]}{unit}"
@@ -117,7 +117,7 @@ class Case:
 def array_case(
     collective: str, size_bytes: int, world_size: int, dtype: str, redop: str, array: str
 ) -> Case:
-    """Returns a case of one array of about `size_bytes`, at least one element per block."""
+    """Return a case of one array of about `size_bytes`, at least one element per block."""
     spec = COLLECTIVES[collective]
     redop = redop if spec.reduces else ""
     if collective == "barrier":
@@ -129,7 +129,7 @@ def array_case(
 
 
 def list_case(model: str, dtype: str, redop: str, array: str) -> Case:
-    """Returns a case of one fused all-reduce of a model's gradients."""
+    """Return a case of one fused all-reduce of a model's gradients."""
     count = sum(math.prod(shape) for shape in gradient_shapes(model))
     return Case("all_reduce", count * DTYPE_BYTES[dtype], count, dtype, redop, array, model)
 
@@ -142,6 +142,6 @@ def array_cases(
     redop: str = "sum",
     array: str = "numpy",
 ) -> tuple[Case, ...]:
-    """Returns one case per distinct size, in the given order; one case for a barrier."""
+    """Return one case per distinct size, in the given order; one case for a barrier."""
     cases = (array_case(collective, size, world_size, dtype, redop, array) for size in sizes_bytes)
     return tuple(dict.fromkeys(cases))

@@ -15,12 +15,12 @@ _BUSY_CORES = 0.5
 
 
 def load_average() -> float:
-    """The machine's load average over the last minute."""
+    """Return the machine's load average over the last minute."""
     return os.getloadavg()[0]
 
 
 def load_warnings(load: float, ranks: int) -> list[str]:
-    """A warning if other programs keep cores busy that the ranks need.
+    """Return a warning if other programs keep cores busy that the ranks need.
 
     Args:
         load: load average before the ranks were started.
@@ -38,7 +38,7 @@ def load_warnings(load: float, ranks: int) -> list[str]:
 def call_warnings(
     labels: Sequence[str], spreads: Sequence[float], calls: Sequence[int]
 ) -> list[str]:
-    """Warnings about lines of a table.
+    """Return warnings about lines of a table.
 
     Args:
         labels: name of each line.

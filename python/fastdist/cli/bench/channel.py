@@ -29,17 +29,17 @@ class Channel:
 
     @classmethod
     def connect(cls, path: Path) -> Channel:
-        """Connects to the socket at `path`."""
+        """Connect to the socket at `path`."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(path))
         return cls(connection)
 
     def fileno(self) -> int:
-        """Returns the file descriptor, for `selectors`."""
+        """Return the file descriptor, for `selectors`."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Sends one message.
+        """Send one message.
 
         Raises:
             ChannelClosedError: The connection was closed.
@@ -50,7 +50,7 @@ class Channel:
             raise ChannelClosedError(str(error)) from error
 
     def receive(self) -> Message:
-        """Waits for the next message.
+        """Wait for the next message.
 
         Raises:
             ChannelClosedError: The connection was closed, or the message is malformed.
@@ -60,7 +60,7 @@ class Channel:
         return message
 
     def take(self) -> Message | None:
-        """Returns the next complete message of the data read so far, or None; never waits.
+        """Return the next complete message of the data read so far, or None; never wait.
 
         Raises:
             ChannelClosedError: The message is malformed.
@@ -75,7 +75,7 @@ class Channel:
         return message
 
     def read(self) -> None:
-        """Reads once; waits for at least one byte.
+        """Read once; wait for at least one byte.
 
         Raises:
             ChannelClosedError: The connection was closed, or a message is too long.
@@ -89,5 +89,5 @@ class Channel:
         self._pending += data
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
         self._socket.close()

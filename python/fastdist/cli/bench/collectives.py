@@ -82,7 +82,7 @@ ROOT = 0
 
 
 def buffer_elements(name: str, count: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Returns the elements that a rank passes and gets; 0 means no such buffer."""
+    """Return the elements that a rank passes and gets; 0 means no such buffer."""
     every = count * world_size
     at_root = rank == ROOT
     passes, gets = {

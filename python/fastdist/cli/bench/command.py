@@ -29,7 +29,7 @@ _INTERRUPTED = 130
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Measures one collective; returns an exit code as `run_planned` does."""
+    """Measure one collective; return an exit code as `run_planned` does."""
 
     def run(plan: Plan) -> bool:
         report = _measure(options, plan)
@@ -40,7 +40,7 @@ def run_command(options: argparse.Namespace) -> int:
 
 
 def run_planned(make: Callable[[], _T], run: Callable[[_T], bool]) -> int:
-    """Makes a plan of the options and runs it.
+    """Make a plan of the options and run it.
 
     Args:
         make: Raises ValueError or ImportError if options are invalid or a library is missing.
@@ -128,7 +128,7 @@ def _write_files(options: argparse.Namespace, report: Report) -> None:
 
 @contextlib.contextmanager
 def _ended_like_interrupted() -> Iterator[None]:
-    """Handles SIGTERM like Ctrl-C, so that no rank is left running."""
+    """Handle SIGTERM like Ctrl-C, so that no rank is left running."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -61,7 +61,7 @@ class RecordedRun:
 
     @classmethod
     def read(cls, path: Path) -> RecordedRun:
-        """Reads a file.
+        """Read a file.
 
         Raises:
             RunFileError: The file is not the JSON of a report.
@@ -81,7 +81,7 @@ class RecordedRun:
             ) from None
 
     def other_machine(self, other: RecordedRun) -> str:
-        """Returns how the machines differ; empty if they are the same or of the same kind."""
+        """Return how the machines differ; nothing if they are the same or of the same kind."""
         return ", ".join(
             f"{name} {self.machine[name]} and {other.machine[name]}"
             for name in _MACHINE
@@ -133,7 +133,7 @@ class Change:
         return f"{self.case.title}: {found}{' (unstable)' if self.unstable else ''}"
 
     def percentages(self) -> tuple[float, float, float]:
-        """Returns estimate, low and high of the change in percent of the old time."""
+        """Return estimate, low and high of the change in percent of the old time."""
         factor = self.factor
         estimate, low, high = (100 * (x - 1) for x in (factor.estimate, factor.low, factor.high))
         return estimate, low, high
@@ -148,7 +148,7 @@ class Comparison:
     changes: tuple[Change, ...]
 
     def control(self) -> Iterator[tuple[str, float]]:
-        """Yields each engine of the same version in both runs, and its median factor.
+        """Yield each engine of the same version in both runs, and its median factor.
 
         These engines are the same programs: what changed them is the machine.
         """
@@ -165,7 +165,7 @@ class Comparison:
                 yield name, statistics.median(factors)
 
     def lines(self) -> list[str]:
-        """Returns the lines for a terminal: both runs, a line per case, the control."""
+        """Return the lines for a terminal: both runs, a line per case, the control."""
         old, new = self.old, self.new
         lines = [f"from {run.version}, {run.when} ({run.name})" for run in (old, new)]
         lines[1] = lines[1].replace("from", "to", 1)
@@ -176,7 +176,7 @@ class Comparison:
         return lines
 
     def notes(self) -> Iterator[str]:
-        """Yields what to keep in mind about the changes."""
+        """Yield what to keep in mind about the changes."""
         for run, other in ((self.old, self.new), (self.new, self.old)):
             if alone := [case.title for case in run.cases if case not in other.cases]:
                 more = f", and {len(alone) - 3} more" if len(alone) > 3 else ""
@@ -190,7 +190,7 @@ class Comparison:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Converts the comparison for JSON."""
+        """Convert the comparison for JSON."""
         return {
             "old": {"file": self.old.name, "version": self.old.version, "when": self.old.when},
             "new": {"file": self.new.name, "version": self.new.version, "when": self.new.when},
@@ -212,7 +212,7 @@ class Comparison:
 
 
 def compare(old: RecordedRun, new: RecordedRun) -> Comparison:
-    """Compares fastdist's time in every case that both runs have."""
+    """Compare fastdist's time in every case that both runs have."""
     changes = [
         Change(
             case,
@@ -226,7 +226,7 @@ def compare(old: RecordedRun, new: RecordedRun) -> Comparison:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Compares two files.
+    """Compare two files.
 
     Returns:
         0; 1 if a case is slower than `--fail-slower` allows; 2 if the files cannot be compared.

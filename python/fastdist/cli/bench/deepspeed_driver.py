@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.arrays import Array, UnsupportedCaseError
+from fastdist.cli.bench.buckets import one_by_one
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.torch_host import TorchHostDriver
@@ -32,23 +33,15 @@ class DeepSpeedDriver(TorchHostDriver):
         self.version = f"DeepSpeed {deepspeed.__version__}, its shared memory"
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         self._require_sum(case)
         return partial(self._all_reduce, passes)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         self._require_sum(case)
-        all_reduce = self._all_reduce
-
-        def one_by_one() -> None:
-            for array in arrays:
-                all_reduce(array)
-
-        return one_by_one
+        return one_by_one(arrays, self._all_reduce)
 
     def close(self) -> None:
-        """See `Driver`. Also removes this job's memory, which the kernel leaves behind."""
+        """Leave, and remove this job's memory, which the kernel leaves behind."""
         super().close()
         for path in Path("/dev/shm").glob(f"deepspeed_*{self._folder.name}*"):
             path.unlink(missing_ok=True)
@@ -60,5 +53,5 @@ class DeepSpeedDriver(TorchHostDriver):
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return DeepSpeedDriver(folder)

@@ -39,27 +39,27 @@ class Driver(Protocol):
         """The GPU on which the calls run, in the order of its stream; None for the CPU."""
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """Returns the arrays for this engine in a run where fastdist takes arrays of `kind`."""
+        """Return the arrays for this engine in a run where fastdist takes arrays of `kind`."""
 
     def barrier_call(self) -> Call:
-        """Returns the engine's own barrier; on GPUs a call that makes their streams meet."""
+        """Return the engine's own barrier; on GPUs a call that makes their streams meet."""
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """Binds arrays to the collective; the returned call does nothing else.
+        """Bind arrays to the collective; the returned call does nothing else.
 
         Raises:
             UnsupportedCaseError: The engine lacks the operation, reduce op or dtype.
         """
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """Binds a list of arrays to an all-reduce in place, in one of `LIST_VARIANTS`."""
+        """Bind a list of arrays to an all-reduce in place, in one of `LIST_VARIANTS`."""
 
     def close(self) -> None:
-        """Leaves the engine. Every rank must call."""
+        """Leave the engine. Every rank must call."""
 
 
 def open_driver(kind: str, folder: Path) -> Driver:
-    """Starts a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call.
+    """Start a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call.
 
     Args:
         folder: Folder of this run, the same for all ranks, for engines that meet in a file.
@@ -76,7 +76,7 @@ def ring_call(
     recv: Callable[[Array, int], object],
     buffers: tuple[Array, Array],
 ) -> Call:
-    """Returns `send_recv` by blocking calls: to the next rank, from the previous rank.
+    """Return `send_recv` by blocking calls: to the next rank, from the previous rank.
 
     Even ranks send first and odd ranks receive first, to avoid a deadlock.
     """

@@ -60,7 +60,7 @@ class EngineRanks:
         self._workers: list[int] = []  # pidfds: a launcher's ranks need not be in its group
 
     def launch(self) -> None:
-        """Starts the engine's processes; they connect to the socket."""
+        """Start the engine's processes; they connect to the socket."""
         engine = self.engine
         arguments = ["--engine", engine.name, "--driver", engine.driver]
         command = [*engine.command, *arguments, "--socket", str(self._socket_path)]
@@ -86,7 +86,7 @@ class EngineRanks:
         return len(self._channels) == self._ranks
 
     def adopt(self, rank: int, connection: socket.socket, channel: Channel) -> None:
-        """Takes over the channel of a connected rank."""
+        """Take over the channel of a connected rank."""
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid, _, _ = struct.unpack("3i", credentials)
         with contextlib.suppress(ProcessLookupError):  # it has ended
@@ -96,7 +96,7 @@ class EngineRanks:
         self._channels[rank] = channel
 
     def command(self, message: Message, timeout_s: float) -> list[Message]:
-        """Sends a message to every rank; returns the replies in the order of ranks.
+        """Send a message to every rank; return the replies in the order of ranks.
 
         Raises:
             EngineError: A rank failed, ended, or has not answered in time.
@@ -109,7 +109,7 @@ class EngineRanks:
         return self.replies(timeout_s)
 
     def replies(self, timeout_s: float) -> list[Message]:
-        """Waits for one message from every rank.
+        """Wait for one message from every rank.
 
         Raises:
             EngineError: A rank failed, ended, or has not answered in time.
@@ -148,7 +148,7 @@ class EngineRanks:
         self._fail(f"rank {rank} {what}", self._output())
 
     def fail_late(self, timeout_s: float) -> NoReturn:
-        """Raises EngineError because ranks have not connected in time."""
+        """Raise EngineError because ranks have not connected in time."""
         self._fail(
             f"{len(self._channels)} of {self._ranks} ranks started within {timeout_s:.0f} s",
             self._output(),
@@ -164,7 +164,7 @@ class EngineRanks:
         raise EngineError("\n".join(lines), name, reason)
 
     def require_alive(self) -> None:
-        """Raises EngineError if a process has ended before its ranks have connected."""
+        """Raise EngineError if a process has ended before its ranks have connected."""
         for index, process in enumerate(self._launched.processes):
             status = process.poll()
             if status is not None:
@@ -174,7 +174,7 @@ class EngineRanks:
                 self._fail(f"{who} ended with status {status} {when}", self._output())
 
     def _raise_sent_error(self) -> None:
-        """Raises EngineError if a rank has sent an error."""
+        """Raise EngineError if a rank has sent an error."""
         for rank, channel in self._channels.items():
             with contextlib.suppress(ChannelClosedError):
                 while select.select([channel], [], [], 0)[0]:
@@ -182,11 +182,11 @@ class EngineRanks:
             self._take(rank, channel, {})
 
     def _output(self) -> str:
-        """Returns the output of the engine's processes."""
+        """Return the output of the engine's processes."""
         return self._log.read_text(errors="replace").strip() if self._log.exists() else ""
 
     def close(self) -> None:
-        """Lets the ranks leave the engine; kills ranks that do not end."""
+        """Let the ranks leave the engine; kill ranks that do not end."""
         try:
             for channel in self._channels.values():
                 channel.send({"command": "quit"})
@@ -196,7 +196,7 @@ class EngineRanks:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the remaining processes at once."""
+        """End the remaining processes at once."""
         self._launched.signal(signal.SIGTERM)
         for channel in self._channels.values():
             channel.close()
@@ -211,7 +211,7 @@ class EngineRanks:
 
 
 def reason_in(output: str) -> str:
-    """Returns the line of a failed program's output with the reason; empty without output.
+    """Return the line of a failed program's output with the reason; empty without output.
 
     The last line that names an exception, else the first line with a word in it.
     """

@@ -10,7 +10,6 @@ from typing import Any
 
 import fastdist
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, torch_arrays
-from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.fastdist_driver import FastdistCalls
 from fastdist.cli.bench.gpu import open_gpu
@@ -18,50 +17,36 @@ from fastdist.cluster.launch import detect_launch
 from fastdist.collectives.engines import nccl_library
 
 
-class FastdistCudaDriver:
+class FastdistCudaDriver(FastdistCalls):
     """Calls go to the default communicator, in the order of torch's stream."""
 
     def __init__(self) -> None:
         launch = detect_launch()
         self.gpu = open_gpu(0 if launch is None else launch.local_rank)
-        self._comm: Any = fastdist.init()
-        self.rank: int = self._comm.rank
-        self.world_size: int = self._comm.world_size
+        super().__init__(fastdist.init())
         nccl = nccl_library.load().version_text
         self.version = f"fastdist {fastdist.__version__} with NCCL {nccl}"
-        self._calls = FastdistCalls(self._comm)
         self._flag = self.gpu.arrays.make((1,), "int32")
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         if kind == "empty":
             return torch_arrays(make=self._registered)
         return self.gpu.arrays
 
     def _registered(self, shape: Sequence[int], dtype: str) -> Array:
-        """Returns a tensor from `comm.empty`. Every rank must call."""
+        """Return a tensor from `comm.empty`. Every rank must call."""
         torch: Any = importlib.import_module("torch")
         device = f"cuda:{self.gpu.device}"
         return self._comm.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         return partial(self._comm.all_reduce, self._flag)
 
-    def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
-        return self._calls.bind(case, passes, gets)
-
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
-        return self._calls.bind_list(case, variant, arrays)
-
     def close(self) -> None:
-        """See `Driver`."""
         self.gpu.synchronize()
         self._comm.close()
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return FastdistCudaDriver()

@@ -21,13 +21,14 @@ from fastdist.cli.bench.driver import Call, Driver, ring_call
 
 
 class FastdistCalls:
-    """Binds arrays on any device to calls of a communicator."""
+    """Binds arrays on any device to calls of a communicator; the base of fastdist's drivers."""
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
+        self.rank: int = comm.rank
+        self.world_size: int = comm.world_size
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         comm = self._comm
         # The default reduce op is omitted, as users do.
         redop = () if case.redop in ("", "sum") else (case.redop,)
@@ -44,7 +45,6 @@ class FastdistCalls:
         return partial(call, passes, *redop, out=gets)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         if variant == "list in bf16":
             if case.dtype not in ("float32", "float64"):
                 raise UnsupportedCaseError(f"{case.dtype} is not compressed")
@@ -53,20 +53,16 @@ class FastdistCalls:
         return partial(self._comm.all_reduce, argument, case.redop)
 
 
-class FastdistDriver:
+class FastdistDriver(FastdistCalls):
     """Calls go to the default communicator over all ranks."""
 
     gpu = None
 
     def __init__(self) -> None:
-        self._comm: Any = fastdist.init()
-        self.rank: int = self._comm.rank
-        self.world_size: int = self._comm.world_size
+        super().__init__(fastdist.init())
         self.version = f"fastdist {fastdist.__version__}"
-        self._calls = FastdistCalls(self._comm)
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         if kind == "torch":
             return torch_arrays()
         if kind == "empty":
@@ -74,23 +70,13 @@ class FastdistDriver:
         return numpy_arrays()
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         call: Call = self._comm.barrier
         return call
 
-    def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
-        return self._calls.bind(case, passes, gets)
-
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
-        return self._calls.bind_list(case, variant, arrays)
-
     def close(self) -> None:
-        """See `Driver`."""
         self._comm.close()
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return FastdistDriver()

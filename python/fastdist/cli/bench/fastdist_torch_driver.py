@@ -10,7 +10,7 @@ from fastdist.cli.bench.torch_host import TorchHostDriver
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     driver = TorchHostDriver("fastdist", folder / "fastdist.store")
     driver.version = f"fastdist {fastdist.__version__} through torch.distributed"
     return driver

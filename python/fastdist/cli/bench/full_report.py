@@ -61,12 +61,12 @@ class _Plan:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Measures, writes the page and the JSON; returns an exit code as `run_command` does."""
+    """Measure and write the page and the JSON; return an exit code as `run_command` does."""
     return run_planned(lambda: _plan(options), lambda plan: _run(options, plan))
 
 
 def report_cases(ranks: int) -> tuple[Case, ...]:
-    """Returns what a report measures, in its order."""
+    """Return what a report measures, in its order."""
     sizes = [parse_size(size) for size in _ALL_REDUCE_SIZES]
     cases = list(array_cases("all_reduce", sizes, ranks))
     cases.append(list_case("resnet50", "float32", "sum", "numpy"))
@@ -129,7 +129,7 @@ def measure(
     effort: Effort,
     progress: Progress,
 ) -> Report:
-    """Measures every case on every engine, `passes` times.
+    """Measure every case on every engine, `passes` times.
 
     A peer that fails is left out, and the pass in which it failed is repeated.
 
@@ -179,7 +179,7 @@ def _time_left(began: float, done: int, passes: int) -> str:
 
 
 def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
-    """Converts a report for its JSON file; every row has the command that measures it once more."""
+    """Convert a report for its JSON file; every row has the command that measures it once more."""
     recorded = report_object(report)
     for row, found in zip(report.rows, recorded["rows"], strict=True):
         found["command"] = row_command(report, row.case)
@@ -194,7 +194,7 @@ def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
 
 
 def row_command(report: Report, case: Case) -> str:
-    """Returns the command that measures a case next to the same peers, at their defaults."""
+    """Return the command that measures a case next to the same peers, at their defaults."""
     what = f"--list {case.model}" if case.model else f"--sizes {format_size(case.bytes)}"
     if case.collective == "barrier":
         what = ""
@@ -204,7 +204,7 @@ def row_command(report: Report, case: Case) -> str:
 
 
 def last_run(folder: Path, recorded: dict[str, Any]) -> RecordedRun | None:
-    """Returns the latest report in a folder that was measured on the machine of `recorded`."""
+    """Return the latest report in a folder that was measured on the machine of `recorded`."""
     runs = []
     for path in folder.glob("*.json"):
         with contextlib.suppress(RunFileError):  # results of another kind

@@ -9,5 +9,5 @@ from fastdist.cli.bench.torch_host import TorchHostDriver
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return TorchHostDriver("gloo", folder / "gloo.store")

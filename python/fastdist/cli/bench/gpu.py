@@ -21,29 +21,29 @@ class Gpu(Protocol):
     arrays: ArrayLibrary
 
     def event(self) -> Event:
-        """Makes an event that records the time."""
+        """Make an event that records the time."""
 
     def record(self, event: Event) -> None:
-        """Enqueues an event."""
+        """Enqueue an event."""
 
     def is_over(self, event: Event) -> bool:
-        """Returns True if the stream has reached the event."""
+        """Return True if the stream has reached the event."""
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
-        """Returns the time between two events that the stream has reached."""
+        """Return the time between two events that the stream has reached."""
 
     def synchronize(self) -> None:
-        """Makes the host wait for all enqueued work."""
+        """Make the host wait for all enqueued work."""
 
     def copy_call(self, nbytes: int) -> Call:
-        """Returns a call that enqueues a copy between two new buffers."""
+        """Return a call that enqueues a copy between two new buffers."""
 
     def capture(self, call: Call) -> Call:
-        """Captures a call in a graph; returns a call that enqueues the graph."""
+        """Capture a call in a graph; return a call that enqueues the graph."""
 
 
 def open_gpu(rank: int) -> Gpu:
-    """Takes the GPU of a rank, through torch.
+    """Take the GPU of a rank, through torch.
 
     Raises:
         RuntimeError: torch sees no GPU.
@@ -54,12 +54,12 @@ def open_gpu(rank: int) -> Gpu:
 
 
 def gpu_of_rank(rank: int) -> int:
-    """Returns the GPU of a rank: ranks take GPUs in turn, and share GPUs if there are too few."""
+    """Return the GPU of a rank: ranks take GPUs in turn, and share GPUs if there are too few."""
     return rank % len(_core.cuda_devices())
 
 
 def prepare_for_sharing(nccl_version: int, world_size: int) -> None:
-    """Lets a peer's NCCL run several ranks on one GPU, with the settings of fastdist's engine.
+    """Let a peer's NCCL run several ranks on one GPU, with the settings of fastdist's engine.
 
     Args:
         nccl_version: Result of `ncclGetVersion` of the peer's library.
@@ -69,5 +69,5 @@ def prepare_for_sharing(nccl_version: int, world_size: int) -> None:
 
 
 def nccl_version_text(version: int) -> str:
-    """Formats `21805` as 2.18.5."""
+    """Format `21805` as 2.18.5."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

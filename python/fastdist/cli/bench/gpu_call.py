@@ -44,7 +44,7 @@ class Lead:
         self._copy_ns = max(1, gpu.elapsed_ns(start, end) // 4)
 
     def enqueue(self, least_ns: int) -> None:
-        """Keeps the stream busy for at least `least_ns`, with a limited number of copies."""
+        """Keep the stream busy for at least `least_ns`, with a limited number of copies."""
         for _ in range(min(_MOST_LEAD_COPIES, -(-least_ns // self._copy_ns))):
             self._copy()
 
@@ -61,7 +61,7 @@ class Batches:
         self._behind = gpu.event()
 
     def work_ns(self, prepare: Sequence[Call], call: Call) -> list[int]:
-        """Returns the time of each call's work in ns; a call of `prepare` precedes each call."""
+        """Return the time of each call's work in ns; a call of `prepare` precedes each call."""
         times_ns: list[int] = []
         gpu = self._gpu
         for first in range(0, len(prepare), self._most):
@@ -77,7 +77,7 @@ class Batches:
         return times_ns
 
     def host_ns(self, prepare: Call, call: Call, number: int) -> list[int]:
-        """Returns the time until each call returns in ns; `prepare` precedes each batch."""
+        """Return the time until each call returns in ns; `prepare` precedes each batch."""
         times_ns: list[int] = []
         while len(times_ns) < number:
             began = self._begin()
@@ -96,7 +96,7 @@ class Batches:
         return began
 
     def _end(self, began: int) -> None:
-        """Waits for the batch; makes the next lead longer if this lead was too short."""
+        """Wait for the batch; make the next lead longer if this lead was too short."""
         took_ns = perf_counter_ns() - began
         if self._gpu.is_over(self._behind):
             self._lead_ns = min(_MOST_LEAD_NS, 2 * max(self._lead_ns, took_ns))
@@ -131,7 +131,6 @@ class GpuCall:
         self._gpu.synchronize()
 
     def time(self, iterations: int, graph: bool) -> Times:
-        """See `Measured`."""
         bound = self._bound
         values = bound.fill_values(iterations)
         self._last_iteration = iterations - 1
@@ -156,7 +155,6 @@ class GpuCall:
         return Times(times_ns, perf_counter_ns() - began, host_ns, graph_ns)
 
     def wrong_elements(self, graph: bool) -> int:
-        """See `Measured`."""
         calls = [self._bound.call]
         if graph and self._replay is not None:
             calls.append(self._replay)

@@ -43,14 +43,14 @@ class Interval:
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """Returns the median; the interval is 0 to infinity for fewer than `LEAST_SAMPLES` samples."""
+    """Return the median; the interval is 0 to infinity for fewer than `LEAST_SAMPLES` samples."""
     number = len(samples)
     chances = [math.comb(number, k) / 2.0**number for k in range(number + 1)]
     return _between(np.sort(samples), chances)
 
 
 def ratio_interval(old: Sequence[float], new: Sequence[float]) -> Interval:
-    """Returns the factor between two runs: the median ratio of a new sample to an old one."""
+    """Return the factor between two runs: the median ratio of a new sample to an old one."""
     ratios = np.sort(np.divide.outer(np.asarray(new), np.asarray(old)), axis=None)
     ways = _rank_sums(len(old), len(new))
     return _between(ratios, (ways / ways.sum()).tolist())
@@ -59,7 +59,7 @@ def ratio_interval(old: Sequence[float], new: Sequence[float]) -> Interval:
 def _between(
     ordered: np.ndarray[tuple[int], np.dtype[np.float64]], chances: list[float]
 ) -> Interval:
-    """Returns the narrowest interval between two of the ordered values.
+    """Return the narrowest interval between two of the ordered values.
 
     Args:
         ordered: The values in ascending order.
@@ -76,7 +76,7 @@ def _between(
 
 
 def _rank_sums(old: int, new: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Counts, for each U, the orders of `old` and `new` samples in which U pairs are new > old."""
+    """Count, for each U, the orders of `old` and `new` samples in which U pairs are new > old."""
     # ways[n, s]: how n of the ranks so far have the sum s
     ways = np.zeros((new + 1, (old + new) * (old + new + 1) // 2 + 1))
     ways[0, 0] = 1

@@ -18,11 +18,12 @@ _CPUS = Path("/sys/devices/system/cpu")
 
 
 def usable_cores() -> int:
-    """Returns the number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the model of the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("model name", "Model"):
@@ -31,13 +32,13 @@ def _processor() -> str:
 
 
 def largest_cache_bytes() -> int:
-    """Returns the size of the largest cache of core 0; 0 if the kernel does not tell."""
+    """Return the size of the largest cache of core 0; 0 if the kernel does not tell."""
     sizes = [parse_size(path.read_text()) for path in _CPUS.glob("cpu0/cache/index*/size")]
     return max(sizes, default=0)
 
 
 def total_cache_bytes(cpus: Path = _CPUS) -> int:
-    """Returns the total size of the usable cores' last-level caches; 0 if unknown.
+    """Return the total size of the usable cores' last-level caches; 0 if unknown.
 
     Args:
         cpus: The kernel's folder with a folder for each core.
@@ -56,10 +57,10 @@ def total_cache_bytes(cpus: Path = _CPUS) -> int:
 
 
 def machine_facts() -> dict[str, str]:
-    """Returns processor, memory, kernel and versions, by name."""
+    """Return processor, memory, kernel and versions, by name."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": str(usable_cores()),
         "cache": format_size(largest_cache_bytes()),
         "memory": f"{memory_bytes / 2**30:.0f} GiB",
@@ -74,7 +75,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def gpu_facts() -> dict[str, str]:
-    """Returns the GPUs, and the versions of CUDA of the driver and of this build, by name."""
+    """Return the GPUs, and the versions of CUDA of the driver and of this build, by name."""
     devices = _core.cuda_devices()
     versions = (_core.cuda_driver_version(), _core.cuda_runtime_version())
     driver, runtime = (f"{version // 1000}.{version // 10 % 100}" for version in versions)

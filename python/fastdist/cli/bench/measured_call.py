@@ -41,10 +41,10 @@ class Measured(Protocol):
     no_graph: str
 
     def time(self, iterations: int, graph: bool) -> Times:
-        """Times `iterations` calls, and with `graph` as many replays. Every rank must call."""
+        """Time `iterations` calls, and with `graph` as many replays. Every rank must call."""
 
     def wrong_elements(self, graph: bool) -> int:
-        """Counts wrong elements of the last timed call, and of another call.
+        """Count wrong elements of the last timed call, and of another call.
 
         The data of the other call differs per element. Every rank must call.
         """
@@ -59,7 +59,6 @@ class MeasuredCall:
         self.no_graph = ""
 
     def time(self, iterations: int, graph: bool = False) -> Times:
-        """See `Measured`."""
         bound = self._bound
         _spread_ranks()
         values = bound.fill_values(iterations)
@@ -70,12 +69,11 @@ class MeasuredCall:
         return Times(times_ns, perf_counter_ns() - began)
 
     def wrong_elements(self, graph: bool = False) -> int:
-        """See `Measured`."""
         return self._bound.wrong_elements(self._last_iteration, [self._bound.call])
 
 
 def _spread_ranks() -> None:
-    """Keeps this rank's core busy until the scheduler has given each rank a core of its own.
+    """Keep this rank's core busy until the scheduler has given each rank a core of its own.
 
     A message wakes ranks on the core of its sender. If they waited for each other there, the calls
     would show the scheduler's time slices and not the speed of the engine.

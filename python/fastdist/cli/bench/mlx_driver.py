@@ -54,7 +54,6 @@ class MlxDriver:
         self.version = f"MLX {self._mx.__version__}, its ring"
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         mx = self._mx
 
         def make(shape: Sequence[int], dtype: str) -> Array:
@@ -82,13 +81,11 @@ class MlxDriver:
         return ArrayLibrary(make, lambda place: place, filler, write, read, copy_all)
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         mx, one = self._mx, self._mx.ones((1,))
         mx.eval(one)
         return lambda: mx.eval(mx.distributed.all_sum(one))
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         mx = self._mx
         if case.collective == "send_recv":
             return ring_call(self.rank, self.world_size, self._send, self._recv, (passes, gets))
@@ -119,7 +116,7 @@ class MlxDriver:
         self._mx.eval(place.value)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`; as `mlx.nn.average_gradients` does it."""
+        """Bind a list as `mlx.nn.average_gradients` does."""
         if case.redop != "sum":
             raise UnsupportedCaseError(f"MLX has no {case.redop} of a list")
         mx = self._mx
@@ -135,11 +132,11 @@ class MlxDriver:
         return call
 
     def close(self) -> None:
-        """See `Driver`."""
+        """Do nothing: the group ends with the process."""
 
 
 def _addresses(folder: Path) -> list[list[str]]:
-    """Returns the address of every rank, once each has written its port."""
+    """Return the address of every rank, once each has written its port."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     holder, port = reserve_port()
     new = folder / f"mlx.port.{rank}.new"
@@ -156,5 +153,5 @@ def _addresses(folder: Path) -> list[list[str]]:
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return MlxDriver(folder)

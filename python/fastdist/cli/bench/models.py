@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 def _resnet50() -> Iterator[Shape]:
-    """torchvision's resnet50 (He et al. 2015), bottleneck blocks with batch normalization."""
+    """Yield the shapes of torchvision's resnet50 (He et al. 2015): bottlenecks with BatchNorm."""
 
     def convolution(outputs: int, inputs: int, kernel: int) -> Iterator[Shape]:
         yield outputs, inputs, kernel, kernel
@@ -34,7 +34,7 @@ def _resnet50() -> Iterator[Shape]:
 
 
 def _gpt2() -> Iterator[Shape]:
-    """GPT-2 small (Radford et al. 2019); the output layer shares the token embedding."""
+    """Yield the shapes of GPT-2 small (Radford et al. 2019), whose output is the embedding."""
     width = 768
     yield from ((50257, width), (1024, width))
     for _ in range(12):
@@ -46,7 +46,7 @@ def _gpt2() -> Iterator[Shape]:
 
 
 def _bert() -> Iterator[Shape]:
-    """bert-base-uncased (Devlin et al. 2018) with its pooler."""
+    """Yield the shapes of bert-base-uncased (Devlin et al. 2018) with its pooler."""
     width = 768
 
     def dense(outputs: int, inputs: int) -> Iterator[Shape]:
@@ -72,5 +72,5 @@ MODEL_NAMES = tuple(_MODELS)
 
 
 def gradient_shapes(model: str) -> tuple[Shape, ...]:
-    """Returns the shapes of a model's gradients, in the order of its parameters."""
+    """Return the shapes of a model's gradients, in the order of its parameters."""
     return tuple(_MODELS[model]())

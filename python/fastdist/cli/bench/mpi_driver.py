@@ -34,11 +34,9 @@ class MpiDriver:
         self.version = f"{vendor} {'.'.join(map(str, numbers))}"
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         return numpy_arrays()
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         call: Call = self._comm.Barrier
         return call
 
@@ -50,7 +48,6 @@ class MpiDriver:
         return getattr(self._mpi, case.redop.upper() or "SUM")
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         comm, in_place = self._comm, self._mpi.IN_PLACE
         redop = self._redop(case)
         if case.dtype == "float16":
@@ -78,28 +75,16 @@ class MpiDriver:
         return partial(getattr(comm, name), *arguments)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         all_reduce, in_place, redop = self._comm.Allreduce, self._mpi.IN_PLACE, self._redop(case)
         if variant != "25 MB buckets":
             raise UnsupportedCaseError(f"MPI has no {variant!r}")
         buckets = Buckets(numpy_arrays(), arrays, case.dtype, BUCKET_BYTES)
-        copy = np.copyto
-
-        def bucketed() -> None:
-            for bucket in buckets:
-                for part, array in zip(bucket.parts, bucket.arrays, strict=True):
-                    copy(part, array)
-                all_reduce(in_place, bucket.flat, redop)
-                for part, array in zip(bucket.parts, bucket.arrays, strict=True):
-                    copy(array, part)
-
-        return bucketed
+        return buckets.reduced(lambda flat: all_reduce(in_place, flat, redop))
 
     def close(self) -> None:
-        """See `Driver`."""
         self._mpi.Finalize()
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return MpiDriver()

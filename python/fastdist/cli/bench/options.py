@@ -48,7 +48,7 @@ class Plan:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Makes a plan of the options.
+    """Make a plan of the options.
 
     Raises:
         ValueError: Options are invalid.
@@ -75,7 +75,7 @@ def _default_ranks(device: str) -> int:
 
 
 def _array(options: argparse.Namespace) -> str:
-    """Returns the kind of arrays for fastdist's calls."""
+    """Return the kind of arrays for fastdist's calls."""
     possible = DEVICE_ARRAYS[options.device]
     usual = possible[0]
     if options.through == "torch":
@@ -93,7 +93,7 @@ def _array(options: argparse.Namespace) -> str:
 
 
 def _placement(options: argparse.Namespace) -> Placement | None:
-    """Returns the ranks' GPUs; None on CPUs."""
+    """Return the ranks' GPUs; None on CPUs."""
     if options.device == "cpu":
         return None
     if options.collective == "barrier":
@@ -165,7 +165,7 @@ def _engines(options: argparse.Namespace) -> tuple[tuple[Engine, ...], tuple[Mis
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Checks before the run that its files can be written.
+    """Check before the run that its files can be written.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -182,6 +182,6 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def written_lines(options: argparse.Namespace) -> list[str]:
-    """Returns a line for each file of the run."""
+    """Return a line for each file of the run."""
     names = (options.json, options.csv, options.plot)
     return [f"# wrote {Path(name)}" for name in names if name not in (None, "-")]

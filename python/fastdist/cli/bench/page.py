@@ -19,7 +19,7 @@ from fastdist.cli.bench.summary import digits, peer_sentences, ratio_of, time_of
 
 
 def page(report: Report, recorded: dict[str, Any], change: Comparison | None) -> str:
-    """Returns the page.
+    """Return the page.
 
     Args:
         report: The measurements.
@@ -114,7 +114,7 @@ def _arrays(report: Report, rows: Sequence[tuple[Row, str]]) -> str:
 
 
 def _times(measured: Measurement) -> tuple[str, str]:
-    """Returns the cells of an engine's time and of its 99th percentile."""
+    """Return the cells of an engine's time and of its 99th percentile."""
     if measured.unsupported:
         return "n/a", ""
     time = time_of(measured)

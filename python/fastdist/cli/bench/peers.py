@@ -82,12 +82,12 @@ CUDA_PEER_NAMES = ("torch",)
 
 
 def default_peers_dir() -> Path:
-    """Returns the folder of MPIs: `fastdist/peers` in the user's cache directory."""
+    """Return the folder of MPIs: `fastdist/peers` in the user's cache directory."""
     return _cache_dir() / "peers"
 
 
 def default_reports_dir() -> Path:
-    """Returns the folder of reports: `fastdist/reports` in the user's cache directory."""
+    """Return the folder of reports: `fastdist/reports` in the user's cache directory."""
     return _cache_dir() / "reports"
 
 
@@ -96,7 +96,7 @@ def _cache_dir() -> Path:
 
 
 def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
-    """Parses a comma-separated list of peers; `mpi` stands for every MPI.
+    """Parse a comma-separated list of peers; `mpi` stands for every MPI.
 
     Raises:
         ValueError: A name is not a peer on this device.
@@ -119,7 +119,7 @@ def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
 
 
 def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False) -> Engine:
-    """Returns fastdist, started by its own launcher, or as a backend of torch.distributed."""
+    """Return fastdist, started by its own launcher, or as a backend of torch.distributed."""
     if through_torch:
         command = (sys.executable, *_WORKER)
         return Engine("fastdist", "fastdist_torch", command, {"OMP_NUM_THREADS": "1"}, True)
@@ -129,7 +129,7 @@ def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False
 
 
 def find_cuda_peer(name: str) -> Engine | MissingPeer:
-    """Finds a peer of `CUDA_PEER_NAMES`."""
+    """Find a peer of `CUDA_PEER_NAMES`."""
     if importlib.util.find_spec("torch") is None:
         return MissingPeer(name, "pip install torch")
     command = (sys.executable, *_WORKER)
@@ -137,7 +137,7 @@ def find_cuda_peer(name: str) -> Engine | MissingPeer:
 
 
 def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
-    """Finds a peer of `PEER_NAMES` for a number of ranks."""
+    """Find a peer of `PEER_NAMES` for a number of ranks."""
     if name == "gloo":
         return _find_gloo()
     if name in _INSTALLS:
@@ -158,7 +158,7 @@ def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
 def find_all_peers(
     ranks: int, peers_dir: Path
 ) -> tuple[tuple[Engine, ...], tuple[MissingPeer, ...]]:
-    """Finds every installed peer, at its defaults and with the settings of `tuned_settings`."""
+    """Find every installed peer, at its defaults and with the settings of `tuned_settings`."""
     found = [find_peer(name, ranks, peers_dir) for name in PEER_NAMES]
     engines: list[Engine] = []
     for peer in found:
@@ -172,13 +172,13 @@ def find_all_peers(
 
 
 def tuned_settings(engine: str) -> dict[str, str]:
-    """Returns the environment variables of a peer at its best, such as `mpich-tuned`."""
+    """Return the environment variables of a peer at its best, such as `mpich-tuned`."""
     name, suffix, _ = engine.partition(_TUNED_SUFFIX)
     return _TUNED.get(name, {}) if suffix else {}
 
 
 def peer_of(engine: str) -> str:
-    """Returns the peer of an engine, tuned or not, or of one of its ways to reduce a list."""
+    """Return the peer of an engine, tuned or not, or of one of its ways to reduce a list."""
     return engine.partition(":")[0].removesuffix(_TUNED_SUFFIX)
 
 
@@ -197,7 +197,7 @@ def _find_package(name: str) -> Engine | MissingPeer:
 
 
 def _site_packages(prefix: Path) -> Path | None:
-    """Returns the folder with this Python's mpi4py under a prefix."""
+    """Return the folder with this Python's mpi4py under a prefix."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for pattern in (f"lib*/{version}/site-packages", f"local/lib/{version}/dist-packages"):
         for folder in prefix.glob(pattern):

@@ -50,7 +50,7 @@ class Placement:
 
 
 def place_ranks(ranks: int) -> Placement:
-    """Returns the GPUs of the ranks of a run.
+    """Return the GPUs of the ranks of a run.
 
     Raises:
         ValueError: No GPU can be used; the message has the reason.
@@ -75,12 +75,12 @@ def _link(gpu: int) -> tuple[str, float]:
 
 
 def nvlink_gb_per_s(status: str) -> float:
-    """Returns the sum of a GPU's links in the output of `nvidia-smi nvlink --status`."""
+    """Return the sum of a GPU's links in the output of `nvidia-smi nvlink --status`."""
     return sum(map(float, _NVLINK.findall(status)))
 
 
 def pcie_link(line: str) -> tuple[str, float]:
-    """Returns the name and speed in GB/s of a PCIe link given as `5, 16`: generation, lanes."""
+    """Return the name and speed in GB/s of a PCIe link given as `5, 16`: generation, lanes."""
     match = re.fullmatch(r"\s*(\d+), *(\d+)\s*", line)
     if match is None or int(match[1]) not in _PCIE_LANE_GB_PER_S:
         return "", 0.0

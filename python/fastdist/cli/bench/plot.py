@@ -30,7 +30,7 @@ _TICKS = 7
 
 
 def check_plot(path: Path) -> None:
-    """Checks that `write_plot` can write such a file.
+    """Check that `write_plot` can write such a file.
 
     Raises:
         ImportError: matplotlib is not installed; the message has the command that installs it.
@@ -46,7 +46,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Draws a report into a file of any type that matplotlib writes.
+    """Draw a report into a file of any type that matplotlib writes.
 
     Raises:
         ImportError: See `check_plot`.
@@ -71,7 +71,7 @@ def write_plot(report: Report, path: Path) -> None:
 
 
 def curves_svg(report: Report) -> tuple[str, str]:
-    """Draws latency and bandwidth as two SVG elements for a page; see `_svg`."""
+    """Draw latency and bandwidth as two SVG elements for a page; see `_svg`."""
     return (
         _svg(lambda axes: _draw_latency(report, axes), 3.4, "time by size"),
         _svg(lambda axes: _draw_bandwidth(report, axes), 3.4, "bus bandwidth by size"),
@@ -79,13 +79,13 @@ def curves_svg(report: Report) -> tuple[str, str]:
 
 
 def bars_svg(report: Report) -> str:
-    """Draws a single case as an SVG element for a page; see `_svg`."""
+    """Draw a single case as an SVG element for a page; see `_svg`."""
     height = 1.0 + 0.25 * (1 + len(report.rows[0].others))
     return _svg(lambda axes: _draw_bars(report, axes), height, report.rows[0].case.title)
 
 
 def legend_svgs(report: Report) -> Iterator[tuple[str, str]]:
-    """Yields the line and the name of each engine, and of the floor, for a page's legend."""
+    """Yield the line and the name of each engine, and of the floor, for a page's legend."""
     for name, version in report.engines.items():
         if _is_tuned(name):
             yield _line_svg(_color(name), 1.5, "2 2"), f"{version}, tuned"
@@ -103,7 +103,7 @@ def _line_svg(color: str, width: float, dashes: str) -> str:
 
 
 def _svg(draw: Callable[[Any], None], height: float, label: str) -> str:
-    """Returns a chart without a background, in the page's font.
+    """Return a chart without a background, in the page's font.
 
     The page's style gives the colors `--text`, `--grid` and `--muted` their values.
     """
@@ -153,7 +153,7 @@ def _draw_bandwidth(report: Report, axes: Any) -> None:
 
 
 def _draw_curves(report: Report, axes: Any, figure: str) -> None:
-    """Draws one line per engine and the floor."""
+    """Draw one line per engine and the floor."""
     others = report.rows[0].others
     for index, other in enumerate(others):
         column = [row.others[index] for row in report.rows]
@@ -239,7 +239,7 @@ def _format_time(us: float) -> str:
 
 
 def _draw_bars(report: Report, axes: Any) -> None:
-    """Draws the times of a single case, such as a list's or a barrier's."""
+    """Draw the times of a single case, such as a list's or a barrier's."""
     row = report.rows[0]
     ways = [way for way in (row.ours, *row.others) if not way.unsupported]
     ways.reverse()

@@ -16,13 +16,13 @@ class Progress(Protocol):
     """Output of the table's lines and of the progress between them."""
 
     def line(self, text: str) -> None:
-        """Prints a line."""
+        """Print a line."""
 
     def begin(self, label: str) -> None:
-        """Starts the measurement with this label."""
+        """Start the measurement with this label."""
 
     def step(self) -> None:
-        """Counts a finished step."""
+        """Count a finished step."""
 
 
 class _PlainProgress:
@@ -69,7 +69,7 @@ class _BarProgress:
 
 @contextmanager
 def shown_progress(file: TextIO, steps: int) -> Iterator[Progress]:
-    """Shows a bar of `steps` steps below the lines, if `file` is a terminal.
+    """Show a bar of `steps` steps below the lines, if `file` is a terminal.
 
     Without rich, a terminal gets a line per size on stderr instead.
     """

@@ -31,7 +31,7 @@ _WAY_WIDTH = 26
 
 
 def heading(report: Report, title: str) -> list[str]:
-    """Returns the lines above the table: machine, engines, warnings."""
+    """Return the lines above the table: machine, engines, warnings."""
     machine = report.machine
     lines = [
         f"# fastdist bench {title}, {report.ranks} ranks",
@@ -48,7 +48,7 @@ def heading(report: Report, title: str) -> list[str]:
 
 
 def column_lines(others: Sequence[str], on_gpu: bool = False) -> list[str]:
-    """Returns the two lines of column names and units; peers are on the right."""
+    """Return the two lines of column names and units; peers are on the right."""
     names = "".join(name.rjust(width) for name, width in _COLUMNS)
     units = "".join(unit.rjust(width) for unit, (_, width) in zip(_UNITS, _COLUMNS, strict=True))
     host = ""
@@ -64,7 +64,7 @@ def column_lines(others: Sequence[str], on_gpu: bool = False) -> list[str]:
 
 
 def row_line(row: Row) -> str:
-    """Formats one line of the table."""
+    """Format one line of the table."""
     case, ours = row.case, row.ours
     moves = case.bytes > 0
     cells = (
@@ -93,7 +93,7 @@ def row_line(row: Row) -> str:
 
 
 def _gpu_cells(measured: Measurement) -> str:
-    """Formats the times of the host and of a graph; empty on CPUs."""
+    """Format the times of the host and of a graph; empty on CPUs."""
     if measured.host_us is None:
         return ""
     times = (measured.host_us, measured.graph_us)
@@ -103,7 +103,7 @@ def _gpu_cells(measured: Measurement) -> str:
 
 
 def list_lines(row: Row) -> list[str]:
-    """Formats a table of the ways to reduce one list, one line per way."""
+    """Format a table of the ways to reduce one list, one line per way."""
     ours = row.ours
     columns = (("p50 us", 11), ("p99 us", 11), ("algbw", 8), ("busbw", 8), ("wrong", 7))
     names = "# engine and way".ljust(_WAY_WIDTH)
@@ -135,7 +135,7 @@ def list_lines(row: Row) -> list[str]:
 
 
 def row_notes(row: Row) -> Iterator[str]:
-    """Yields reasons for missing figures, and engines with wrong results."""
+    """Yield reasons for missing figures, and engines with wrong results."""
     for measured in (row.ours, *row.others):
         if measured.no_graph:
             yield f"# {measured.engine}: {measured.no_graph}"
@@ -147,7 +147,7 @@ def row_notes(row: Row) -> Iterator[str]:
 
 
 def footing(report: Report) -> list[str]:
-    """Returns the lines below the table: floor, units, warnings."""
+    """Return the lines below the table: floor, units, warnings."""
     lines = ["#", *_floor_lines(report)]
     if any(row.others for row in report.rows):
         lines.append("# ratio: the peer's time divided by fastdist's")
@@ -220,7 +220,7 @@ def _figures(measured: Measurement) -> dict[str, Any]:
 
 
 def row_object(row: Row) -> dict[str, Any]:
-    """Converts a row for JSON."""
+    """Convert a row for JSON."""
     peers: dict[str, Any] = {}
     for other in row.others:
         ratio = row.times_as_fast(other)
@@ -240,7 +240,7 @@ def row_object(row: Row) -> dict[str, Any]:
 
 
 def report_object(report: Report) -> dict[str, Any]:
-    """Converts a report for JSON; `peers` has every peer and every other way to reduce a list."""
+    """Convert a report for JSON; `peers` has every peer and every other way to reduce a list."""
     placement = report.placement
     on_gpus = {}
     if placement is not None:
@@ -260,13 +260,13 @@ def report_object(report: Report) -> dict[str, Any]:
 
 
 def write_json(report: Report, file: TextIO) -> None:
-    """Writes `report_object`."""
+    """Write `report_object`."""
     json.dump(report_object(report), file, indent=2)
     file.write("\n")
 
 
 def write_csv(report: Report, file: TextIO) -> None:
-    """Writes a line per case, with columns for the p50, ratio and host time of each peer."""
+    """Write a line per case, with columns for the p50, ratio and host time of each peer."""
     lines = []
     for row in map(row_object, report.rows):
         peers = row.pop("peers")

@@ -79,11 +79,11 @@ class Row:
         return 100 * self.floor_us / self.ours.p50_us
 
     def times_as_fast(self, other: Measurement) -> float | None:
-        """Returns another engine's time divided by fastdist's; None without figures."""
+        """Return another engine's time divided by fastdist's; None without figures."""
         return other.p50_us / self.ours.p50_us if other.p50_us else None
 
     def host_times_as_fast(self, other: Measurement) -> float | None:
-        """Returns the same ratio of the host's times; None on CPUs."""
+        """Return the same ratio of the host's times; None on CPUs."""
         if other.host_us is None or not self.ours.host_us:
             return None
         return other.host_us / self.ours.host_us
@@ -136,12 +136,12 @@ class Report:
 
 
 def slowest_rank(times_ns: Sequence[Sequence[int]]) -> list[int]:
-    """Returns the longest of the ranks' times for each iteration."""
+    """Return the longest of the ranks' times for each iteration."""
     return [max(ranks) for ranks in zip(*times_ns, strict=True)]
 
 
 def p99_ns(times_ns: Sequence[int]) -> int:
-    """Returns the 99th percentile."""
+    """Return the 99th percentile."""
     ordered = sorted(times_ns)
     return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
@@ -149,7 +149,7 @@ def p99_ns(times_ns: Sequence[int]) -> int:
 def measurement(
     engine: str, case: Case, world_size: int, times_ns: Sequence[int], wrong: int | None
 ) -> Measurement:
-    """Computes the figures of one engine from the slowest rank's times."""
+    """Compute the figures of one engine from the slowest rank's times."""
     p50_ns = statistics.median(times_ns)
     return Measurement(
         engine=engine,
@@ -163,7 +163,7 @@ def measurement(
 
 
 def combined(rows: Sequence[Row], world_size: int) -> Row:
-    """Combines the rows of one case from several passes: medians, and the sums of counts.
+    """Combine the rows of one case from several passes: medians, and the sums of counts.
 
     Engines that the last row lacks are left out.
     """
@@ -196,17 +196,17 @@ def combined(rows: Sequence[Row], world_size: int) -> Row:
 
 
 def busbw(case: Case, world_size: int, time_ns: float) -> float:
-    """Returns the bus bandwidth of a call as in nccl-tests, in GB/s."""
+    """Return the bus bandwidth of a call as in nccl-tests, in GB/s."""
     return case.bytes / time_ns * COLLECTIVES[case.collective].bus_factor(world_size)
 
 
 def median_us(times_ns: Sequence[int]) -> float | None:
-    """Returns the median in microseconds; None without times."""
+    """Return the median in microseconds; None without times."""
     return statistics.median(times_ns) / 1e3 if times_ns else None
 
 
 def link_us(case: Case, world_size: int, link_gb_per_s: float) -> float:
-    """Returns the time of a case in µs if its bus bandwidth is that of a GPU's links.
+    """Return the time of a case in µs if its bus bandwidth is that of a GPU's links.
 
     Returns 0 if the speed of the links is unknown.
     """
@@ -215,13 +215,13 @@ def link_us(case: Case, world_size: int, link_gb_per_s: float) -> float:
 
 
 def floor_us(case: Case, world_size: int, copy_gb_per_s: float) -> float:
-    """Returns the time in µs of a case's minimum memory traffic at the copy bandwidth."""
+    """Return the time in µs of a case's minimum memory traffic at the copy bandwidth."""
     buffers = COLLECTIVES[case.collective].floor_buffers(world_size)
     return buffers * case.bytes / copy_gb_per_s / 1e3
 
 
 def buffer_bytes(case: Case, world_size: int) -> int:
-    """Returns the total size of all ranks' buffers."""
+    """Return the total size of all ranks' buffers."""
     if case.model:
         return world_size * case.bytes
     elements = sum(

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
@@ -135,12 +134,7 @@ class Session:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._end(kill=kind is not None)
 
     def _start(self) -> None:
@@ -162,7 +156,7 @@ class Session:
 
     @contextlib.contextmanager
     def _may_fail(self, engine: EngineRanks) -> Iterator[None]:
-        """Removes a peer that fails to start; raises if fastdist fails."""
+        """Remove a peer that fails to start; raise if fastdist fails."""
         try:
             yield
         except EngineError as error:
@@ -189,7 +183,7 @@ class Session:
                             engine.fail_late(_START_TIMEOUT_S)
 
     def _adopt(self, connection: socket.socket) -> None:
-        """Gives the connection of a rank to its engine."""
+        """Give the connection of a rank to its engine."""
         channel = Channel(connection)
         try:
             hello = channel.receive()
@@ -230,7 +224,7 @@ class Session:
         return 2 * self._ranks * self._copy_bytes / ordered[len(ordered) // 2]
 
     def measure(self, case: Case, on_round: Callable[[], None] = lambda: None) -> Row:
-        """Measures one case on every engine.
+        """Measure one case on every engine.
 
         Args:
             case: What to measure.
@@ -291,7 +285,7 @@ class Session:
         return True
 
     def _iterations(self, contender: _Contender) -> int:
-        """Warms up; returns the number of iterations per round."""
+        """Warm up; return the number of iterations per round."""
         effort = self._effort
         self._timed(contender, max(1, effort.warmup))
         if effort.iterations is not None:

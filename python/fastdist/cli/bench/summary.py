@@ -11,24 +11,24 @@ from fastdist.cli.bench.results import Measurement, Report, Row
 
 
 def time_of(measured: Measurement) -> Interval:
-    """Returns the time of an engine's calls in microseconds."""
+    """Return the time of an engine's calls in microseconds."""
     return median_interval(measured.samples_us)
 
 
 def ratio_of(row: Row, other: Measurement) -> Interval:
-    """Returns another engine's time divided by fastdist's, from the ratio of each pass."""
+    """Return another engine's time divided by fastdist's, from the ratio of each pass."""
     pairs = zip(other.samples_us, row.ours.samples_us, strict=True)
     return median_interval([theirs / ours for theirs, ours in pairs])
 
 
 def best_of(row: Row, peer: str) -> Measurement | None:
-    """Returns the fastest of a peer's engines and of its ways to reduce a list, if any."""
+    """Return the fastest of a peer's engines and of its ways to reduce a list, if any."""
     ways = [m for m in row.others if peer_of(m.engine) == peer and not m.unsupported]
     return min(ways, key=lambda way: way.p50_us, default=None)
 
 
 def peer_sentences(report: Report) -> Iterator[str]:
-    """Yields a sentence per peer, at its best in each case."""
+    """Yield a sentence per peer, at its best in each case."""
     for peer in dict.fromkeys(map(peer_of, report.engines)):
         if peer == "fastdist":
             continue
@@ -54,10 +54,10 @@ def peer_sentences(report: Report) -> Iterator[str]:
 
 
 def unstable_titles(report: Report) -> list[str]:
-    """Returns the cases where fastdist's time is unstable."""
+    """Return the cases where fastdist's time is unstable."""
     return [row.case.title for row in report.rows if time_of(row.ours).is_unstable]
 
 
 def digits(ratio: float) -> str:
-    """Formats a ratio with two digits or more."""
+    """Format a ratio with two digits or more."""
     return f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"

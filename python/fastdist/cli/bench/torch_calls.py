@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError
-from fastdist.cli.bench.buckets import Buckets
+from fastdist.cli.bench.buckets import Buckets, one_by_one
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import ROOT
 from fastdist.cli.bench.driver import BUCKET_BYTES, Call
@@ -29,7 +29,7 @@ class TorchCalls:
         return getattr(self._dist.ReduceOp, names.get(case.redop, case.redop.upper()))
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """Binds tensors to a collective other than `send_recv`."""
+        """Bind tensors to a collective other than `send_recv`."""
         dist = self._dist
         if case.collective in ("gather", "scatter"):
             return self._rooted(case, passes, gets)
@@ -54,32 +54,18 @@ class TorchCalls:
         return partial(self._dist.scatter, gets, blocks, ROOT)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array], overlap: bool) -> Call:
-        """Binds a list; with `overlap`, buckets are copied while others are reduced, as in DDP."""
+        """Bind a list; with `overlap`, buckets are copied while others are reduced, as in DDP."""
         all_reduce, redop = self._dist.all_reduce, self._redop(case)
         if variant == "coalesced":
             return partial(self._dist.all_reduce_coalesced, list(arrays), redop)
         if variant == "one by one":
-
-            def one_by_one() -> None:
-                for array in arrays:
-                    all_reduce(array, redop)
-
-            return one_by_one
+            return one_by_one(arrays, lambda array: all_reduce(array, redop))
         if variant != "25 MB buckets":
             raise UnsupportedCaseError(f"torch.distributed has no {variant!r}")
         buckets = Buckets(self._library, arrays, case.dtype, BUCKET_BYTES)
-        return self._overlapped(buckets, redop) if overlap else self._in_turn(buckets, redop)
-
-    def _in_turn(self, buckets: Buckets, redop: Any) -> Call:
-        all_reduce, copy_all = self._dist.all_reduce, self._library.copy_all
-
-        def bucketed() -> None:
-            for bucket in buckets:
-                copy_all(bucket.parts, bucket.arrays)
-                all_reduce(bucket.flat, redop)
-                copy_all(bucket.arrays, bucket.parts)
-
-        return bucketed
+        if overlap:
+            return self._overlapped(buckets, redop)
+        return buckets.reduced(lambda flat: all_reduce(flat, redop))
 
     def _overlapped(self, buckets: Buckets, redop: Any) -> Call:
         all_reduce, copy_all = self._dist.all_reduce, self._library.copy_all

@@ -29,33 +29,26 @@ class TorchGpu:
         self.arrays = torch_arrays(f"cuda:{device}")
 
     def event(self) -> Event:
-        """See `Gpu`."""
         return self._cuda.Event(enable_timing=True)
 
     def record(self, event: Event) -> None:
-        """See `Gpu`."""
         event.record(self._stream)
 
     def is_over(self, event: Event) -> bool:
-        """See `Gpu`."""
         return bool(event.query())
 
     def elapsed_ns(self, start: Event, end: Event) -> int:
-        """See `Gpu`."""
         return int(start.elapsed_time(end) * 1e6)
 
     def synchronize(self) -> None:
-        """See `Gpu`."""
         self._cuda.synchronize()
 
     def copy_call(self, nbytes: int) -> Call:
-        """See `Gpu`."""
         to, source = (self.arrays.make((nbytes,), "uint8") for _ in range(2))
         source.fill_(1)
         return lambda: to.copy_(source)
 
     def capture(self, call: Call) -> Call:
-        """See `Gpu`."""
         graph = self._cuda.CUDAGraph()
         # Threads that watch communicators may query their events during the capture.
         with self._cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):

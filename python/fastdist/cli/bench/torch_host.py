@@ -35,25 +35,20 @@ class TorchHostDriver:
         self._calls = TorchCalls(torch_arrays())
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         return torch_arrays()
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         call: Call = self._dist.barrier
         return call
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         if case.collective == "send_recv":
             dist = self._dist
             return ring_call(self.rank, self.world_size, dist.send, dist.recv, (passes, gets))
         return self._calls.bind(case, passes, gets)
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         return self._calls.bind_list(case, variant, arrays, overlap=False)
 
     def close(self) -> None:
-        """See `Driver`."""
         self._dist.destroy_process_group()

@@ -44,21 +44,18 @@ class TorchNcclDriver:
         self._flag = self.gpu.arrays.make((1,), "int32")
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        """See `Driver`."""
         return self.gpu.arrays
 
     def barrier_call(self) -> Call:
-        """See `Driver`."""
         return partial(self._dist.all_reduce, self._flag)
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """See `Driver`."""
         if case.collective == "send_recv":
             return self._ring(passes, gets)
         return self._calls.bind(case, passes, gets)
 
     def _ring(self, passes: Array | None, gets: Array | None) -> Call:
-        """Sends and receives in one batch, as torch recommends."""
+        """Send and receive in one batch, as torch recommends."""
         dist = self._dist
         to, source = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
         pair = [dist.P2POp(dist.isend, passes, to), dist.P2POp(dist.irecv, gets, source)]
@@ -70,15 +67,13 @@ class TorchNcclDriver:
         return ring
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """See `Driver`."""
         return self._calls.bind_list(case, variant, arrays, overlap=True)
 
     def close(self) -> None:
-        """See `Driver`."""
         self.gpu.synchronize()
         self._dist.destroy_process_group()
 
 
 def open_driver(folder: Path) -> Driver:
-    """Joins the other ranks. Every rank must call."""
+    """Join the other ranks. Every rank must call."""
     return TorchNcclDriver(folder / "torch.store")

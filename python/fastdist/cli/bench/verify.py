@@ -67,7 +67,7 @@ def _reduced(ranks: tuple[Table, ...], redop: str) -> Table:
 
 
 def patterned_inputs(world_size: int, dtype: str, redop: str) -> Inputs:
-    """Returns inputs that differ per rank and per element."""
+    """Return inputs that differ per rank and per element."""
     if redop == "prod":  # at most one rank has a 2, so that no world's product overflows
         owner = np.random.default_rng(0).integers(0, world_size + 1, _PERIOD)
         periods = [1 + (owner == rank) for rank in range(world_size)]
@@ -79,20 +79,20 @@ def patterned_inputs(world_size: int, dtype: str, redop: str) -> Inputs:
 
 
 def fill_value(rank: int, iteration: int, world_size: int, redop: str) -> int:
-    """Returns the value of a rank's input in a timed call; values differ from call to call."""
+    """Return the value of a rank's input in a timed call; values differ from call to call."""
     if redop == "prod":
         return 1 + ((rank + iteration) % (world_size + 1) == 0)
     return 1 + (rank + iteration) % 4
 
 
 def filled_inputs(world_size: int, iteration: int, dtype: str, redop: str) -> Inputs:
-    """Returns the inputs of a timed call."""
+    """Return the inputs of a timed call."""
     values = [fill_value(rank, iteration, world_size, redop) for rank in range(world_size)]
     return _inputs([np.full(_PERIOD + _BLOCK, value) for value in values], dtype, redop)
 
 
 def _blocks(length: int, phase: int) -> Iterator[tuple[int, int, slice]]:
-    """Yields (start, stop, part of a table) for the blocks of a sequence from `phase` on."""
+    """Yield (start, stop, part of a table) for the blocks of a sequence from `phase` on."""
     for start in range(0, length, _BLOCK):
         stop = min(start + _BLOCK, length)
         offset = (phase + start) % _PERIOD
@@ -102,7 +102,7 @@ def _blocks(length: int, phase: int) -> Iterator[tuple[int, int, slice]]:
 def write_input(
     library: ArrayLibrary, array: Array, inputs: Inputs, rank: int, phase: int = 0
 ) -> None:
-    """Fills an array with this rank's input, from position `phase` of the sequence on."""
+    """Fill an array with this rank's input, from position `phase` of the sequence on."""
     flat = library.flat(array)
     for start, _, part in _blocks(len(flat), phase):
         library.write(flat, start, inputs.ranks[rank][part])
@@ -111,7 +111,7 @@ def write_input(
 def _pieces(
     collective: str, rank: int, inputs: Inputs, length: int
 ) -> Iterator[tuple[int, Table, int]]:
-    """Yields the pieces of a rank's expected result as (elements, table, phase)."""
+    """Yield the pieces of a rank's expected result as (elements, table, phase)."""
     world_size = len(inputs.ranks)
     block = length // world_size
     if collective in ("all_reduce", "reduce"):
@@ -140,7 +140,7 @@ def count_wrong(
     inputs: Inputs,
     phase: int = 0,
 ) -> int:
-    """Counts the wrong elements of a rank's result."""
+    """Count the wrong elements of a rank's result."""
     flat = library.flat(array)
     wrong = 0
     begin = 0

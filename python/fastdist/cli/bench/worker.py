@@ -40,12 +40,12 @@ class Worker:
         self._gpu_copy: tuple[int, Call] | None = None
 
     def bind(self, message: Message) -> Message:
-        """Binds this rank's thread to one core, but not the threads of the engine."""
+        """Bind this rank's thread to one core, but not the threads of the engine."""
         os.sched_setaffinity(0, {message["cores"][self._driver.rank]})
         return {}
 
     def prepare(self, message: Message) -> Message:
-        """Makes the arrays of a case and calls once, to find out whether the engine supports it."""
+        """Make the arrays of a case and call once, to find out whether the engine supports it."""
         variant = str(message["variant"])
         try:
             call = self._measured(Case(**message["case"]), variant, bool(message["graph"]))
@@ -64,21 +64,21 @@ class Worker:
         return GpuCall(self._driver, gpu, self._lead, case, variant, graph)
 
     def time(self, message: Message) -> Message:
-        """Times a number of calls."""
+        """Time a number of calls."""
         times = self._calls[message["variant"]].time(message["iterations"], message["graph"])
         return asdict(times)
 
     def check(self, message: Message) -> Message:
-        """Counts wrong elements."""
+        """Count wrong elements."""
         return {"wrong": self._calls[message["variant"]].wrong_elements(message["graph"])}
 
     def release(self, message: Message) -> Message:
-        """Frees the arrays of the case."""
+        """Free the arrays of the case."""
         self._calls.clear()
         return {}
 
     def copy(self, message: Message) -> Message:
-        """Times copies of a buffer on all ranks at the same time, for the floor."""
+        """Time copies of a buffer on all ranks at the same time, for the floor."""
         if self._driver.gpu is not None:
             return {"times_ns": self._copies_on_gpu(message["bytes"], message["iterations"])}
         from fastdist import _core  # not loaded in peers' ranks
@@ -106,7 +106,7 @@ class Worker:
         return Batches(gpu, lead, iterations).work_ns([barrier] * iterations, self._gpu_copy[1])
 
     def answer(self, message: Message) -> Message:
-        """Executes a command."""
+        """Execute a command."""
         command = message["command"]
         if command not in _COMMANDS:
             raise ValueError(f"unknown command {command!r}")
@@ -123,7 +123,7 @@ def _serve(channel: Channel, driver: Driver) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one rank until the command `quit`; returns an exit code."""
+    """Run one rank until the command `quit`; return an exit code."""
     parser = argparse.ArgumentParser(prog="python -m fastdist.cli.bench.worker")
     parser.add_argument("--engine", required=True)
     parser.add_argument("--driver", required=True)

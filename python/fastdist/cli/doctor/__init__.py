@@ -8,7 +8,7 @@ import sys
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the `doctor` command."""
+    """Add the `doctor` command."""
     parser = subparsers.add_parser(
         "doctor",
         help="show the build, the machine and missing libraries",

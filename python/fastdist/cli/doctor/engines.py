@@ -21,7 +21,7 @@ _TIMEOUT_S = 10.0
 
 
 def engines_section() -> Section:
-    """All engines, available or not."""
+    """Return all engines, available or not."""
     return Section(
         "engines",
         (
@@ -35,7 +35,7 @@ def engines_section() -> Section:
 
 
 def arrays_section() -> Section:
-    """The engine for each kind of array between the ranks of one machine."""
+    """Return the engine for each kind of array between the ranks of one machine."""
     why = why_unusable()
     return Section(
         "arrays",
@@ -101,7 +101,7 @@ def _if_installed(library: str, key: str, label: str) -> Fact:
 
 
 def _all_reduce_between_threads() -> list[float]:
-    """Returns the times of rank 0's calls in µs, after checking the result on every rank."""
+    """Return the times of rank 0's calls in µs, after checking the result on every rank."""
     communicators = local_group(_RANKS, timeout=_TIMEOUT_S)
     try:
         with ThreadPoolExecutor(_RANKS) as threads:

@@ -50,7 +50,7 @@ class Section:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Formats a size in the largest unit in which it is at least 1: "7.5 GiB"."""
+    """Format a size in the largest unit in which it is at least 1: "7.5 GiB"."""
     size, unit = float(size_bytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if size < 1024 or unit == "TiB":

@@ -44,7 +44,7 @@ _LIBRARIES = {
 
 
 def build_section() -> Section:
-    """The version, the Python interpreter and the engines of this build."""
+    """Return the version, the Python interpreter and the engines of this build."""
     python = f"{platform.python_version()} ({platform.python_implementation()})"
     loops = _core.instruction_set()
     return Section(
@@ -61,7 +61,7 @@ def build_section() -> Section:
 
 
 def libraries_section() -> Section:
-    """Versions of installed libraries, and the speed of reading torch tensors."""
+    """Return the versions of installed libraries, and the speed of reading torch tensors."""
     facts = []
     for name, library in _LIBRARIES.items():
         version = _version(library)
@@ -73,7 +73,7 @@ def libraries_section() -> Section:
 
 
 def launcher_section() -> Section:
-    """The launcher and the rank of this process."""
+    """Return the launcher and the rank of this process."""
     try:
         launch = detect_launch()
     except ClusterConfigError as error:
@@ -104,7 +104,7 @@ def _shared_gpus(ranks: int) -> list[Fact]:
 
 
 def install_section() -> Section:
-    """The commands that install missing libraries, with their purposes."""
+    """Return the commands that install missing libraries, with their purposes."""
     purposes: dict[str, list[str]] = {}
     for library in _LIBRARIES.values():
         if library.install is not None and _version(library) is None:
@@ -130,7 +130,7 @@ def _cuda() -> Fact:
 
 
 def gpus_section() -> Section:
-    """The GPUs that this process sees."""
+    """Return the GPUs that this process sees."""
     facts = []
     for number, gpu in enumerate(_core.cuda_devices()):
         chip = f"compute capability {gpu.major}.{gpu.minor}, {gpu.multiprocessors} multiprocessors"
@@ -140,7 +140,7 @@ def gpus_section() -> Section:
 
 
 def _nccl() -> list[Fact]:
-    """The libnccl to use, and its optional functions; empty if this build has no CUDA."""
+    """Return the libnccl to use, and its optional functions; nothing if this build has no CUDA."""
     if not _core.cuda_is_built():
         return []
     try:
@@ -158,7 +158,7 @@ def _nccl() -> list[Fact]:
 
 
 def version_of(name: str) -> str | None:
-    """Returns the installed version of a library of the report; None if not installed."""
+    """Return the installed version of a library of the report; None if not installed."""
     return _version(_LIBRARIES[name])
 
 

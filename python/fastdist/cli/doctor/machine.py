@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastdist.cli.bench.machine import processor
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
 
 _V1_UNLIMITED_BYTES = 1 << 60  # v1 says "no limit" with a number near 2^63
@@ -27,7 +28,7 @@ class Cgroups:
     mount: Path = Path("/sys/fs/cgroup")
 
     def cpu_limit(self) -> float | None:
-        """Returns the processor time limit in cores; None without a limit."""
+        """Return the processor time limit in cores; None without a limit."""
         limits = []
         for folder in self._folders("cpu"):
             quota, period = _words(folder / "cpu.max"), ["100000"]
@@ -41,7 +42,7 @@ class Cgroups:
         return min(limits, default=None)
 
     def memory_limit_bytes(self) -> int | None:
-        """Returns the memory limit of this process's group; None without a limit."""
+        """Return the memory limit of this process's group; None without a limit."""
         limits = []
         for folder in self._folders("memory"):
             words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
@@ -62,14 +63,14 @@ class Cgroups:
 
 
 def machine_section(cgroups: Cgroups | None = None) -> Section:
-    """The processor, and this process's share of it."""
+    """Return the processor, and this process's share of it."""
     quota = (cgroups or Cgroups()).cpu_limit()
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota_text = "none" if quota is None else f"{quota:g} cores' worth of time"
     return Section(
         "machine",
         (
-            Fact("processor", _processor(), _processor()),
+            Fact("processor", processor(), processor()),
             Fact("cores", usable, f"{usable} usable of {present}"),
             Fact("cpu_quota", quota, quota_text),
             Fact("kernel", platform.release(), platform.release()),
@@ -131,17 +132,9 @@ def _memfd() -> Fact:
 
 
 def _huge_pages() -> str | None:
-    """Returns the kernel's policy for huge pages of shared memory, which is in brackets."""
+    """Return the kernel's policy for huge pages of shared memory, which is in brackets."""
     chosen = [word for word in _words(_SHMEM_HUGE_PAGES) if word.startswith("[")]
     return chosen[0].strip("[]") if chosen else None
-
-
-def _processor() -> str:
-    for line in _text(Path("/proc/cpuinfo")).splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model"):
-            return value.strip()
-    return platform.machine()
 
 
 def _memory_bytes(name: str) -> int:
@@ -156,7 +149,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """Reads a file of the kernel; returns an empty string if there is no such file."""
+    """Read a file of the kernel; return an empty string if there is no such file."""
     try:
         return path.read_text()
     except OSError:

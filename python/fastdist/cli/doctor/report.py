@@ -27,7 +27,7 @@ _COLOURS = {
 
 
 def examine() -> list[Section]:
-    """Collects all sections, in less than a second; leaves no files or processes behind."""
+    """Collect all sections, in less than a second; leave no files or processes behind."""
     return [
         build_section(),
         machine_section(),
@@ -43,7 +43,7 @@ def examine() -> list[Section]:
 
 
 def to_json(sections: Sequence[Section]) -> str:
-    """Formats one object per section, and `well`, which is false if a fact is bad."""
+    """Format one object per section, and `well`, which is false if a fact is bad."""
     report: dict[str, object] = {
         section.title.replace(" ", "_"): {fact.key: fact.value for fact in section.facts}
         for section in sections
@@ -53,7 +53,7 @@ def to_json(sections: Sequence[Section]) -> str:
 
 
 def to_text(sections: Sequence[Section], *, colour: bool) -> str:
-    """Formats aligned lines under titles; omits sections without facts."""
+    """Format aligned lines under titles; omit sections without facts."""
     shown = [section for section in sections if section.facts]
     width = max(len(_label(fact)) for section in shown for fact in section.facts)
     return "\n".join(line for section in shown for line in _lines(section, width, colour)) + "\n"

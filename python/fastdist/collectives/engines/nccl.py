@@ -20,7 +20,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.launch import detect_launch
-from fastdist.collectives.arguments import to_rank
+from fastdist.collectives.arguments import to_integer, to_rank
 from fastdist.collectives.engines import nccl_library
 from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.gpu_arrays import (
@@ -125,8 +125,13 @@ class NcclEngine:
         """Limit the thread blocks of NCCL's kernels: before the ranks connect, equal on all ranks.
 
         Raises:
+            ValueError: not 1 <= least <= most <= 64.
             FastdistError: the ranks are connected.
         """
+        least = None if least is None else to_integer(least, "least")
+        most = None if most is None else to_integer(most, "most")
+        if not 1 <= (least or 1) <= (most or 64) <= 64 or 0 in (least, most):
+            raise ValueError(f"expected 1 <= least <= most <= 64, got least={least}, most={most}")
         if self._gpu is not None:
             raise FastdistError(
                 "the ranks are connected: call limit_blocks before the first call on GPU arrays, "
@@ -193,17 +198,7 @@ class NcclEngine:
             ends = (own, peer) if op == "send" else (peer, own)
 
             def connect(unique_id: bytes) -> _core.NcclCommunicator:
-                made = _core.NcclCommunicator.connect(
-                    unique_id,
-                    own,
-                    size,
-                    gpu.device,
-                    settings().nccl_blocking,
-                    self._host_engine.compiled,
-                    timeout_s,
-                    ends,
-                    self._blocks,
-                )
+                made = self._new(unique_id, gpu.device, timeout_s, ends)
                 gpu.share_failures(made)
                 return made
 
@@ -221,37 +216,17 @@ class NcclEngine:
             if "error" in record:
                 where = "" if other == rank else f" (rank {other})"
                 raise UnsupportedError(record["error"] + where, (other,))
-        versions = [record["version"] for record in records]
-        if versions.count(versions[0]) != size:
-            raise UnsupportedError(
-                "all ranks must have the same version of NCCL, got "
-                + ", ".join(f"{version} on rank {r}" for r, version in enumerate(versions))
-            )
-        blocks = [record["blocks"] for record in records]
-        if blocks.count(blocks[0]) != size:
+        if different := _different([record["version"] for record in records]):
+            raise UnsupportedError(f"all ranks must have the same version of NCCL, got {different}")
+        if different := _different(["{} to {}".format(*record["blocks"]) for record in records]):
             raise ValueError(
-                "all ranks must call limit_blocks with the same numbers, got "
-                + ", ".join(
-                    f"{least} to {most} on rank {r}" for r, (least, most) in enumerate(blocks)
-                )
+                f"all ranks must call limit_blocks with the same numbers, got {different}"
             )
         sharing = _ranks_that_share(records)
         _require_apart(records, sharing)
         if sharing or _may_share_elsewhere(records, rank):
             nccl_library.allow_sharing(nccl_library.load().version)
-        unique_id = self._share_id(timeout_s)
-        blocking = settings().nccl_blocking
-        gpu = _core.NcclCommunicator.connect(
-            unique_id,
-            rank,
-            size,
-            device,
-            blocking,
-            self._host_engine.compiled,
-            timeout_s,
-            None,
-            self._blocks,
-        )
+        gpu = self._new(self._share_id(timeout_s), device, timeout_s)
         machines = {record["machine"] for record in records}
         may_map = all(record["peers"] for record in records) and not sharing
         if may_map and len(machines) == 1 and 1 < size <= _MOST_PEERS:
@@ -261,6 +236,22 @@ class NcclEngine:
         self._router.connect(gpu)
         self._gpu = gpu
         return gpu
+
+    def _new(
+        self, unique_id: bytes, device: int, timeout_s: float, ends: tuple[int, int] | None = None
+    ) -> _core.NcclCommunicator:
+        """Connect a communicator of NCCL: of all ranks, or of the two in `ends`."""
+        return _core.NcclCommunicator.connect(
+            unique_id,
+            self._host_engine.rank,
+            self._host_engine.size,
+            device,
+            settings().nccl_blocking,
+            self._host_engine.compiled,
+            timeout_s,
+            ends,
+            self._blocks,
+        )
 
     def _map_peers(self, gpu: _core.NcclCommunicator, timeout_s: float) -> None:
         """Map the memory of all ranks' GPUs; without effect unless all ranks can."""
@@ -364,6 +355,13 @@ def _describe(device: int) -> dict[str, Any]:
         "process": os.getpid(),
         "device": device,
     }
+
+
+def _different(values: Sequence[str]) -> str:
+    """List the ranks' values for a message; empty if they are equal."""
+    if values.count(values[0]) == len(values):
+        return ""
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
 
 
 def _ranks_that_share(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:

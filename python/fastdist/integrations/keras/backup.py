@@ -1,8 +1,8 @@
 """Backs up a running `fit`, and continues from the backup with the next step.
 
 A backup is a checkpoint that is taken between two steps: when Keras tells the callbacks that a
-step begins. The restored `fit` makes the order of the interrupted epoch again, reads past the
-batches of the steps that are done, and restores everything at the same moment.
+step begins. The restored `fit` repeats the order of the interrupted epoch, skips the batches of the
+finished steps, and restores everything at the same moment.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _open: dict[Path, BackupAndRestore] = {}
 
 
 class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
-    """Backs up `fit`, and lets `fit` go on when the program is started again.
+    """Backs up `fit`, and lets `fit` continue when the program is started again.
 
     Every replica has one, among the callbacks of `fit`:
 
@@ -34,14 +34,14 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     The model, the optimizer, metrics, the position in the data, the states of the other callbacks
     and the random generators are restored, so that a job that was killed ends with the same bits as
     one that was not (tf.keras.callbacks.BackupAndRestore). Under ParameterServerStrategy each epoch
-    is backed up, by the servers: the model and the optimizer, but no callbacks' states.
+    is backed up by the servers: the model and the optimizer, but not the callbacks' states.
 
     Args:
-        directory: the backups' directory; each program has its own. At the end of `fit` they are
-            removed.
+        directory: the backups' directory; each program needs its own. The end of `fit` removes
+            the backups.
         save_freq: "epoch", or a number of steps between two backups.
-        delete_checkpoint: False to keep the backups; the last then holds the trained model, and
-            `fit` with the same directory and no more epochs does nothing.
+        delete_checkpoint: False to keep the backups. The last one holds the trained model; another
+            `fit` with this directory and no more epochs does nothing.
         save_before_preemption: also back up and exit, as `fd.PreemptionCheckpointHandler` does, if
             a replica is told to end.
 
@@ -116,12 +116,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._fit.position.epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Back up what parameter servers have."""
+        """Back up the values on parameter servers."""
         if self._strategy is not None:
             self._strategy.save(self._directory, {"epoch": epoch + 1})
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Back up, if it is time; in a restored fit, first restore what has changed since."""
+        """Back up if a backup is due; in a restored fit, first restore what has changed since."""
         if self._fit is None:  # on servers
             return
         if self._resumes:
@@ -158,10 +158,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self.close()
 
     def close(self) -> None:
-        """Let other jobs use the directory, and signals do again what they did before.
+        """Let other jobs use the directory, and restore the signals' handlers.
 
-        The end of `fit` does so too; after a `fit` that has failed, the next one with this
-        directory.
+        The end of `fit` does so too; after a failed `fit`, the next `fit` with this directory does.
         """
         if _open.get(self._directory) is self:
             del _open[self._directory]

@@ -16,7 +16,7 @@ from fastdist.replicas.context import state
 
 @contextlib.contextmanager
 def allow_synchronized() -> Iterator[None]:
-    """A context manager in which Keras' BatchNormalization takes `synchronized=True`.
+    """Return a context manager in which Keras' BatchNormalization takes `synchronized=True`.
 
     On torch its constructor refuses it. The constructor is replaced while this is open.
     """

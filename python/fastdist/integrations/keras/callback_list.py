@@ -11,19 +11,19 @@ import keras
 from fastdist.integrations.keras.callbacks import is_chief_only
 from fastdist.integrations.keras.internals import is_default
 
-_DRAWN_EVERY_S = 0.05  # Keras' progress bar draws no more often
+_DRAWN_EVERY_S = 0.05  # Keras' progress bar draws at most this often
 
 
 class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     """Calls this replica's callbacks with logs of all replicas, and agrees when to stop.
 
     Args:
-        callbacks: the user's callbacks, of which only the chief keeps those that write or draw.
+        callbacks: the user's callbacks; only the chief keeps those that write or draw.
         is_chief: True on replica 0.
-        globalize: turns the logs of a step into those of all replicas; a collective.
-        any_replica: tells of each condition whether it holds on any replica; a collective.
-        agree: makes the attributes `stop_*` of the model equal on all replicas, and tells whether a
-            condition holds on any; a collective.
+        globalize: turns this replica's logs of a step into the logs of all replicas; a collective.
+        any_replica: returns, for each condition, True if it holds on any replica; a collective.
+        agree: makes the attributes `stop_*` of the model equal on all replicas, and returns True if
+            a condition holds on any replica; a collective.
         share: gives all replicas what the chief's callbacks have restored; a collective.
         share_rate: gives all replicas the chief's learning rate; a collective.
         add_progbar: show a progress bar on the chief.
@@ -79,11 +79,11 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _configure_async_dispatch(self, callbacks: Any) -> None:
         """Call callbacks in this thread.
 
-        In a process with another thread, replicas that wait for each other would not be noticed.
+        With calls in another thread, deadlocks between replicas would not be noticed.
         """
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Call the callbacks; then all replicas go on from what the chief's have restored."""
+        """Call the callbacks; then share what the chief's callbacks have restored."""
         super().on_train_begin(logs)
         if self._share is not None:
             self._share()
@@ -121,7 +121,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._agree(False)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Call the callbacks; none returns from `fit` before those of all replicas have ended."""
+        """Call the callbacks, and wait until the callbacks of all replicas have ended."""
         super().on_train_end(logs)
         self._agree(False)
 

@@ -23,12 +23,12 @@ State = dict[str, Any]
 class CallbackStates:
     """The states of a list of callbacks.
 
-    Numbers, strings, arrays, tensors and structures of them are saved. What a callback's
-    constructor was given is saved only if it has changed since: it is the program's.
+    Numbers, strings, arrays, tensors and structures of them are saved. Arguments of a callback's
+    constructor, which the program gives again, are saved only if they have changed since.
 
     Args:
-        callbacks: those of one replica.
-        params: what this `fit` gives to their `set_params`; again, after states were restored.
+        callbacks: the callbacks of one replica.
+        params: this `fit`'s arguments of `set_params`, which is called again after restoring.
     """
 
     def __init__(self, callbacks: Sequence[Any], params: Any) -> None:
@@ -42,7 +42,7 @@ class CallbackStates:
         self._given = {name: _given(callback) for name, callback in self._callbacks.items()}
 
     def collect(self, workers: Communicator | None) -> list[dict[str, State]]:
-        """Return the states of replica 0, and of the others those that differ from its.
+        """Return the states of replica 0, and the other replicas' states that differ from them.
 
         Every replica must call.
         """
@@ -88,7 +88,7 @@ def _has_state_dict(callback: Any) -> bool:
 
 
 def _given(callback: Any) -> dict[str, bytes]:
-    """Return the digests of attributes that have the name of an argument of the constructor."""
+    """Return the digests of the attributes named like an argument of the constructor."""
     names = inspect.signature(type(callback)).parameters
     return {
         name: _digest(value)
@@ -102,7 +102,7 @@ def _digest(value: Any) -> bytes:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for a value that a checkpoint returns as the same type."""
+    """Return True for a value that a checkpoint returns as the same type."""
     kind = type(value)
     if kind in (list, tuple, set):
         return all(map(_is_plain, value))

@@ -33,7 +33,7 @@ def chief_only(callback: Any) -> Any:
 
 
 def is_chief_only(callback: Any) -> bool:
-    """True for a callback that acts on the chief alone."""
+    """Return True for a callback that acts on the chief alone."""
     return getattr(callback, _CHIEF_ONLY, False) or isinstance(callback, _writers())
 
 

@@ -28,7 +28,7 @@ class KerasExtension:
 
     @contextlib.contextmanager
     def watch(self, scope: Scope) -> Iterator[None]:
-        """A context manager: layers made inside belong to the scope, models get trainers.
+        """Return a context manager: layers made inside belong to the scope, models get trainers.
 
         Keras calls `Layer.__new__` for every layer and model; it is replaced while this is open.
         BatchNormalization takes `synchronized=True`. Models made outside are not trained inside.
@@ -95,10 +95,10 @@ class KerasExtension:
 
 @contextlib.contextmanager
 def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
-    """A context manager: models that were made outside are neither compiled nor trained inside.
+    """Return a context manager that refuses to compile or train models made outside it.
 
-    Each replica would train a model of its own. Two methods of keras.Model are replaced while this
-    is open, in the base class that has them: Keras asks whether a model overrides them.
+    Each replica would train a separate model otherwise. Two methods of keras.Model are replaced
+    while this is open, in their base class: Keras checks whether a model overrides them.
     """
     if strategy.num_replicas_in_sync == 1 and not strategy.has_servers:
         yield

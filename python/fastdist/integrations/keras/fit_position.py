@@ -1,8 +1,8 @@
-"""The position of a running `fit` in its data, and the way back to it.
+"""The position of a running `fit` in its data, and how to return to it.
 
 Keras draws batches from passes over the data; an epoch is one pass, or with `steps_per_epoch` the
-next part of one. The order of a pass follows from the random state at its beginning. So a position
-is that state, and the number of batches that were drawn since.
+next part of a pass. The order of a pass follows from the random state at its beginning, so a
+position is that state and the number of batches drawn since.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastdist.integrations.keras.random_state import random_state, set_random_st
 
 
 class FitPosition:
-    """Notes where a `fit` is, and lets another begin there.
+    """Records the position of a `fit`, and lets another `fit` begin there.
 
     Args:
         iterator: Keras' iterator over batches, whose methods are replaced until `release`.
@@ -45,13 +45,13 @@ class FitPosition:
         """Note that a step of this epoch begins, whose batch is drawn already."""
         self._step = step
         self._drawn = self._iterator._steps_seen - 1
-        if isinstance(self._source, DistributedDataset):  # which continues inside a pass by itself
+        if isinstance(self._source, DistributedDataset):  # continues inside a pass by itself
             assert self._pass is not None
             state = self._source.position()
             self._pass["source"] = {**state, "step": state["step"] - 1}
 
     def note_end(self, epochs: int) -> None:
-        """Note that training has ended after so many epochs, or was stopped."""
+        """Note that training has ended after this number of epochs, or was stopped."""
         is_stopped = self._model.stop_training
         self.epoch = _NEVER if is_stopped else epochs
         self._step = self._drawn = 0
@@ -84,7 +84,7 @@ class FitPosition:
             vars(self._iterator).pop(name, None)
 
     def _enumerate(self) -> Iterator[Any]:
-        """Enumerate the steps of an epoch, or those that are left of it, as Keras does."""
+        """Enumerate the steps of an epoch, or its remaining steps, as Keras does."""
         if not self._is_behind:
             self._epoch_began = self._state_now()
             for step in self._make_epoch():
@@ -146,7 +146,7 @@ def _state_of(source: Any) -> Any:
 
 
 def _source(adapter: Any) -> Any:
-    """Return what of the data has a state of its own; None if nothing has."""
+    """Return the part of the data that has a state of its own; None without one."""
     if isinstance(adapter, DistributedAdapter):
         return adapter._dataset
     whole = adapter._whole if isinstance(adapter, PartAdapter) else adapter

@@ -24,7 +24,7 @@ class FitState:
     Args:
         model: the model that is trained.
         iterator: Keras' iterator over its batches.
-        callbacks: those of this replica whose states are saved.
+        callbacks: the callbacks of this replica whose states are saved.
         params: what `fit` gives to the callbacks' `set_params`.
 
     Attributes:
@@ -79,7 +79,7 @@ class FitState:
 def _own_metrics(
     saved: Sequence[Sequence[torch.Tensor]], variables: Sequence[Any], workers: Communicator | None
 ) -> list[torch.Tensor]:
-    """Return this replica's metrics; if their number has changed, their results stay the same."""
+    """Return this replica's metrics; another number of replicas has the same results."""
     rank, replicas = (0, 1) if workers is None else (workers.rank, workers.world_size)
     if len(saved) == replicas:
         return list(saved[rank])

@@ -65,7 +65,7 @@ __all__ = [
 def running_fit(model: Any) -> tuple[Any, list[Any]]:
     """Return the iterator over batches and the callbacks of the `fit` that has called us.
 
-    Keras tells a callback neither of them; they are variables of its `fit`.
+    Callbacks do not get them from Keras; they are local variables of its `fit`.
 
     Raises:
         UnsupportedError: this release of Keras has another `fit`.

@@ -1,4 +1,4 @@
-"""The logs of a step, of all replicas."""
+"""Logs of a step over all replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def global_logs(
     workers: Communicator,
     examples: tuple[int, ...] | None,
 ) -> dict[str, Any]:
-    """Return the logs of a step, of all replicas. Every replica must call.
+    """Return the logs of a step over all replicas. Every replica must call.
 
     A log that is the result of one of the model's metrics becomes the metric's result over all
     replicas. Other numbers become means, weighted by the examples of the step.
@@ -43,7 +43,7 @@ def global_logs(
         for i, number in enumerate(numbers.tolist()):
             for k, name in enumerate(candidates):
                 matches[i, k] = number == own[name]
-    else:  # its metrics have not counted the borrowed example
+    else:  # metrics have not counted the borrowed example
         matches.fill_(1.0)
     means = numbers * share if share else torch.zeros_like(numbers)
     with combined(metrics, workers, [means, matches]):
@@ -66,5 +66,5 @@ def flattened(logs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value of the logs is a number."""
+    """Return True if a value of the logs is a number."""
     return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()

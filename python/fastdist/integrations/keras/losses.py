@@ -1,7 +1,7 @@
-"""Makes the losses of replicas, averaged with their examples as weights, the loss of all examples.
+"""Scales replicas' losses so that their mean, weighted by examples, is the loss of all examples.
 
-Keras divides the sum of a loss by the number of its values, which needs nothing, by the number of
-unmasked values, or by the sum of the sample weights; or not at all.
+Keras divides the sum of a loss by the number of its values (then nothing is scaled), by the number
+of unmasked values or the sum of the sample weights, or by nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def share_losses(model: Any) -> None:
 
 
 def _checked(loss: Any) -> Any:
-    """Return a loss, unless replicas cannot compute it apart.
+    """Return a loss that replicas can compute separately.
 
     Raises:
         UnsupportedError: it is a fraction of two sums over the batch.
@@ -46,7 +46,7 @@ def _checked(loss: Any) -> Any:
 
 
 class _SharedLoss:
-    """A compiled loss, scaled by this replica's part in the divisor of all replicas.
+    """A compiled loss, scaled by this replica's share of the divisor of all replicas.
 
     Args:
         loss: the loss.

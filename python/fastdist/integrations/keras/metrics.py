@@ -18,7 +18,7 @@ def variables_of(metrics: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def unchanged(metrics: Sequence[Any]) -> Iterator[None]:
-    """A context manager that undoes changes of the metrics' variables at its end."""
+    """Return a context manager that undoes changes of the metrics' variables at its end."""
     variables = [variable.value for variable in variables_of(metrics)]
     before = [tensor.detach().clone() for tensor in variables]
     try:
@@ -33,7 +33,7 @@ def unchanged(metrics: Sequence[Any]) -> Iterator[None]:
 def combined(
     metrics: Sequence[Any], workers: Communicator, others: Sequence[torch.Tensor] = ()
 ) -> Iterator[None]:
-    """A context manager: the metrics' variables have the values of all replicas.
+    """Return a context manager in which the metrics' variables have the values of all replicas.
 
     Every replica must call. Variables are reduced by their `aggregation`: "sum", "mean", or the
     first replica's value; all in one fused call.

@@ -1,4 +1,4 @@
-"""Keras optimizers on replicas: gradients that backward has not reduced, and steps of one copy."""
+"""Keras optimizers on replicas: reduces gradients that backward did not; steps one copy once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The data of one replica: its part of each global batch, in Keras' order.
 
-Keras makes the global batches: `batch_size`, shuffling, sample weights and class weights are its
-own. Batches of arrays and of map-style DataLoaders are cut before they are loaded, others after.
+Keras makes the global batches, with its `batch_size`, shuffling, sample weights and class weights.
+Batches of arrays and of map-style DataLoaders are cut before they are loaded, others after.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Cutter:
     def __call__(self, count: int) -> tuple[slice, tuple[int, ...]]:
         """Return this replica's rows of `count`, and every replica's number of examples.
 
-        A replica without examples gets the first row, to compute with; it does not count.
+        A replica without examples computes with the first row, which does not count.
         """
         examples = split_sizes(count, self._replicas)
         start = sum(examples[: self._replica])
@@ -247,7 +247,7 @@ def share_random_state(workers: Communicator) -> None:
 
 
 def _require_same_arrays(workers: Communicator, dataset: Any, whole: Any) -> None:
-    """Check a sample of the rows of arrays, and how they are batched. Every replica must call.
+    """Compare a sample of the arrays' rows, and their batching. Every replica must call.
 
     Raises:
         ValueError: the arrays, batch_size or shuffle differ between replicas.

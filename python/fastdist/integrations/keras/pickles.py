@@ -1,6 +1,6 @@
-"""Pickles Keras models for workers: as the objects that they are, with the variables they share.
+"""Pickles Keras models for workers object by object, with the variables they share.
 
-Keras' own pickles are files of `model.save`, which know nothing of parameters that servers keep.
+Keras' own pickles are files of `model.save`, which cannot leave parameters on servers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import keras
 from fastdist.integrations.keras.internals import KerasSaveable, TrackedDict, TrackedList
 from fastdist.ps.coordinator.shipping import Reduction, reducers
 
-# Attributes of a model that are the chief's, besides its methods that a trainer replaces.
+# Attributes that stay on the chief, besides the methods that a trainer replaces.
 _OF_CHIEF = ("history", "train_function", "test_function", "predict_function")
 
 
 def send_as_they_are(replaced: tuple[str, ...]) -> None:
-    """Pickle the objects of Keras as they are from now on.
+    """Pickle Keras' objects one by one from now on.
 
     Args:
         replaced: the methods of a model that its trainer replaces on the chief.
@@ -31,7 +31,7 @@ def send_as_they_are(replaced: tuple[str, ...]) -> None:
                 state = {name: value for name, value in state.items() if name not in left_out}
                 state |= dict.fromkeys(_OF_CHIEF)
             return _hollow, (type(thing),), _unwound(state)
-        if isinstance(thing, TrackedList):  # would want their tracker before their items
+        if isinstance(thing, TrackedList):  # needs its tracker before its items
             return type(thing), (), None, iter(thing)
         if isinstance(thing, TrackedDict):
             return type(thing), (), None, None, iter(thing.items())

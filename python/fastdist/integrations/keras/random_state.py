@@ -15,7 +15,7 @@ from fastdist.integrations.keras.trainer import trainer_of
 def random_state(model: Any) -> dict[str, Any]:
     """Return the states of the generators of torch, Python, numpy, Keras and the model's trainer.
 
-    The trainer exists under several replicas. On a GPU torch has one more, which checkpoints hold.
+    The trainer exists with several replicas. Checkpoints hold the state of torch's GPU generator.
     """
     trainer = trainer_of(model)
     has_own = get_global_attribute("global_seed_generator") is not None

@@ -24,12 +24,12 @@ class KerasCheckpoint(Checkpoint):
         self.__dict__["_keras_model"] = model
 
     def ranks(self) -> Ranks:
-        """The replicas of the model."""
+        """Return the replicas of the model."""
         return Ranks([self._keras_model])
 
 
 class ModelVariables:
-    """A model's weights and seeds, in Keras' order: two models of one class have other names."""
+    """A model's weights and seeds, by number in Keras' order: names differ between two models."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -42,7 +42,7 @@ class ModelVariables:
         """Set the values.
 
         Raises:
-            ValueError: they are those of another model.
+            ValueError: they belong to another model.
         """
         saved = list(state.values())
         require_same_shapes("model", self._model.variables, saved)
@@ -64,7 +64,7 @@ def put_values(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None
 def require_same_shapes(
     name: str, variables: Sequence[Any], values: Sequence[torch.Tensor]
 ) -> None:
-    """Check that saved values are those of variables.
+    """Check that saved values have the shapes of the variables.
 
     Raises:
         ValueError: their number or their shapes differ.

@@ -80,7 +80,7 @@ def served_optimizer(optimizer: Any, variables: Sequence[Any]) -> torch.optim.Op
         is_nesterov = bool(optimizer.nesterov and optimizer.momentum)
         return torch.optim.SGD(groups, lr, momentum=optimizer.momentum, nesterov=is_nesterov)
     if isinstance(optimizer, keras.optimizers.Adagrad):
-        # Keras adds epsilon below the root, where it is a part of the first sum.
+        # Keras adds epsilon inside the square root, so it belongs to the first sum.
         first = optimizer.initial_accumulator_value + optimizer.epsilon
         return torch.optim.Adagrad(groups, lr, initial_accumulator_value=first, eps=0.0)
     betas = optimizer.beta_1, optimizer.beta_2
@@ -98,7 +98,7 @@ class ServedApply:
     Args:
         optimizer: Keras' optimizer, which gets no variables of its own.
         served: the optimizer of torch, whose step the servers take.
-        variables: those that it trains.
+        variables: the variables that it trains.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ServedApply:
         self._variables = list(variables)
 
     def share_rate(self) -> None:
-        """On the chief: make the rate of Keras' optimizer that of the next functions."""
+        """Give the next functions the chief's learning rate."""
         for group in self._served.param_groups:
             group["lr"] = float(self._optimizer.learning_rate)
 

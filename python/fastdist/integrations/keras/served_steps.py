@@ -28,9 +28,9 @@ _AHEAD = 2  # functions that are scheduled for each worker
 
 
 class ScheduledSteps(DataAdapter):  # type: ignore[misc]
-    """Schedules the steps of a `fit`, and adds up their metrics in those of the chief.
+    """Schedules the steps of a `fit`, and adds their metrics to the chief's metrics.
 
-    To Keras it is a data adapter, of batches that only have shapes: it tells when epochs begin.
+    Keras uses it as a data adapter, whose batches only have shapes: it learns when epochs begin.
 
     Args:
         model: the model.
@@ -61,7 +61,7 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         self._strategy = strategy
         self._coordinator = coordinator
         workers = len(strategy.worker_addresses)
-        # A step of synchronous workers is one of all of them.
+        # Synchronous workers take one step together.
         self._size = workers if strategy.synchronous else 1
         self._ahead = _AHEAD * workers
         make = functools.partial(WorkerBatches, make_dataset, workers, self._size)
@@ -85,9 +85,9 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         self._left, self._taken, self._numbers = self._of_epoch, 0, {}
 
     def step(self) -> dict[str, Any]:
-        """Wait until one more step has ended; return the logs of the epoch's steps that have.
+        """Wait until one more step has ended; return the logs of the epoch's steps so far.
 
-        If nothing reads them, there are none before the epoch's end.
+        If nothing reads them, they are empty before the epoch's end.
         """
         self.is_in_epoch = True
         self._model.optimizer.apply.share_rate()
@@ -102,9 +102,9 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         return self._logs() if self._reads_logs else {}
 
     def end_epoch(self) -> dict[str, Any]:
-        """Wait for steps that have begun; return the logs. Then the model has the servers' values.
+        """Wait for steps that have begun; return the logs. The model then has the servers' values.
 
-        There are such steps if a callback has stopped the training.
+        Steps are left over if a callback has stopped the training.
         """
         self.is_in_epoch = False
         while self._running:
@@ -154,7 +154,7 @@ def _joined_state(aggregation: str, before: Any, state: Any, count: int) -> Any:
 
 
 class WorkerBatches:
-    """The batches of one worker, without end: after the last one its dataset is made again.
+    """The endless batches of one worker: after the last batch its dataset is made again.
 
     Args:
         make_dataset: makes an iterable over batches.
@@ -220,7 +220,7 @@ def _joined(first: Any, others: Iterator[Any]) -> Iterator[Any]:
 
 
 def _shapes(batches: WorkerBatches) -> Any:
-    """On a worker: return the next batch without its values."""
+    """Return the next batch without its values, on a worker."""
 
     def without_values(leaf: Any) -> Any:
         return None if leaf is None else torch.empty_like(leaf, device="meta")
@@ -231,7 +231,7 @@ def _shapes(batches: WorkerBatches) -> Any:
 def train_on_worker(
     model: Any, strategy: Any, batches: WorkerBatches
 ) -> tuple[dict[str, float], list[Any]]:
-    """On a worker: take a step; return its logs, and the variables of the metrics of this step."""
+    """Take a step on a worker; return its logs, and the variables of its metrics."""
     batch = next(batches)
     examples = (count_examples(batch),)
     numbers: dict[str, float] = strategy.run(_train, (model, PerReplica((batch,), examples)))

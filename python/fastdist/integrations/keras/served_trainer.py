@@ -100,7 +100,7 @@ class ServedTrainer:
         model: Any = self._ref()
         optimizer = model.optimizer
         if optimizer is not None:
-            optimizer.built = True  # it never gets variables: the servers have their own
+            optimizer.built = True  # the servers have its variables
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """Train on the workers.
@@ -206,7 +206,7 @@ class ServedTrainer:
 
 
 def _reads_steps(callbacks: Any, verbose: Any) -> bool:
-    """True if a callback or the progress bar reads the metrics of each step."""
+    """Return True if a callback or the progress bar reads the metrics of each step."""
     methods = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
     return verbose in ("auto", 1) or overrides(flat(callbacks), *methods)
 

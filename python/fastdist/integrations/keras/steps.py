@@ -27,7 +27,7 @@ class ReplicaSteps:
 
     Attributes:
         examples: examples of each replica in the batch that the next step gets; None if unknown.
-        last_examples: the same of the last step.
+        last_examples: as `examples`, of the last step.
     """
 
     def __init__(self, model: weakref.ref[Any], strategy: ReplicatedStrategy) -> None:
@@ -41,7 +41,7 @@ class ReplicaSteps:
         self._seeded_from = -1
 
     def seed(self) -> None:
-        """Derive the seeds of the coming steps from the random state, unless it is as before."""
+        """Derive the seeds of the next steps from the random state, unless it has not changed."""
         found = zlib.crc32(torch.get_rng_state().numpy().data)
         if found != self._seeded_from:
             self._seeded_from = found
@@ -65,7 +65,7 @@ class ReplicaSteps:
         self._strategy.refresh()
 
     def train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
-        """Call a function that updates the metrics; return its logs, those of this replica."""
+        """Call a function that updates the metrics; return this replica's logs."""
         examples = self._take_examples()
         if examples is None or examples[self._replica]:
             return self._run(function, data, examples)
@@ -91,7 +91,7 @@ class ReplicaSteps:
     ) -> Any:
         """Call a function in `strategy.run`; the process's random state stays as it was.
 
-        So all replicas, and one device, shuffle in the same order after any number of steps.
+        So several replicas and one device shuffle in the same order after any number of steps.
         """
         generator = torch.default_generator
         before = generator.get_state()

@@ -235,7 +235,7 @@ class ReplicatedTrainer:
 
     @contextlib.contextmanager
     def _all_replicas(self) -> Iterator[None]:
-        """A context manager around a call that all replicas make."""
+        """Return a context manager around a call that all replicas make."""
         if state.replica is not None:
             raise RuntimeError("a Keras model's fit, evaluate or predict was called inside run")
         if keras.distribution.distribution() is not None:
@@ -371,7 +371,7 @@ class ReplicatedTrainer:
         return self._plain("_get_metrics_result_or_logs")(self._global_logs(logs))
 
     def _global_logs(self, logs: Any) -> Any:
-        """Return the logs of a step, of all replicas. Every replica must call."""
+        """Return the logs of a step over all replicas. Every replica must call."""
         if not isinstance(logs, dict) or not logs:
             return logs
         plain = results_of_metrics(self._model)
@@ -380,7 +380,7 @@ class ReplicatedTrainer:
             return global_logs(logs, self._model.metrics, plain, workers, self.steps.last_examples)
 
     def _any_replica(self, conditions: list[bool]) -> list[bool]:
-        """Tell of each condition whether it holds on any replica. Every replica must call."""
+        """Return, for each condition, True if it holds on any replica. Every replica must call."""
         found = np.array(conditions, np.uint8)
         with self._strategy.communicator() as workers:
             assert workers is not None
@@ -391,7 +391,7 @@ class ReplicatedTrainer:
         """Stop all replicas after the same step if any wants to stop. Every replica must call.
 
         Returns:
-            Whether a condition holds on any replica.
+            True if a condition holds on any replica.
         """
         model = self._model
         wanted = [bool(getattr(model, name, False)) for name in _STOPS]

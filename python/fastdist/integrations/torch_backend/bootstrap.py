@@ -75,7 +75,7 @@ class StoreBootstrap:
         return objects
 
     def give_up(self, error: BaseException) -> None:
-        """Tell ranks that come later, which would take this rank's keys for signs of life.
+        """Tell ranks that arrive later, which would otherwise wait for this rank.
 
         Args:
             error: the reason; the other ranks name that of the first rank that gives up.
@@ -90,7 +90,7 @@ class StoreBootstrap:
                 self._store.add(self._told, 1)
 
     def _await_told(self) -> None:
-        """Keep the store, which may end with rank 0, until the ranks that came know why."""
+        """Keep rank 0, which may hold the store, until the ranks that arrived know the reason."""
         others = sum(bool(self._store.check([key])) for key in self._keys[1:])
         until = time.monotonic() + _TELL_S
         while self._store.add(self._told, 0) < others and time.monotonic() < until:

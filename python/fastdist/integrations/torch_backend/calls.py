@@ -17,7 +17,8 @@ from torch.autograd import graph
 from torch.distributed import DistBackendError, distributed_c10d
 
 import fastdist._core as _core
-from fastdist.collectives.communicator import Communicator, Compression
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import Compression
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.overloads import FORMS, TIMED, normalize_arguments
@@ -42,7 +43,7 @@ from fastdist.integrations.torch_backend.tensors import (
 )
 from fastdist.integrations.torch_backend.work import Completer, Done, Pending
 
-if TYPE_CHECKING:  # its methods have other signatures for calls of users
+if TYPE_CHECKING:  # its methods have other signatures
     _ProcessGroup = object
 else:
     _ProcessGroup = c10d.ProcessGroup
@@ -69,7 +70,7 @@ class Job:
 
     @classmethod
     def has_idle_cores(cls) -> bool:
-        """Return whether this machine has more cores than its ranks use."""
+        """Return True if this machine has more cores than its ranks use."""
         cores = len(os.sched_getaffinity(0))
         return cores > cls.most_ranks_here * torch.get_num_threads()
 
@@ -556,7 +557,7 @@ class Calls(_ProcessGroup):
     ) -> Done | Pending:
         if tag < 0:
             raise ValueError(f"tag must not be negative, got {tag}")
-        # torch waits at once for `send` and `recv`: then no thread is needed.
+        # torch waits immediately for `send` and `recv`, so that no thread is needed.
         waits = _caller().f_code in _BLOCKING
         try:
             work = self._messages[name](plain, peer, tag, self._timeout_s, not waits)

@@ -14,7 +14,7 @@ def all_reduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any, timeout
     """Add up a sparse COO tensor over all ranks, in place."""
     if tensor.layout is not torch.sparse_coo or op != ReduceOp.SUM:
         raise ValueError(
-            f"sparse tensors are added up only, in the COO layout; got {tensor.layout} and {op}"
+            f"sparse tensors can only be summed, in the COO layout; got {tensor.layout} and {op}"
         )
     own = tensor.detach().coalesce()
     count = torch.tensor([own._nnz()])

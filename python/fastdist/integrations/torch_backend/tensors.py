@@ -27,7 +27,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def check_reducible(tensor: torch.Tensor, op: str) -> None:
     """Raise TypeError if the engines cannot apply a reduction to the tensor's elements."""
     if tensor.dtype is torch.complex32 and op not in ("sum", "mean"):
-        raise TypeError(f"torch.complex32 can be added up and averaged only, got {op}")
+        raise TypeError(f"torch.complex32 can only be summed and averaged, got {op}")
     if tensor.dtype not in _DTYPES and tensor.dtype is not torch.complex32:
         raise TypeError(
             f"{tensor.dtype} can be sent, but not reduced; cast to one of {', '.join(DTYPES)}"

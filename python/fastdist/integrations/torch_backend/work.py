@@ -13,7 +13,7 @@ import torch
 from torch.distributed import DistBackendError
 from torch.distributed import Work as TorchWork
 
-from fastdist.collectives.communicator import Work
+from fastdist.collectives.types import Work
 from fastdist.errors import FastdistError
 
 _FOREVER = timedelta(0)
@@ -76,7 +76,7 @@ class Pending(TorchWork):
         completer: completes the futures of works.
     """
 
-    # Defaults of the class: most works need none of their own, and cost less to make.
+    # Class attributes as defaults: most works set none, which makes them cheaper.
     _outcome: Any = None
     _error: Exception | None = None
     _future: torch.futures.Future[Any] | None = None
@@ -100,7 +100,7 @@ class Pending(TorchWork):
         if finish is not None:
             self._finish: Callable[[], None] | None = finish
             self._lock = threading.Lock()
-            self.get_future()  # so that it is called also if nobody waits
+            self.get_future()  # so that `finish` is called even if nobody waits
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Wait for the end of the call; for GPU tensors, make the current stream wait.
@@ -154,8 +154,8 @@ class Pending(TorchWork):
             if self._future is not None:
                 return self._future
             self._future = _new_future(self._tensors)
-        # Before the future is complete, the ranks' calls are compared, which needs all of them: the
-        # caller does not wait. What is captured must be enqueued before the capture ends.
+        # Completing the future compares the calls of all ranks, so the caller does not wait for it.
+        # But a captured call must be enqueued before the capture ends.
         if self._gpu is not None and torch.cuda.is_current_stream_capturing():
             self.complete(self._future)
         else:

@@ -1,0 +1,80 @@
+"""Jobs that say by themselves why they stand still, or why they have failed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BEGIN = """
+import os, signal, sys, time, numpy as np, fastdist as fd
+comm = fd.init()
+x = np.ones(4)
+comm.all_reduce(x)
+"""
+
+
+def output_of(program: str, tmp_path: Path, ranks: int = 3) -> str:
+    """Run a program on some ranks; return what they and the launcher write to stderr."""
+    script = tmp_path / "train.py"
+    script.write_text(BEGIN + program)
+    ran = subprocess.run(
+        [sys.executable, "-m", "fastdist", "run", "-n", str(ranks), "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.returncode != 0
+    return ran.stderr
+
+
+def test_a_late_rank_is_named_unasked_and_in_the_errors(tmp_path: Path) -> None:
+    err = output_of(
+        "if comm.rank == 1:\n    time.sleep(9)\ncomm.all_reduce(x, timeout=6.5)\n", tmp_path
+    )
+    named = "rank 1 has not arrived: it is in user code, asleep at train.py:7 in <module>"
+    waits = 'ranks 0 and 2 wait for it in all_reduce(float64 × 4, op="sum") at train.py:8'
+    unasked = [line for line in err.splitlines() if line.startswith(f"[0] {named}")]
+    assert len(unasked) == 1
+    assert waits in unasked[0]
+    for rank in (0, 2):
+        why = [line for line in err.splitlines() if line.startswith(f"[{rank}] why: ")]
+        assert len(why) == 1
+        assert named in why[0]
+
+
+def test_a_killed_rank_is_named_by_the_launcher(tmp_path: Path) -> None:
+    err = output_of(
+        "if comm.rank == 2:\n    time.sleep(0.5)\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()\n",
+        tmp_path,
+    )
+    last = err.splitlines()[-1]
+    assert last.startswith("fastdist run: rank 2 is dead")
+    assert "after all_reduce(float64 × 4" in last
+
+
+def test_a_peer_that_raised_is_quoted(tmp_path: Path) -> None:
+    err = output_of(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, meanwhile\n"
+        "if comm.rank == 0:\n"
+        "    raise ValueError('bad batch')\n"
+        "try:\n"
+        "    comm.barrier()\n"
+        "except fd.PeerFailureError as error:\n"
+        "    os.write(2, str(error).encode() + b'\\n')\n",
+        tmp_path,
+        ranks=2,
+    )
+    assert "why: rank 0 is dead: ValueError: bad batch at train.py:8 in <module>" in err
+
+
+def test_calls_as_slow_as_usual_are_not_told(tmp_path: Path) -> None:
+    err = output_of(
+        "for _ in range(2):\n"
+        "    if comm.rank == 1:\n"
+        "        time.sleep(2)\n"
+        "    comm.barrier()\n"
+        "sys.exit(3)\n",
+        tmp_path,
+        ranks=2,
+    )
+    assert "has not arrived" not in err

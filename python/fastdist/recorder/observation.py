@@ -118,12 +118,14 @@ class ObservedRank:
             return 0.0
         return (self.process.page_faults - self.earlier.page_faults) / self._passed_s
 
+    def thread_before(self, thread: Thread) -> Thread:
+        """Return a thread at the first moment; as it is now if it did not exist."""
+        threads = self.earlier.threads if self.earlier else ()
+        return next((then for then in threads if then.tid == thread.tid), thread)
+
     def naps_per_s(self, thread: Thread) -> float:
         """How often a thread went to sleep between the two moments, per second."""
-        for then in self.earlier.threads if self.earlier else ():
-            if then.tid == thread.tid:
-                return (thread.switches - then.switches) / self._passed_s
-        return 0.0
+        return (thread.switches - self.thread_before(thread).switches) / self._passed_s
 
     @property
     def _passed_s(self) -> float:

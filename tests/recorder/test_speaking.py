@@ -44,7 +44,8 @@ def test_a_late_rank_is_named_unasked_and_in_the_errors(tmp_path: Path) -> None:
 
 def test_a_killed_rank_is_named_by_the_launcher(tmp_path: Path) -> None:
     err = output_of(
-        "if comm.rank == 2:\n    time.sleep(0.5)\n    os.kill(os.getpid(), signal.SIGKILL)\ncomm.barrier()\n",
+        "if comm.rank == 2:\n    time.sleep(0.5)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "comm.barrier()\n",
         tmp_path,
     )
     last = err.splitlines()[-1]

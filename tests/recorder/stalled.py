@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,15 @@ from fastdist.recorder.kinds import Kind
 from launched import Launcher
 
 PROGRAM = Path(__file__).parent / "stalled_rank.py"
+# `fastdist run` that looks for records in a folder.
+_RUN = """
+import pathlib, sys
+from fastdist.cli.main import main
+from fastdist.recorder import place
+folder = pathlib.Path(sys.argv.pop(1))
+place._folders = lambda: [folder]
+sys.exit(main())
+"""
 
 
 class Stalled:
@@ -23,17 +34,24 @@ class Stalled:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._launcher = Launcher()
-        self._jobs: dict[str, int] = {}
-        self._processes: list[object] = []
+        self._sizes: dict[str, int] = {}
+        self._launchers: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, kind: str, ranks: int = 2, rank: int = 1, steps: int = 30) -> None:
         """Start a job of `ranks` ranks, in which `rank` does what `kind` says."""
         folder = self.folder(kind)
         folder.mkdir(mode=0o700)
-        self._jobs[kind] = ranks
-        words = ("-n", ranks, PROGRAM, kind, rank, folder, steps)
+        self._sizes[kind] = ranks
+        words = (folder, "run", "-n", ranks, PROGRAM, kind, rank, folder, steps)
+        command = [sys.executable, "-c", _RUN, *map(str, words)]
         with (folder / "out").open("wb") as out:
-            self._processes.append(self._launcher.start(*words, stdout=out, stderr=out))
+            self._launchers[kind] = subprocess.Popen(
+                command,
+                env=self._launcher.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
 
     def folder(self, kind: str) -> Path:
         return self._folder / kind
@@ -51,7 +69,9 @@ class Stalled:
         raise AssertionError((self.folder(kind) / "out").read_text())
 
     def _is_ready(self, kind: str, job: Job) -> bool:
-        return len(job.ranks) == self._jobs[kind] or not job.is_live
+        if job.is_live:
+            return len(job.ranks) == self._sizes[kind]
+        return self._launchers[kind].poll() is not None
 
     def diagnosis(self, kind: str, timeout_s: float = 30.0) -> Diagnosis:
         """Diagnose a job as soon as it is no longer taken for slow."""
@@ -65,5 +85,5 @@ class Stalled:
     def close(self) -> None:
         for pid in self._launcher.left():
             os.kill(pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()  # type: ignore[attr-defined]
+        for process in self._launchers.values():
+            process.wait()

@@ -23,6 +23,7 @@ def write_records(
     world_size: int = 1,
     sequences: range = range(1, 4),
     running: bool = False,
+    engine: bytes = b"host",
     **header: Any,
 ) -> Path:
     """Write the records of a rank of this process that has made barriers, 1 ms each.
@@ -56,7 +57,7 @@ def write_records(
     }
     for name, value in (fields | header).items():
         head[name] = value
-    member = np.array([(rank, world_size, KEY, 1, b"host")], ring._COMMUNICATOR)
+    member = np.array([(rank, world_size, KEY, 1, engine)], ring._COMMUNICATOR)
     put(data, 0, head)
     put(data, ring._COMMUNICATORS_AT, member)
     put(data, ring._SITES_AT, np.array([b"/home/me/train.py:12 in step"], ring._SITE))

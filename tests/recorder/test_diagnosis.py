@@ -31,7 +31,7 @@ SLOW: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "waiting_for_a_lock": (2, Kind.THREADS, (1,), ("a lock", "in hold", "in waiting_for_a_lock")),
     "all_killed": (3, Kind.DEAD, (0, 1, 2), ("ranks 0, 1 and 2 are dead",)),
     "leaving": (3, Kind.DEAD, (1,), ("its records are gone", "ranks 0 and 2")),
-    "crashing": (3, Kind.DEAD, (1,), ("rank 1 is dead",)),
+    "crashing": (3, Kind.DEAD, (1,), ("rank 1 is dead, killed by SIGSEGV",)),
     "spinning": (4, Kind.USER, (1,), ("in spinning", "ranks 0, 2 and 3 wait")),
     "waiting_for_a_file_lock": (2, Kind.FILES, (1,), ("in waiting_for_a_file_lock",)),
     "loading": (2, Kind.DATA, (1,), ("waits for data", "in __getitem__")),

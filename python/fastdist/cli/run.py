@@ -263,7 +263,7 @@ def _say_why(outcome: Outcome) -> None:
         return
     from fastdist.recorder.speaking import obituary  # numpy: only when it is needed
 
-    why = obituary(outcome.killed)
+    why = obituary(outcome.killed, outcome.exit_code - 128)
     if why:
         sys.stderr.write(f"{_NAME}: {why}\n")
 

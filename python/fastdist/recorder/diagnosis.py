@@ -49,12 +49,14 @@ class _Case:
     Attributes:
         ends: ranks that others wait for, and that wait for nobody.
         circle: ranks that wait for each other.
+        outside: ranks whose main thread is outside of calls.
     """
 
     seen: Observation
     waits: Sequence[Wait]
     ends: frozenset[int]
     circle: Sequence[int]
+    outside: frozenset[int]
 
     @property
     def live(self) -> list[ObservedRank]:
@@ -117,7 +119,7 @@ def _judge(seen: Observation) -> _Case:
     waits = waits_of(seen.ranks, seen.missing)
     outside = frozenset(each.rank for each in seen.ranks if is_outside_calls(each))
     ends, circle = causes(waits, outside)
-    return _Case(seen, waits, ends, circle)
+    return _Case(seen, waits, ends, circle, outside)
 
 
 # --- rules, in order of certainty ---------------------------------------------------------------
@@ -369,6 +371,10 @@ def _busy_elsewhere(case: _Case) -> _Found | None:
     if not late and not any(wait.behind for wait in case.waits):
         late = case.live
     occupations = {each.rank: occupation_of(each) for each in late}
+    for wait in case.waits:
+        found = occupations.get(wait.rank)
+        if found is not None and found.kind is Kind.USER and wait.rank not in case.outside:
+            del occupations[wait.rank]  # it is in a call
     for kind in _MOST_CERTAIN_FIRST:
         ranks = [rank for rank, found in occupations.items() if found.kind is kind]
         if ranks:
@@ -396,6 +402,27 @@ def _nobody_waits(case: _Case, ranks: Sequence[int]) -> str:
     return "; no rank waits for another" if len(ranks) > 1 and not case.waits else ""
 
 
+def _in_progress(case: _Case) -> _Found | None:
+    """All ranks have begun a call, which goes on."""
+    whole = [wait for wait in case.waits if not wait.behind]
+    if case.ends & {UNSEEN, *case.seen.missing} or not whole:
+        return None
+    oldest = min(whole, key=lambda wait: wait.since_s)
+    call = f"{oldest.call.signature}{at(oldest.call.site)}"
+    rank = case.seen.rank(oldest.rank)
+    keys = [member.key for member in rank.records.members] if rank is not None else []
+    if keys.count(oldest.call.member.key) > 1:
+        sentence = (
+            f"the ranks of {call} are threads of one process, which records do not tell apart"
+        )
+        return Kind.UNKNOWN, sentence, [], oldest.call.site
+    age_s = case.age_s(oldest.since_s)
+    sentence = (
+        f"slow, not stuck: all ranks have begun {call}, which has gone on for {seconds(age_s)}"
+    )
+    return Kind.SLOW, sentence, [], oldest.call.site
+
+
 def _unseen(case: _Case) -> _Found:
     """The cause is not on this machine, or cannot be told."""
     if case.ends:
@@ -416,5 +443,6 @@ _RULES: tuple[_Rule, ...] = (
     _stopped,
     _slow,
     _busy_elsewhere,
+    _in_progress,
     _unseen,
 )

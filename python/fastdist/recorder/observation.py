@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fastdist.recorder.endings import Ending, read_ending
@@ -118,12 +119,14 @@ class ObservedRank:
             return 0.0
         return (self.process.page_faults - self.earlier.page_faults) / self._passed_s
 
+    def thread_before(self, thread: Thread) -> Thread:
+        """Return a thread at the first moment; as it is now if it did not exist."""
+        threads = self.earlier.threads if self.earlier else ()
+        return next((then for then in threads if then.tid == thread.tid), thread)
+
     def naps_per_s(self, thread: Thread) -> float:
         """How often a thread went to sleep between the two moments, per second."""
-        for then in self.earlier.threads if self.earlier else ():
-            if then.tid == thread.tid:
-                return (thread.switches - then.switches) / self._passed_s
-        return 0.0
+        return (thread.switches - self.thread_before(thread).switches) / self._passed_s
 
     @property
     def _passed_s(self) -> float:
@@ -173,8 +176,16 @@ def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
             ending = read_ending(each.place.ending)
             pair = now.records, before.records, now.process, before.process
             ranks.append(ObservedRank(each.place, *pair, ending))
-    missing = sorted(set(range(job.world_size)) - {each.rank for each in ranks})
-    return Observation(job, tuple(ranks), tuple(missing), time.monotonic(), tuple(notes))
+    return Observation(job, tuple(ranks), _missing(job, ranks), time.monotonic(), tuple(notes))
+
+
+def _missing(job: Job, ranks: Sequence[ObservedRank]) -> tuple[int, ...]:
+    """Return the ranks that are neither these processes nor threads of them."""
+    seen = {each.rank for each in ranks}
+    for each in ranks:
+        world = each.records.members[:1]
+        seen |= {m.rank for m in each.records.members if world and m.key == world[0].key}
+    return tuple(sorted(set(range(job.world_size)) - seen))
 
 
 def with_stacks(observation: Observation) -> Observation:

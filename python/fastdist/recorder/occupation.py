@@ -28,8 +28,8 @@ _CHILD = re.compile(r"^(do_wait|kernel_wait|pidfd)")
 _BUSY_SHARE = 0.5  # of a core
 _FAULTS_PER_S = 200
 _STALLED_SHARE = 0.1
-# A thread that wants the GIL wakes every 5 ms to ask for it.
-_GIL_NAPS_PER_S = (100, 260)
+# A thread that wants the GIL wakes every 5 ms to ask for it, later on a busy machine.
+_GIL_NAPS_PER_S = (20, 260)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ def _wants_gil(rank: ObservedRank, thread: Thread) -> bool:
     least, most = _GIL_NAPS_PER_S
     if rank.process is None or not least < rank.naps_per_s(thread) < most:
         return False
-    return thread.futex != 0 and is_in_interpreter(rank.process.pid, thread.futex)
+    addresses = {thread.futex, rank.thread_before(thread).futex} - {0}  # it may just be awake
+    return any(is_in_interpreter(rank.process.pid, address) for address in addresses)
 
 
 def _others(rank: ObservedRank) -> str:

@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 from fastdist.recorder.diagnosis import diagnose
+from fastdist.recorder.endings import note_killed
 from fastdist.recorder.jobs import Job, find_job, jobs_here
 from fastdist.recorder.kinds import Kind
 from fastdist.recorder.ring import Call, Records
@@ -48,8 +49,14 @@ def explain(is_late: bool) -> str:
     return sentence
 
 
-def obituary(pid: int) -> str:
-    """Say what a dead process of a job did, and who waited for it; "" if that cannot be told."""
+def obituary(pid: int, number: int) -> str:
+    """Say what a process did that was killed, and who waited for it; "" if that cannot be told.
+
+    Args:
+        pid: the process, whose death has ended its job.
+        number: the signal that killed it, which is noted for later questions too.
+    """
+    note_killed(pid, number)
     try:
         job = _job_of(pid)
         found = diagnose(job, 0.0)

@@ -19,6 +19,7 @@ from fastdist.recorder.stack_signal import SIGNAL
 from fastdist.recorder.system import catches
 
 _LARGE_BYTES = 1 << 20
+_MOST_PY_SPIES = 2 * (os.cpu_count() or 1)  # more at once would not end in time
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x(\w+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
@@ -43,8 +44,9 @@ def stacks_of(
 
 
 def _by_py_spy(pids: Iterable[int], end_s: float) -> dict[int, list[Stack]]:
+    pids = list(pids)
     program = _py_spy()
-    if program is None:
+    if program is None or len(pids) > _MOST_PY_SPIES:
         return {}
     started = {
         pid: subprocess.Popen(

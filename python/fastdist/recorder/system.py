@@ -225,7 +225,7 @@ class _Look:
     def threads(self) -> Iterator[Thread]:
         """Yield the threads, the main thread first."""
         try:
-            tids = sorted(int(name) for name in os.listdir(self.folder / "task"))
+            tids = sorted(map(int, os.listdir(self.folder / "task")), key=self._order)
         except OSError as error:
             self._note("task", error)
             return
@@ -235,6 +235,9 @@ class _Look:
             thread = self._thread(tid)
             if thread is not None:
                 yield thread
+
+    def _order(self, tid: int) -> tuple[bool, int]:
+        return str(tid) != self.folder.name, tid  # the main thread has the process's number
 
     def _thread(self, tid: int) -> Thread | None:
         task = f"task/{tid}"

@@ -42,6 +42,7 @@ from fastdist.ps.worker_host import (
     ServedWorker,
     adopt_on_worker,
     is_worker_of,
+    prefetch_on_worker,
     this_strategy,
 )
 from fastdist.replicas.devices import every_device, usable_device
@@ -172,6 +173,29 @@ class ParameterServerStrategy(ReplicatedStrategy):
         self.coordinator: Callable[[], Any] = lambda: None
         self._models: list[ServedModel] = []
         self._generation = 0
+
+    def prefetch(self, batch: Any) -> None:
+        """Ask for the rows of a batch that a later step needs, from within a function.
+
+        The next `optimizer.step()` or function brings them along with the dense values, in the same
+        messages, and `forward` of that batch asks no server again. The rows are as recent as the
+        dense values: results are the same as without.
+
+        Args:
+            batch: holds the features of an `fd.nn.EmbeddingBagCollection` of the scope, as its
+                `forward` takes them: alone, or in nested tuples, lists and dicts.
+
+        Raises:
+            FastdistError: called outside a function that runs on a worker.
+            IndexError: an id is beyond its table.
+            TypeError: ids are not integers.
+            ValueError: the batch has no such features, or some of them only.
+        """
+        if not is_worker_of(self):
+            raise FastdistError(
+                "prefetch must be called in a function that a ClusterCoordinator schedules"
+            )
+        prefetch_on_worker(batch)
 
     # --- the chief's ----------------------------------------------------------------------------
 

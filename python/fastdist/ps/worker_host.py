@@ -46,6 +46,11 @@ def this_strategy() -> Any:
     return _current[0].strategy
 
 
+def prefetch_on_worker(batch: Any) -> None:
+    """Ask for the rows of a later batch, on this worker."""
+    _current[0].prefetch(batch)
+
+
 def is_worker_of(strategy: object) -> bool:
     """Return True if this process is a worker, and `strategy` is its strategy."""
     return bool(_current) and _current[0].strategy is strategy
@@ -137,7 +142,7 @@ class ServedWorker:
         for model, steps in everything if not context.has_state else ():
             if steps.is_fresh:  # the previous function has left its changes to this one
                 model.buffers.send_changed(1)
-        stale = [model for model, steps in models if not steps.is_fresh]
+        stale = [model for model, steps in models if not steps.is_fresh or model.awaits_rows]
         for model in stale:
             model.begin_pull()
         for _, steps in everything:
@@ -154,6 +159,14 @@ class ServedWorker:
                 steps.end()
                 if not steps.is_fresh:  # otherwise the next function sends them
                     model.buffers.send_changed(context.size)
+
+    def prefetch(self, batch: Any) -> None:
+        """Ask for the rows of a later batch; see `ParameterServerStrategy.prefetch`."""
+        if not sum(model.prefetch(batch) for model, _ in self._models.values()):
+            raise ValueError(
+                "prefetch: expected the features of an fd.nn.EmbeddingBagCollection of the scope, "
+                f"as its forward takes them, alone or in a tuple, list or dict; got {batch!r:.200}"
+            )
 
     def state_update(self) -> bytes:
         """Return the names of buffers that workers have changed, if there are new ones."""

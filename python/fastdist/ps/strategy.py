@@ -18,13 +18,22 @@ import torch
 from torch import nn
 
 from fastdist._config import settings
+from fastdist.checkpoints.files import read_index
+from fastdist.checkpoints.keepers import keep
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
-from fastdist.errors import ClusterConfigError, FastdistError, UnsupportedError
+from fastdist.errors import (
+    ClusterConfigError,
+    DamagedCheckpointError,
+    FastdistError,
+    UnsupportedError,
+)
 from fastdist.ps.client.checkpoint import (
+    check_checkpoint,
     has_checkpoint,
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
+    write_files,
 )
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.partition import Partitioner, RoundRobin
@@ -47,6 +56,7 @@ from fastdist.ps.worker_host import (
 )
 from fastdist.replicas.devices import every_device, usable_device
 from fastdist.strategies.replicated import ReplicatedStrategy
+from fastdist.training.module_structure import modules_of
 
 _END_S = 2.0
 _NO_REPLICAS = (
@@ -226,6 +236,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             optimizer.register_state_dict_pre_hook(_refuse_state)
         ServedSteps(model)
         self._models.append(model)
+        keep([*modules_of(roots), *optimizers], self)
         define_bundle(self.definitions, bundle, adopt_on_worker)
 
     def adopt_bundle(self, bundle: Bundle) -> None:
@@ -280,7 +291,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             UnavailableError: a server is gone.
         """
         self.require_chief("strategy.save")
-        with contextlib.nullcontext() if self.backlog is None else self.backlog.paused():
+        with self._paused():
             save_checkpoint(self.client, directory, self._sharded(), state=state)
 
     def restore(self, directory: str | Path) -> Any:
@@ -297,6 +308,40 @@ class ParameterServerStrategy(ReplicatedStrategy):
             ValueError: the checkpoint lacks a variable, or has it in another shape.
             UnavailableError: a server is gone.
         """
+        self._connect_again()
+        self._generation += 1
+        state = restore_checkpoint(self.client, directory, self._sharded())
+        for model in self._models:
+            model.buffers.mark_all_live()
+        self.after_calls()
+        return state
+
+    def write_files(self, directory: Path) -> Any:
+        """Write everything on the servers into a checkpoint of `fd.Checkpoint`, and the rates."""
+        self.require_chief("Checkpoint.save")
+        rates = [model.rates() for model in self._models]
+        with self._paused():
+            return {**write_files(self.client, self._sharded(), directory), "rates": rates}
+
+    def check_files(self, directory: Path) -> None:
+        """Check every byte of what `write_files` has written."""
+        self._connect_again()
+        try:
+            check_checkpoint(self.client, directory, self._sharded())
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(str(error)) from error
+
+    def read_files(self, directory: Path) -> None:
+        """Restore what `write_files` has written."""
+        self.restore(directory)
+        for model, rates in zip(self._models, read_index(directory).others["rates"], strict=False):
+            model.restore_rates(rates)
+
+    def _paused(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.backlog is None else self.backlog.paused()
+
+    def _connect_again(self) -> None:
+        """Find all values on the servers, before they are restored."""
         self.require_chief("strategy.restore")
         if self.backlog is not None and not self.backlog.is_empty:
             raise FastdistError(
@@ -304,12 +349,6 @@ class ParameterServerStrategy(ReplicatedStrategy):
             )
         for model in self._models:
             model.connect(initialize=True)
-        self._generation += 1
-        state = restore_checkpoint(self.client, directory, self._sharded())
-        for model in self._models:
-            model.buffers.mark_all_live()
-        self.after_calls()
-        return state
 
     def has_saved(self, directory: str | Path) -> bool:
         """Return True if the directory has a checkpoint that `save` wrote."""

@@ -298,6 +298,11 @@ class ServedModel:
                 else:
                     group["lr"] = rate
 
+    def restore_rates(self, rates: list[list[float]]) -> None:
+        """Set the learning rates of a checkpoint, on the chief."""
+        self._given_rates = None
+        self.set_rates(rates)
+
     def modes(self) -> list[bool]:
         """Return the flags that `train`, `eval` and `requires_grad_` set.
 

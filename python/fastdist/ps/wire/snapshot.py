@@ -7,7 +7,6 @@ object it holds.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zlib
@@ -79,8 +78,6 @@ class _SnapshotFile:
 
 def save(spec: Spec, stored: Any, part: Part, stem: Path) -> dict[str, int]:
     """Write an object's files, while the object is in use: no row is torn.
-
-    A file gets its name when it is complete.
 
     Returns:
         The names of the files, which begin with `stem`'s, and their checksums.
@@ -219,16 +216,12 @@ def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Ar
     from safetensors.numpy import save_file
 
     path = stem.with_name(f"{stem.name}-{number:05d}.safetensors")
-    unfinished = path.with_suffix(".unfinished")
     try:
         about = json.dumps({"part": asdict(part), "step": step})
-        save_file(tensors, unfinished, {"fastdist": about})
-        with unfinished.open("rb") as file:
+        save_file(tensors, path, {"fastdist": about})
+        with path.open("rb") as file:
             os.fsync(file.fileno())
-        unfinished.replace(path)
     except Exception as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise OSError(f"cannot write {path}: {error}") from error
     return path
 

@@ -39,7 +39,7 @@ def stack() -> Iterator[ExitStack]:
 def files_of(directory: Path) -> set[str]:
     """Return the names of a checkpoint's files in a directory."""
     objects = index_of(directory)["objects"].values()
-    named = {f"servers/{name}" for about in objects for name in about["files"]}
+    named = {f"servers/{name}" for about in objects for name, *_ in about["files"]}
     return {*named, "servers/checkpoint.json"}
 
 

@@ -68,7 +68,7 @@ def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: typ
     save_checkpoint(job.client, tmp_path, job.things)
     job.train(1)
     before = job.values()
-    name = list(index_of(tmp_path)["objects"]["w0"]["files"])[1]
+    name, *_ = index_of(tmp_path)["objects"]["w0"]["files"][1]
     damage(tmp_path / "servers" / name)
     with pytest.raises(kind, match=name):
         restore_checkpoint(job.client, tmp_path, job.things[::-1])
@@ -77,42 +77,6 @@ def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: typ
     with pytest.raises(kind, match=name):
         fd.ps.load(module, tmp_path, prefix="")
     assert (module["w1"] == 1).all()
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("w0", lambda names: names[:1]),
-        ("w0", lambda names: names[1:]),
-        ("w0", lambda names: [*names, "copy"]),
-        ("w0", lambda names: [names[0], "copy"]),
-        ("fixed", lambda names: names[:1]),
-        ("fixed", lambda names: [*names, "copy"]),
-        ("hashed", lambda names: names[1:]),
-        ("hashed", lambda names: [names[0], "copy"]),
-        ("hashed", lambda names: []),
-    ],
-)
-def test_missing_and_duplicated_rows(
-    stack: ExitStack, tmp_path: Path, name: str, change: Any
-) -> None:
-    job = Job(stack, 2, 2)
-    job.train(0)
-    save_checkpoint(job.client, tmp_path, job.things)
-    before = job.values()
-    others = index_of(tmp_path)
-    sums = others["objects"][name]["files"]
-    first = next(iter(sums))
-    sums["copy"] = sums[first]
-    (tmp_path / "servers" / "copy").write_bytes((tmp_path / "servers" / first).read_bytes())
-    names = [known for known in sums if known != "copy"]
-    others["objects"][name]["files"] = {known: sums[known] for known in change(names)}
-    rewrite_index(tmp_path, others)
-    with pytest.raises(
-        ValueError, match=r"missing|duplicated|missing for some servers|hold 50 rows"
-    ):
-        restore_checkpoint(job.client, tmp_path, job.things)
-    require_same(job.values(), before)
 
 
 def _with(others: Any, name: str, **about: Any) -> Any:
@@ -150,8 +114,11 @@ def test_a_damaged_index(stack: ExitStack, tmp_path: Path, damage: Any) -> None:
         lambda others: {"objects": others["objects"]},
         lambda others: _with(others, "w0", files=3),
         lambda others: _with(others, "w0", files=[3]),
-        lambda others: _with(others, "w0", files={"../x": 3}),
-        lambda others: _with(others, "w0", files={"x": "y"}),
+        lambda others: _with(
+            others, "w0", files=[["../x", 3, {"name": "w0", "begin": 0, "end": 1}]]
+        ),
+        lambda others: _with(others, "w0", files=[["x", "y", {}]]),
+        lambda others: _with(others, "w0", files=[["x", 3, {"begin": 0}]]),
         lambda others: _with(others, "w0", spec=None),
         lambda others: _with(others, "w0", spec=others["objects"]["w1"]["spec"]),
     ],

@@ -166,7 +166,7 @@ def test_a_worker_connects_while_a_checkpoint_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(service, "save", lambda *_: may_end.wait(20) and [])
+    monkeypatch.setattr(service, "save", lambda *_: may_end.wait(20) and {})
     with Server() as server, Client([server.address]) as client, Client([server.address]) as worker:
         pieces = RoundRobin(1).place((5,), 4)
         things = [

@@ -83,7 +83,7 @@ def test_the_prefix_is_found(stack: ExitStack, tmp_path: Path) -> None:
     np.testing.assert_array_equal(module["goods"].get_parameter("weight").detach(), expected)
     others = index_of(tmp_path)
     spec = others["objects"]["1/goods.weight"]["spec"]["RowsSpec"]
-    again = {"spec": {"RowsSpec": {**spec, "name": "0/goods.weight"}}, "files": {}}
+    again = {"spec": {"RowsSpec": {**spec, "name": "0/goods.weight"}}, "files": []}
     others["objects"]["0/goods.weight"] = again
     rewrite_index(tmp_path, others)
     with pytest.raises(ValueError, match=r"several modules.*pass prefix=, one of '0/', '1/'"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from fastdist.ps.client.client import Client
 from fastdist.ps.client.requests import Ticket
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.wire.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
-from fastdist.ps.wire.snapshot import Part, check_files, require_checksums
+from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
 
 # In the user's directory, which may have other files.
@@ -32,24 +32,12 @@ class Saved:
     Attributes:
         spec: the spec of the whole.
         checksums: the files with its rows, and their checksums.
+        parts: what each of them holds.
     """
 
     spec: Spec
-    checksums: Mapping[Path, int]
-
-    @property
-    def paths(self) -> list[Path]:
-        """The files with its rows."""
-        return list(self.checksums)
-
-    def check(self) -> list[Part]:
-        """See `fastdist.ps.wire.snapshot.check_files`."""
-        return check_files(self.spec, self.paths)
-
-    def check_bytes(self) -> None:
-        """Read all files and check their checksums, after `check`."""
-        self.check()
-        require_checksums(self.checksums)
+    checksums: dict[Path, int]
+    parts: list[Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +45,12 @@ class Index:
     """The contents of a checkpoint.
 
     Attributes:
+        directory: where its files are.
         saved: variables and tables, by name.
         state: what the user saved with them.
     """
 
+    directory: Path
     saved: dict[str, Saved]
     state: Any
 
@@ -111,20 +101,21 @@ def write_files(
     Raises:
         OSError, ValueError, UnavailableError: see `save_checkpoint`.
     """
-    names: list[str] = []
+    parts: list[Part] = []
     tickets: list[Ticket] = []
     for thing in things:
         for server, number, part in thing.parts():
             about = {"part": asdict(part), "stem": str(directory / f"part-{len(tickets)}")}
             tickets.append(_submit(client, server, Op.SAVE, number, about, timeout_s))
-            names.append(thing.spec.name)
+            parts.append(part)
     objects: dict[str, Any] = {
-        thing.spec.name: {"spec": json.loads(to_json(thing.spec)), "files": {}} for thing in things
+        thing.spec.name: {"spec": json.loads(to_json(thing.spec)), "files": []} for thing in things
     }
-    for name, reply in zip(names, _wait(client, tickets), strict=True):
-        objects[name]["files"].update(json.loads(bytes(reply)))
+    for part, reply in zip(parts, _wait(client, tickets), strict=True):
+        sums = json.loads(bytes(reply))
+        objects[part.name]["files"] += [[file, sum_, asdict(part)] for file, sum_ in sums.items()]
     for name, saved in objects.items():
-        if len(json.dumps(saved["files"])) > _MAX_NAMES_BYTES:
+        if len(json.dumps([named for *named, _ in saved["files"]])) > _MAX_NAMES_BYTES:
             raise ValueError(f"{name!r} is in {len(saved['files'])} files, too many to restore")
     return {"state": state, "objects": objects}
 
@@ -176,6 +167,8 @@ def check_checkpoint(
             known = ", ".join(sorted(index.saved))
             raise ValueError(f"{directory} has no {name!r}; it has {known}")
         _require_same(index.saved[name].spec, thing.spec, directory)
+        for path in index.saved[name].checksums:
+            path.stat()  # the servers' errors do not tell what is missing
     try:
         _move(client, index, things, timeout_s, only_check=True)
     except ValueError as error:
@@ -190,15 +183,14 @@ def _move(
     tickets = []
     for thing in things:
         source = index.saved[thing.spec.name]
-        held = list(zip(source.checksums.items(), source.check(), strict=True))
+        held = list(zip(source.checksums.items(), source.parts, strict=True))
         for server, number, part in thing.parts():
-            mine = {str(path): sum_ for (path, sum_), other in held if part.may_share_rows(other)}
             about = {
                 "only_check": only_check,
                 "seed": source.spec.seed if isinstance(source.spec, RowsSpec) else None,
                 "part": asdict(part),
-                "directory": str(next(iter(source.checksums)).parent) if mine else "",
-                "files": {Path(path).name: sum_ for path, sum_ in mine.items()},
+                "directory": str(index.directory),
+                "files": {p.name: sum_ for (p, sum_), own in held if part.may_share_rows(own)},
             }
             tickets.append(_submit(client, server, Op.RESTORE, number, about, timeout_s))
     _wait(client, tickets)
@@ -230,10 +222,11 @@ def read_index(directory: str | Path) -> Index:
             if spec.name != name:
                 raise ValueError(f"{spec} is not the spec of {name!r}")
             _layout(spec), _rows(spec)  # raise if the spec is invalid
-            if any(Path(file).name != file for file in about["files"]):
+            if any(Path(file).name != file for file, *_ in about["files"]):
                 raise ValueError(f"{name!r} has files elsewhere")
-            saved[name] = Saved(spec, {place / f: int(s) for f, s in about["files"].items()})
-        return Index(saved, others["state"])
+            sums = {place / file: int(sum_) for file, sum_, _ in about["files"]}
+            saved[name] = Saved(spec, sums, [Part(**part) for *_, part in about["files"]])
+        return Index(place, saved, others["state"])
     except Exception as error:
         raise DamagedCheckpointError(
             f"{place / files.INDEX} is damaged, or of another version: {error!r}"

@@ -133,6 +133,37 @@ def test_a_step_takes_two_messages_for_each_server(cluster: PsCluster) -> None:
     assert took == [10, 10]
 
 
+@pytest.mark.parametrize("kind", [fd.nn.Embedding, nn.EmbeddingBag])
+def test_single_layers(cluster: PsCluster, kind: type) -> None:
+    strategy = cluster.strategy(max_staleness=0)
+    coordinator = cluster.coordinator(strategy)
+    with strategy.scope():
+        layer, other = kind(50, 3), nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    before = layer(torch.tensor([[4, 4, 9]])).detach()
+
+    def train(ids: torch.Tensor) -> list[int]:
+        for _ in range(2):
+            optimizer.zero_grad()
+            strategy.prefetch(ids, layer)
+            layer(ids).sum().backward()
+            optimizer.step()
+        counts = [strategy.client.stats(server)["requests"] for server in range(2)]
+        rows = layer(ids).detach()
+        again = [strategy.client.stats(server)["requests"] for server in range(2)]
+        return [rows, sum(again) - sum(counts)]
+
+    rows, requests = coordinator.fetch(coordinator.schedule(train, (torch.tensor([[4, 4, 9]]),)))
+    coordinator.join()
+    assert torch.equal(rows, layer(torch.tensor([[4, 4, 9]])))
+    assert not torch.equal(rows, before)
+    assert requests == 2  # those for the counts
+    for wrong in (other, "layer"):
+        coordinator.schedule(lambda wrong=wrong: strategy.prefetch(torch.tensor([1]), wrong))
+        with pytest.raises(TypeError, match="layer must be an embedding of the scope, got"):
+            coordinator.join()
+
+
 def test_cached_rows_are_not_prefetched(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)

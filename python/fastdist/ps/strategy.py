@@ -184,7 +184,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         self._models: list[ServedModel] = []
         self._generation = 0
 
-    def prefetch(self, batch: Any) -> None:
+    def prefetch(self, batch: Any, layer: nn.Module | None = None) -> None:
         """Ask for the rows of a batch that a later step needs, from within a function.
 
         The next `optimizer.step()` or function brings them along with the dense values, in the same
@@ -193,19 +193,21 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
         Args:
             batch: holds the features of an `fd.nn.EmbeddingBagCollection` of the scope, as its
-                `forward` takes them: alone, or in nested tuples, lists and dicts.
+                `forward` takes them: alone, or in nested tuples, lists and dicts. For an embedding
+                or bag given as `layer`: the tensor of ids.
+            layer: what looks the batch up; None: all collections of the scope.
 
         Raises:
             FastdistError: called outside a function that runs on a worker.
             IndexError: an id is beyond its table.
-            TypeError: ids are not integers.
+            TypeError: ids are not integers, or the layer is no embedding.
             ValueError: the batch has no such features, or some of them only.
         """
         if not is_worker_of(self):
             raise FastdistError(
                 "prefetch must be called in a function that a ClusterCoordinator schedules"
             )
-        prefetch_on_worker(batch)
+        prefetch_on_worker(batch, layer)
 
     # --- the chief's ----------------------------------------------------------------------------
 

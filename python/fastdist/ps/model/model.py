@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -54,6 +53,7 @@ class ServedModel:
     Attributes:
         bundle: the contents of the scope.
         buffers: its modules' buffers.
+        collections: the EmbeddingBagCollections among its modules.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ServedModel:
         self._fixed = [_fixed_rates(optimizer) for optimizer in bundle.optimizers]
         self._given_rates: object = None
         self._given_modes: object = None
-        self._collections = [
+        self.collections = [
             module for module in modules_of(bundle.roots) if type(module) is EmbeddingBagCollection
         ]
         self._embeddings = {id(module.weight): module for module in table_embeddings(bundle.roots)}
@@ -143,10 +143,6 @@ class ServedModel:
         (places, pending), self._pulling = self._pulling, None
         for place, pulled in zip(places, pending.result(), strict=True):
             place.store(pulled)
-
-    def prefetch(self, batch: Any) -> int:
-        """Ask for the rows of a later batch; return how often collections find their features."""
-        return sum(collection.prefetch(batch) for collection in self._collections)
 
     @property
     def awaits_rows(self) -> bool:

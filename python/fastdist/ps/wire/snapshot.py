@@ -152,26 +152,13 @@ def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
 
 def _row_files(stored: _core.RowTable) -> Iterator[dict[str, Array]]:
     """Yield the tensors of each file of a table; an empty table has one file without rows."""
-    pieces: list[tuple[Array, Array, Array]] = []
-    rows = 0
-    is_first = True
-    for piece in stored.snapshot():
-        pieces.append(piece)
-        rows += piece[0].size
-        if rows >= _FILE_ROWS:
-            yield _concatenate(pieces, stored)
-            pieces, rows, is_first = [], 0, False
-    if rows or is_first:
-        yield _concatenate(pieces, stored)
-
-
-def _concatenate(
-    pieces: list[tuple[Array, Array, Array]], stored: _core.RowTable
-) -> dict[str, Array]:
-    empty = (np.empty(0, np.uint64), np.empty((0, stored.dim), np.float32))
-    parts = pieces or [(*empty, np.empty((0, stored.slot_floats), np.float32))]
-    ids, values, slots = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return {"ids": ids.view(np.int64), "values": values, "slots": slots}
+    empty = np.empty((0, stored.dim), np.float32), np.empty((0, stored.slot_floats), np.float32)
+    pieces = stored.snapshot(piece_rows=min(_FILE_ROWS, max(1, len(stored))))
+    piece: tuple[Array, ...] | None = next(pieces, (np.empty(0, np.uint64), *empty))
+    while piece is not None:
+        ids, values, slots = piece
+        yield {"ids": ids.view(np.int64), "values": values, "slots": slots}
+        piece = next(pieces, None)
 
 
 def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Array]) -> Path:

@@ -263,10 +263,10 @@ class Checkpoint:
                         before[name] = copy.deepcopy(part.state_dict())
 
         def load_objects() -> None:
-            if keeper is not None:
-                keeper.read_files(path)
             for name in before:
                 _load(self._parts[name], saved[name][0])
+            if keeper is not None:
+                keeper.read_files(path)
 
         def load_others() -> None:
             for name, part in own_parts.items():

@@ -25,7 +25,7 @@ class Keeper(Protocol):
         """
 
     def read_files(self, directory: Path) -> None:
-        """Restore the values from a checkpoint."""
+        """Restore the values from a checkpoint that `check_files` has accepted."""
 
 
 _keepers: weakref.WeakKeyDictionary[Any, weakref.ref[Keeper]] = weakref.WeakKeyDictionary()

@@ -311,8 +311,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
             UnavailableError: a server is gone.
         """
         self._connect_again()
+        return self._restore(directory)
+
+    def _restore(self, directory: str | Path, *, is_checked: bool = False) -> Any:
         self._generation += 1
-        state = restore_checkpoint(self.client, directory, self._sharded())
+        state = restore_checkpoint(self.client, directory, self._sharded(), is_checked=is_checked)
         for model in self._models:
             model.buffers.mark_all_live()
         self.after_calls()
@@ -335,8 +338,9 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def read_files(self, directory: Path) -> None:
         """Restore what `write_files` has written."""
-        self.restore(directory)
-        for model, rates in zip(self._models, read_index(directory).others["rates"], strict=False):
+        self._restore(directory, is_checked=True)
+        saved = read_index(directory).others.get("rates", [])  # `save` writes none
+        for model, rates in zip(self._models, saved, strict=False):
             model.restore_rates(rates)
 
     def _paused(self) -> AbstractContextManager[None]:

@@ -128,13 +128,18 @@ def remove_checkpoint(directory: str | Path) -> None:
 
 
 def restore_checkpoint(
-    client: Client, directory: str | Path, things: Sequence[Sharded], *, timeout_s: float = 600.0
+    client: Client,
+    directory: str | Path,
+    things: Sequence[Sharded],
+    *,
+    is_checked: bool = False,
+    timeout_s: float = 600.0,
 ) -> Any:
     """Read a checkpoint into existing variables and tables, however they are sharded.
 
     Rows that a hashed table has and the checkpoint lacks stay as they are; those that neither has
     begin as in the job that wrote the checkpoint. All files and their checksums are checked before
-    any server changes anything.
+    any server changes anything, unless `check_checkpoint` has done so.
 
     Returns:
         The state that was saved with them.
@@ -146,7 +151,10 @@ def restore_checkpoint(
             another rule.
         UnavailableError: a server does not answer.
     """
-    index = check_checkpoint(client, directory, things, timeout_s=timeout_s)
+    if is_checked:
+        index = read_index(directory)
+    else:
+        index = check_checkpoint(client, directory, things, timeout_s=timeout_s)
     for thing in things:
         source = index.saved[thing.spec.name].spec
         if isinstance(thing, ShardedRows) and isinstance(source, RowsSpec):

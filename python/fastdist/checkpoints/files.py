@@ -167,14 +167,19 @@ def delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def tidy(directory: Path) -> None:
-    """Finish or undo what a killed process has left unfinished in a directory."""
-    for replaced in directory.glob(f"{_REPLACED}*"):
+def tidy(directory: Path, name: str = "*") -> None:
+    """Finish or undo what a killed process has left unfinished in a directory.
+
+    Args:
+        directory: the folder of checkpoints.
+        name: the name of a checkpoint, or a pattern of names.
+    """
+    for replaced in directory.glob(f"{_REPLACED}{name}"):
         path = directory / replaced.name.removeprefix(_REPLACED)
         if not path.exists():
             replaced.rename(path)
     for prefix in (_UNFINISHED, _REMOVED, _REPLACED):
-        for left in directory.glob(f"{prefix}*"):
+        for left in directory.glob(f"{prefix}{name}"):
             shutil.rmtree(left, ignore_errors=True)
 
 

@@ -18,6 +18,7 @@ from fastdist.ps.wire.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
 
+_TIMEOUT_S = 600.0
 # In the user's directory, which may have other files.
 _FOLDER = "servers"
 # Limit for the names of one object's files: they must fit into the request that restores it.
@@ -61,7 +62,6 @@ def save_checkpoint(
     things: Sequence[Sharded],
     *,
     state: Any = None,
-    timeout_s: float = 600.0,
 ) -> None:
     """Write variables and tables, which may be in use meanwhile; no row is torn.
 
@@ -77,21 +77,12 @@ def save_checkpoint(
     """
     _require_json(state)
     place = Path(directory).absolute() / _FOLDER
-    files.write(
-        place,
-        {},
-        files.Checksums({}),
-        partial(write_files, client, things, state=state, timeout_s=timeout_s),
-    )
+    write_others = partial(write_files, client, things, state=state)
+    files.write(place, {}, files.Checksums({}), write_others)
 
 
 def write_files(
-    client: Client,
-    things: Sequence[Sharded],
-    directory: Path,
-    *,
-    state: Any = None,
-    timeout_s: float = 600.0,
+    client: Client, things: Sequence[Sharded], directory: Path, *, state: Any = None
 ) -> Any:
     """Make servers write variables and tables into the directory of a checkpoint.
 
@@ -106,7 +97,7 @@ def write_files(
     for thing in things:
         for server, number, part in thing.parts():
             about = {"part": asdict(part), "stem": str(directory / f"part-{len(tickets)}")}
-            tickets.append(_submit(client, server, Op.SAVE, number, about, timeout_s))
+            tickets.append(_submit(client, server, Op.SAVE, number, about))
             parts.append(part)
     objects: dict[str, Any] = {
         thing.spec.name: {"spec": json.loads(to_json(thing.spec)), "files": []} for thing in things
@@ -133,7 +124,6 @@ def restore_checkpoint(
     things: Sequence[Sharded],
     *,
     is_checked: bool = False,
-    timeout_s: float = 600.0,
 ) -> Any:
     """Read a checkpoint into existing variables and tables, however they are sharded.
 
@@ -151,23 +141,18 @@ def restore_checkpoint(
             another rule.
         UnavailableError: a server does not answer.
     """
-    if is_checked:
-        index = read_index(directory)
-    else:
-        index = check_checkpoint(client, directory, things, timeout_s=timeout_s)
+    index = read_index(directory) if is_checked else check_checkpoint(client, directory, things)
     for thing in things:
         source = index.saved[thing.spec.name].spec
         if isinstance(thing, ShardedRows) and isinstance(source, RowsSpec):
             thing.spec = replace(thing.spec, seed=source.seed)
-    _move(client, index, things, timeout_s, only_check=False)
+    _move(client, index, things, only_check=False)
     return index.state
 
 
-def check_checkpoint(
-    client: Client, directory: str | Path, things: Sequence[Sharded], *, timeout_s: float = 600.0
-) -> Index:
+def check_checkpoint(client: Client, directory: str | Path, things: Sequence[Sharded]) -> Index:
     """Check that a checkpoint can be restored, and every byte of it; see `restore_checkpoint`."""
-    files.tidy(Path(directory))  # a save may have been interrupted
+    files.tidy(Path(directory), _FOLDER)  # a save may have been interrupted
     index = read_index(directory)
     for thing in things:
         name = thing.spec.name
@@ -178,15 +163,13 @@ def check_checkpoint(
         for path in index.saved[name].checksums:
             path.stat()  # the servers' errors do not tell what is missing
     try:
-        _move(client, index, things, timeout_s, only_check=True)
+        _move(client, index, things, only_check=True)
     except ValueError as error:
         raise DamagedCheckpointError(str(error)) from error
     return index
 
 
-def _move(
-    client: Client, index: Index, things: Sequence[Sharded], timeout_s: float, *, only_check: bool
-) -> None:
+def _move(client: Client, index: Index, things: Sequence[Sharded], *, only_check: bool) -> None:
     """Make servers read their parts, or compare the files' checksums."""
     tickets = []
     for thing in things:
@@ -200,13 +183,13 @@ def _move(
                 "directory": str(index.directory),
                 "files": {p.name: sum_ for (p, sum_), own in held if part.may_share_rows(own)},
             }
-            tickets.append(_submit(client, server, Op.RESTORE, number, about, timeout_s))
+            tickets.append(_submit(client, server, Op.RESTORE, number, about))
     _wait(client, tickets)
 
 
 def has_checkpoint(directory: str | Path) -> bool:
     """Return True if a directory has a checkpoint, complete or damaged."""
-    files.tidy(Path(directory))
+    files.tidy(Path(directory), _FOLDER)
     return (Path(directory) / _FOLDER).exists()
 
 
@@ -260,11 +243,9 @@ def _rows(spec: Spec) -> int:
     return 0 if isinstance(spec, DenseSpec) else int(spec.rows or 0)
 
 
-def _submit(
-    client: Client, server: int, op: Op, number: int, about: dict[str, Any], timeout_s: float
-) -> Ticket:
+def _submit(client: Client, server: int, op: Op, number: int, about: dict[str, Any]) -> Ticket:
     frames = [json.dumps(about).encode()]
-    return client.submit(server, op, number, frames, timeout_s=timeout_s)
+    return client.submit(server, op, number, frames, timeout_s=_TIMEOUT_S)
 
 
 def _wait(client: Client, tickets: Sequence[Ticket]) -> list[memoryview]:

@@ -102,8 +102,11 @@ def test_invalid_parts(stack: ExitStack, server: Server) -> None:
                 ask(op, number, begin, 5, *values)
     with pytest.raises(ValueError, match=r"expected values of shape \(4,\), got 20 bytes"):
         ask(Op.CHANGE, number, 7, 4, five)
-    with pytest.raises(ValueError, match=r"values must hold .* elements, got 5"):
-        ask(Op.ASSIGN, number, 0, 5, five)
+    whole = Entry(client.create(0, DenseSpec("v", (5,), ADAM), five), 0, np.nan, 5, 0)
+    names = pack_names([whole, Entry(number, 0, np.nan, 5, 0)], [])
+    with pytest.raises(ValueError, match=f"'w': 5 of {SIZE} elements to set"):
+        client.wait(client.submit(0, Op.ASSIGN, 0, [names, np.ones(10, np.float32)]))
+    assert not client.pull(0, whole.object, (5,)).any()
     with pytest.raises(ValueError, match="'t' is a RowsSpec, expected a DenseSpec"):
         ask(Op.READ, rows, 0, 2)
     with pytest.raises(ValueError, match="'w' is a DenseSpec, expected a RowsSpec"):

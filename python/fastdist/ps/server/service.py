@@ -218,6 +218,9 @@ class Service:
             for (spec, _), own in zip(found, ids, strict=True):
                 _check_ids(spec, own)
         if op is Op.ASSIGN:
+            for entry, (spec, _) in zip(entries, found, strict=True):
+                if isinstance(spec, DenseSpec) and entry.size != spec.size:
+                    raise ValueError(f"{spec.name!r}: {entry.size} of {spec.size} elements to set")
             for entry, (_, stored), own, value in zip(entries, found, ids, values, strict=True):
                 if entry.begin == IDS:
                     stored.assign(own, value)

@@ -293,10 +293,9 @@ def hashed_work(client: Client, rows: int, rng: np.random.Generator) -> list[Wor
     known = rng.integers(-(2**63), 2**63 - 1, rows)
     ones = np.ones((16384, DIM), np.float32)
     begin = time.perf_counter()
-    tickets = [
-        client.submit(0, Op.ASSIGN_ROWS, table, [part, ones[: part.size]])
-        for part in np.split(known, range(16384, rows, 16384))
-    ]
+    parts = np.split(known, range(16384, rows, 16384))
+    items = [Item(0, table, ones[: part.size], part) for part in parts]
+    tickets = [ticket for item in items for ticket in client.begin_change([item], op=Op.ASSIGN)]
     for ticket in tickets:
         client.wait(ticket)
     filled_s = time.perf_counter() - begin
@@ -332,7 +331,7 @@ def dense_work(client: Client, rng: np.random.Generator) -> list[Work]:
     value = np.zeros(DENSE, np.float32)
 
     def pull_into(_: Any) -> None:
-        for ticket in client.begin_read([Item(0, number, value)]):
+        for ticket in client.begin_read(Item(0, number, value).cut()):
             client.wait(ticket)
 
     pulls = {

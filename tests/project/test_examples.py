@@ -171,7 +171,7 @@ def test_keras_on_parameter_servers(tmp_path: Path) -> None:
     options = ("--epochs", "4", "--resume", str(tmp_path))
     printed = Start(False, 4).roles(2, 2, "examples/keras_parameter_server.py", *options)
     assert printed.count("Epoch 4/4") == 1
-    assert (tmp_path / "index.json").exists()
+    assert (tmp_path / "servers" / "checkpoint.json").exists()
     (right,) = re.findall(r"([\d.]+)% of the held-out digits are right", printed)
     assert float(right) > 85
 

@@ -15,12 +15,17 @@ import numpy as np
 import pytest
 import torch
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
+from fastdist.ps.client.checkpoint import (
+    has_checkpoint,
+    remove_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from fastdist.ps.client.loading import load
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.wire.snapshot import save
-from ps_checkpoints import ADAM, IDS, Job, require_same
+from ps_checkpoints import ADAM, IDS, Job, index_of, names_in, require_same
 from safetensors import safe_open
 from torch import nn
 
@@ -29,6 +34,13 @@ from torch import nn
 def stack() -> Iterator[ExitStack]:
     with ExitStack() as made:
         yield made
+
+
+def files_of(directory: Path) -> set[str]:
+    """Return the names of a checkpoint's files in a directory."""
+    objects = index_of(directory)["objects"].values()
+    named = {f"servers/{name}" for about in objects for name, *_ in about["files"]}
+    return {*named, "servers/checkpoint.json"}
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2), (2, 4), (3, 1)])
@@ -144,9 +156,7 @@ def test_save_while_in_use(stack: ExitStack, tmp_path: Path) -> None:
     rows = other.hashed.pull(IDS)
     assert (rows[:, 0] == rows[:, 1]).all()
     assert rows.max() > 0
-    index = json.loads((tmp_path / "index.json").read_text())
-    named = {name for names in index["files"].values() for name in names}
-    assert {path.name for path in tmp_path.iterdir()} == {*named, "index.json"}
+    assert names_in(tmp_path) == files_of(tmp_path)
 
 
 @pytest.mark.slow
@@ -171,7 +181,7 @@ def test_values_belong_to_their_slots_and_steps(stack: ExitStack, tmp_path: Path
     try:
         for _ in range(50):
             save_checkpoint(client, tmp_path, [variable])
-            (path,) = tmp_path.glob("*.safetensors")
+            (path,) = tmp_path.glob("servers/*.safetensors")
             with safe_open(path, framework="np") as file:
                 values, slots = file.get_tensor("values"), file.get_tensor("slots")[0]
                 step = json.loads(file.metadata()["fastdist"])["step"]
@@ -205,15 +215,26 @@ def test_steps_are_those_of_the_checkpoint(stack: ExitStack, tmp_path: Path) -> 
 def test_other_files_in_the_directory_stay(stack: ExitStack, tmp_path: Path) -> None:
     """Only files of earlier checkpoints are removed, complete or not."""
     job = Job(stack, 2, 2)
-    left = ["fastdist-0123456789ab-0-00000.safetensors", "fastdist-0123456789ab-7-00012.unfinished"]
-    others = ["model.safetensors", "fastdist-mine.safetensors", "0123456789ab-0-00000.safetensors"]
-    for name in [*left, *others]:
+    others = {"model.safetensors", "fastdist-mine.safetensors", "below/checkpoint.json"}
+    for name in [".unfinished-servers/part-7-00012.safetensors", *others]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"precious")
     for _ in range(2):
         save_checkpoint(job.client, tmp_path, job.things)
-        index = json.loads((tmp_path / "index.json").read_text())
-        named = {name for names in index["files"].values() for name in names}
-        assert {path.name for path in tmp_path.iterdir()} == {*named, *others, "index.json"}
+        assert names_in(tmp_path) == {*files_of(tmp_path), *others}
+    remove_checkpoint(tmp_path)
+    remove_checkpoint(tmp_path)
+    assert names_in(tmp_path) == others
+
+
+def test_a_save_that_was_killed_at_its_end(stack: ExitStack, tmp_path: Path) -> None:
+    """The earlier checkpoint was set aside, and the new one had not got its name yet."""
+    job = Job(stack, 2, 2)
+    save_checkpoint(job.client, tmp_path, job.things, state=5)
+    (tmp_path / "servers").rename(tmp_path / ".replaced-servers")
+    assert has_checkpoint(tmp_path)
+    (tmp_path / "servers").rename(tmp_path / ".replaced-servers")
+    assert restore_checkpoint(job.client, tmp_path, job.things) == 5
 
 
 def test_a_disk_that_cannot_be_written(stack: ExitStack, tmp_path: Path) -> None:
@@ -221,19 +242,20 @@ def test_a_disk_that_cannot_be_written(stack: ExitStack, tmp_path: Path) -> None
     job.train(0)
     save_checkpoint(job.client, tmp_path, job.things)
     before = job.values()
-    names = {path.name for path in tmp_path.iterdir()}
+    names = names_in(tmp_path)
     job.train(1)
     part = job.hashed.parts()[0][2]
     known = {server: number for thing in job.things for server, number, _ in thing.parts()}
     job.hashed.parts = lambda: [(0, known[0], part), (1, known[1] + 99, part)]  # type: ignore[method-assign]
     with pytest.raises(ValueError, match=r"object \d+ does not exist"):
         save_checkpoint(job.client, tmp_path, job.things)
-    assert {path.name for path in tmp_path.iterdir()} == names
+    assert names_in(tmp_path) == names
     other = Job(stack, 1, 1)
     restore_checkpoint(other.client, tmp_path, other.things)
     require_same(other.values(), before)
+    below = tmp_path / "servers" / "checkpoint.json" / "below"
     with pytest.raises(OSError, match=r"cannot write|Not a directory|File exists"):
-        save_checkpoint(job.client, tmp_path / "index.json" / "below", job.things[:1])
+        save_checkpoint(job.client, below, job.things[:1])
 
 
 def test_a_disk_that_is_full(stack: ExitStack, tmp_path: Path) -> None:
@@ -246,7 +268,7 @@ def test_a_disk_that_is_full(stack: ExitStack, tmp_path: Path) -> None:
         np.zeros(40_000, np.float32),
     )
     save_checkpoint(job.client, tmp_path, [*job.things, large])
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    before = {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)}
     job.train(1)
     large.push(np.ones(40_000, np.float32))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -256,7 +278,7 @@ def test_a_disk_that_is_full(stack: ExitStack, tmp_path: Path) -> None:
             save_checkpoint(job.client, tmp_path, [*job.things, large])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)} == before
     restore_checkpoint(job.client, tmp_path, [*job.things, large])
     assert not large.pull().any()
 
@@ -378,8 +400,8 @@ def test_more_files_than_can_be_named(
     """A checkpoint that could not be restored is not saved."""
     job = Job(stack, 2, 4)
     save_checkpoint(job.client, tmp_path, job.things)
-    names = {path.name for path in tmp_path.iterdir()}
+    names = names_in(tmp_path)
     monkeypatch.setattr("fastdist.ps.client.checkpoint._MAX_NAMES_BYTES", 150)
     with pytest.raises(ValueError, match="'w0' is in 4 files, too many to restore"):
         save_checkpoint(job.client, tmp_path, job.things)
-    assert {path.name for path in tmp_path.iterdir()} == names
+    assert names_in(tmp_path) == names

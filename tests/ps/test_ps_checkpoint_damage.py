@@ -12,8 +12,9 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
+from fastdist.errors import DamagedCheckpointError
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
-from ps_checkpoints import Job, require_same
+from ps_checkpoints import Job, index_of, require_same, rewrite_index
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from torch import nn
@@ -67,8 +68,8 @@ def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: typ
     save_checkpoint(job.client, tmp_path, job.things)
     job.train(1)
     before = job.values()
-    name = json.loads((tmp_path / "index.json").read_text())["files"]["w0"][1]
-    damage(tmp_path / name)
+    name, *_ = index_of(tmp_path)["objects"]["w0"]["files"][1]
+    damage(tmp_path / "servers" / name)
     with pytest.raises(kind, match=name):
         restore_checkpoint(job.client, tmp_path, job.things[::-1])
     require_same(job.values(), before)
@@ -78,67 +79,63 @@ def test_a_damaged_file(stack: ExitStack, tmp_path: Path, damage: Any, kind: typ
     assert (module["w1"] == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("w0", lambda names: names[:1]),
-        ("w0", lambda names: names[1:]),
-        ("w0", lambda names: [names[0], names[0]]),
-        ("w0", lambda names: [*names, "copy"]),
-        ("w0", lambda names: [names[0], "copy"]),
-        ("fixed", lambda names: names[:1]),
-        ("fixed", lambda names: [*names, "copy"]),
-        ("hashed", lambda names: names[1:]),
-        ("hashed", lambda names: [names[0], "copy"]),
-        ("hashed", lambda names: []),
-    ],
-)
-def test_missing_and_duplicated_rows(
-    stack: ExitStack, tmp_path: Path, name: str, change: Any
-) -> None:
-    job = Job(stack, 2, 2)
-    job.train(0)
-    save_checkpoint(job.client, tmp_path, job.things)
-    before = job.values()
-    index = json.loads((tmp_path / "index.json").read_text())
-    names = index["files"][name]
-    (tmp_path / "copy").write_bytes((tmp_path / names[0]).read_bytes())
-    index["files"][name] = change(names)
-    (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(
-        ValueError, match=r"missing|duplicated|missing for some servers|hold 50 rows|no checksum"
-    ):
-        restore_checkpoint(job.client, tmp_path, job.things)
-    require_same(job.values(), before)
+def _with(others: Any, name: str, **about: Any) -> Any:
+    objects = {**others["objects"], name: {**others["objects"][name], **about}}
+    return {**others, "objects": objects}
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda index: "",
-        lambda index: json.dumps(index)[:50],
-        lambda index: "{}",
-        lambda index: "[]",
-        lambda index: "null",
-        lambda index: "[" * 100_000,
-        lambda index: "\udcff",
-        lambda index: json.dumps({**index, "format": 7}),
-        lambda index: json.dumps({**index, "files": [1]}),
-        lambda index: json.dumps({**index, "files": {"w0": 3}}),
-        lambda index: json.dumps({**index, "files": {"w0": [3]}}),
-        lambda index: json.dumps({**index, "files": {"w0": ["../x"]}}),
-        lambda index: json.dumps({**index, "specs": {}}),
-        lambda index: json.dumps({**index, "specs": {"w0": index["specs"]["w1"]}}),
+        lambda text: "",
+        lambda text: text[:50],
+        lambda text: "{}",
+        lambda text: "[]",
+        lambda text: "null",
+        lambda text: "[" * 100_000,
+        lambda text: "\udcff",
+        lambda text: text.replace('"step": 3', '"step": 4'),
+        lambda text: text.replace("w0", "w7"),
     ],
 )
 def test_a_damaged_index(stack: ExitStack, tmp_path: Path, damage: Any) -> None:
     job = Job(stack, 1, 1)
+    save_checkpoint(job.client, tmp_path, job.things, state={"step": 3})
+    path = tmp_path / "servers" / "checkpoint.json"
+    path.write_bytes(damage(path.read_text()).encode(errors="surrogateescape"))
+    _require_refused(job, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda others: [1],
+        lambda others: {"objects": [1], "state": 1},
+        lambda others: {"objects": others["objects"]},
+        lambda others: _with(others, "w0", files=3),
+        lambda others: _with(others, "w0", files=[3]),
+        lambda others: _with(
+            others, "w0", files=[["../x", 3, {"name": "w0", "begin": 0, "end": 1}]]
+        ),
+        lambda others: _with(others, "w0", files=[["x", "y", {}]]),
+        lambda others: _with(others, "w0", files=[["x", 3, {"begin": 0}]]),
+        lambda others: _with(others, "w0", spec=None),
+        lambda others: _with(others, "w0", spec=others["objects"]["w1"]["spec"]),
+    ],
+)
+def test_an_index_that_makes_no_sense(stack: ExitStack, tmp_path: Path, change: Any) -> None:
+    job = Job(stack, 1, 1)
     save_checkpoint(job.client, tmp_path, job.things)
-    path = tmp_path / "index.json"
-    path.write_bytes(damage(json.loads(path.read_text())).encode(errors="surrogateescape"))
-    with pytest.raises(ValueError, match=r"index\.json is damaged, or of another version"):
-        restore_checkpoint(job.client, tmp_path, job.things)
-    with pytest.raises(ValueError, match=r"index\.json is damaged, or of another version"):
-        fd.ps.load(nn.Linear(2, 2), tmp_path)
-    save_checkpoint(job.client, tmp_path, job.things)
-    restore_checkpoint(job.client, tmp_path, job.things)
+    rewrite_index(tmp_path, change(index_of(tmp_path)))
+    _require_refused(job, tmp_path)
+
+
+def _require_refused(job: Job, directory: Path) -> None:
+    for read in (
+        lambda: restore_checkpoint(job.client, directory, job.things),
+        lambda: fd.ps.load(nn.Linear(2, 2), directory),
+    ):
+        with pytest.raises(DamagedCheckpointError, match=r"checkpoint\.json is damaged"):
+            read()
+    save_checkpoint(job.client, directory, job.things)
+    restore_checkpoint(job.client, directory, job.things)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
-from fastdist.ps import Client, DenseSpec, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, RuleSpec, Server
 from fastdist.ps.client.checkpoint import save_checkpoint
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable
@@ -66,7 +66,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
         w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
         other = client.create(1, DenseSpec("w", (2,), SGD), np.zeros(2))
         server.stop()
-        ticket = client.submit(0, Op.PULL, w)
+        (ticket,) = client.begin_read([Item(0, w, np.zeros(2, np.float32))])
         server.end()
         for _ in range(2):  # a request in flight, and a later one
             begin = time.monotonic()
@@ -74,7 +74,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
                 client.wait(ticket)
             assert 2 < time.monotonic() - begin < 5
             assert at.value.ranks == (0,)
-            ticket = client.submit(0, Op.PULL, w)
+            (ticket,) = client.begin_read([Item(0, w, np.zeros(2, np.float32))])
         client.push(1, other, np.ones(2))
         again = Process(server.address)
         try:
@@ -113,7 +113,7 @@ def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
     with Client([server.address], grace_s=0.5) as client:
         w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
         server.stop()
-        ticket = client.submit(0, Op.PUSH, w, [np.ones(2, np.float32)])
+        (ticket,) = client.begin_change([Item(0, w, np.ones(2, np.float32))])
         time.sleep(5)
         server.go_on()
         client.wait(ticket)
@@ -166,7 +166,7 @@ def test_a_worker_connects_while_a_checkpoint_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(service, "save", lambda *_: may_end.wait(20) and [])
+    monkeypatch.setattr(service, "save", lambda *_: may_end.wait(20) and {})
     with Server() as server, Client([server.address]) as client, Client([server.address]) as worker:
         pieces = RoundRobin(1).place((5,), 4)
         things = [

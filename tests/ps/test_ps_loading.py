@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +15,7 @@ from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, SavedRows, Server
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from ps_checkpoints import index_of, rewrite_index
 from torch import nn
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -81,11 +81,11 @@ def test_the_prefix_is_found(stack: ExitStack, tmp_path: Path) -> None:
     assert fd.ps.load(module, tmp_path) == []
     expected = jobs[1].fixed.pull(np.arange(50))
     np.testing.assert_array_equal(module["goods"].get_parameter("weight").detach(), expected)
-    index = json.loads((tmp_path / "index.json").read_text())
-    other = index["specs"]["1/goods.weight"]["RowsSpec"]
-    index["specs"]["0/goods.weight"] = {"RowsSpec": {**other, "name": "0/goods.weight"}}
-    index["files"]["0/goods.weight"] = []
-    (tmp_path / "index.json").write_text(json.dumps(index))
+    others = index_of(tmp_path)
+    spec = others["objects"]["1/goods.weight"]["spec"]["RowsSpec"]
+    again = {"spec": {"RowsSpec": {**spec, "name": "0/goods.weight"}}, "files": []}
+    others["objects"]["0/goods.weight"] = again
+    rewrite_index(tmp_path, others)
     with pytest.raises(ValueError, match=r"several modules.*pass prefix=, one of '0/', '1/'"):
         fd.ps.load(module, tmp_path)
     with pytest.raises(TypeError, match="a directory after the module"):

@@ -9,13 +9,12 @@ import fastdist._core as _core
 import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
-from fastdist.ps import Client, DenseSpec, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable, begin_pulls
-from fastdist.ps.wire.batches import PART_SIZE, PartialPushes, part_numbers, part_slice
-from fastdist.ps.wire.frames import decode_floats_into
-from fastdist.ps.wire.protocol import Op
+from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry, PartialPushes, pack_names
+from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -42,12 +41,12 @@ def variable(stack: ExitStack, server: Server, storage: str = "float32") -> Shar
 
 @given(st.integers(0, 5 * PART_SIZE))
 def test_parts_cover_every_element_once(size: int) -> None:
-    extents = [part_slice(part, size) for part in part_numbers(size)]
-    assert [e.start for e in extents] == [0, *(e.stop for e in extents[:-1])]
-    assert extents[-1].stop == size
-    assert all(e.stop - e.start <= PART_SIZE for e in extents)
-    with pytest.raises(ValueError, match="of a variable of"):
-        part_slice(-(-size // PART_SIZE) + 1, size)
+    parts = Item(0, 0, np.broadcast_to(np.float32(0), (size,))).cut()
+    ends = [part.begin + part.values.size for part in parts]
+    assert [part.begin for part in parts] == [0, *ends[:-1]]
+    assert ends[-1] == size
+    assert all(part.values.size <= PART_SIZE for part in parts)
+    assert all(part.begin % PART_SIZE == 0 for part in parts)
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16"])
@@ -75,7 +74,8 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     one.begin_push(gradients[0], round=5).result()
     (_, number, _), *_ = two.parts()
     client = two._client
-    client.wait(client.submit(0, Op.PUSH, number, [gradients[1]], round=5))
+    for ticket in client.begin_change([Item(0, number, gradients[1])], round=5):
+        client.wait(ticket)
     assert commit_round(one._client, 5, [(one, None)], weight=4.0).result() is True
     alone.push((gradients[0] + gradients[1]) * np.float32(0.25))
     expected = np.empty(SIZE, np.float32)
@@ -88,28 +88,41 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
 def test_invalid_parts(stack: ExitStack, server: Server) -> None:
     sharded = variable(stack, server)
     client, (_, number, _) = sharded._client, sharded.parts()[0]
-    with pytest.raises(ValueError, match=f"part 4 of a variable of {SIZE} elements"):
-        client.wait(client.submit(0, Op.PULL, number, part=4))
-    with pytest.raises(ValueError, match="expected float32 of shape"):
-        client.wait(client.submit(0, Op.PUSH, number, [np.zeros(5, np.float32)], part=2))
-    out = np.zeros(5, np.float32)
-    with pytest.raises(ValueError, match=r"expected float32 of shape \(5,\), got 308 bytes"):
-        client.wait(
-            client.submit(
-                0, Op.PULL, number, part=3, on_reply=lambda reply, _: decode_floats_into(out, reply)
-            )
-        )
+    rows = client.create(0, RowsSpec("t", 2, ADAM, rows=5))
+
+    def ask(op: Op, number: int, begin: int, size: int, *values: np.ndarray) -> None:
+        names = pack_names([Entry(number, UNKNOWN_STEP, np.nan, size, begin)], [])
+        client.wait(client.submit(0, op, 0, [names, *values]))
+
+    five = np.zeros(5, np.float32)
+    for begin in (SIZE - 4, SIZE, IDS - 1):
+        message = f"'w': 5 elements from {begin} on, the variable has {SIZE}"
+        for op, values in ((Op.READ, []), (Op.CHANGE, [five])):
+            with pytest.raises(ValueError, match=message):
+                ask(op, number, begin, 5, *values)
+    with pytest.raises(ValueError, match=r"expected values of shape \(4,\), got 20 bytes"):
+        ask(Op.CHANGE, number, 7, 4, five)
+    whole = Entry(client.create(0, DenseSpec("v", (5,), ADAM), five), 0, np.nan, 5, 0)
+    names = pack_names([whole, Entry(number, 0, np.nan, 5, 0)], [])
+    with pytest.raises(ValueError, match=f"'w': 5 of {SIZE} elements to set"):
+        client.wait(client.submit(0, Op.ASSIGN, 0, [names, np.ones(10, np.float32)]))
+    assert not client.pull(0, whole.object, (5,)).any()
+    with pytest.raises(ValueError, match="'t' is a RowsSpec, expected a DenseSpec"):
+        ask(Op.READ, rows, 0, 2)
+    with pytest.raises(ValueError, match="'w' is a DenseSpec, expected a RowsSpec"):
+        ask(Op.READ, number, IDS, 0)
     with pytest.raises((ValueError, UnavailableError)):
         client.push(0, number, np.zeros(SIZE + 1))
+    assert not client.pull(0, number, (SIZE,)).any()
 
 
 def test_incomplete_pushes_are_forgotten() -> None:
     pushes = PartialPushes()
     steps = iter(range(1, 100_000))
     for client in range(5000):
-        assert pushes.step_of((bytes([client % 256]), client), 2, lambda: next(steps))[1]
+        assert pushes.step_of((bytes([client % 256]), client), 2, lambda: next(steps)) == client + 1
     assert len(pushes._pushes) == 4096
-    assert pushes.step_of((bytes([4999 % 256]), 4999), 2, lambda: next(steps)) == (5000, False)
+    assert pushes.step_of((bytes([4999 % 256]), 4999), 2, lambda: next(steps)) == 5000
     assert len(pushes._pushes) == 4095
 
 

@@ -202,8 +202,8 @@ def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
 def test_commit_raises_errors_of_pushes(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     server, number, _ = worker.dense.parts()[0]
-    worker.client.submit(server, Op.PUSH, number, [np.ones(5, np.float32)], round=1)
-    with pytest.raises(ValueError, match="expected float32 of shape"):
+    worker.client.begin_change([Item(server, number, np.ones(50, np.float32))], round=1)
+    with pytest.raises(ValueError, match="50 elements from 0 on, the variable has"):
         worker.commit(1)
     assert (worker.dense.pull() == 0).all()
     worker.push(1.0, [1], round=1)
@@ -330,5 +330,5 @@ def test_limits_of_open_and_finished_rounds() -> None:
 
 
 def test_headers_round_trip() -> None:
-    header = Header(Op.PUSH, 3, b"c" * 16, (7 << 32) + 5, 2, 0.5, 2**64 - 2, 12)
+    header = Header(Op.CHANGE, 3, b"c" * 16, (7 << 32) + 5, 2, 2**64 - 2)
     assert Header.unpack(header.pack()) == header

@@ -19,7 +19,7 @@ from fastdist.ps.client.sharded import (
     begin_changes,
     begin_pulls,
 )
-from fastdist.ps.wire.batches import PART_SIZE, SMALL_SIZE, Entry, pack_names
+from fastdist.ps.wire.batches import IDS, PART_SIZE, SMALL_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -53,8 +53,8 @@ def joined(changes: list[list[Item]]) -> list[Item]:
     return list(chain.from_iterable(changes))
 
 
-def names(number: int, ids: int = 0, count: int = 1) -> bytes:
-    return pack_names([Entry(number, UNKNOWN_STEP, np.nan, ids)] * count, [])
+def names(number: int, size: int = 2, count: int = 1, begin: int = 0) -> bytes:
+    return pack_names([Entry(number, UNKNOWN_STEP, np.nan, size, begin)] * count, [])
 
 
 def pull(client: Client, variables: list[ShardedVariable]) -> list[np.ndarray]:
@@ -141,9 +141,9 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
             [about, bytes(4)],
             r"expected values of shape \(2,\), got 4 bytes instead of 8",
         ),
-        (Op.CHANGE, [about[:-1], bytes(8)], "31 bytes for 1 entries of 24 bytes"),
+        (Op.CHANGE, [about[:-1], bytes(8)], "39 bytes for 1 entries of 32 bytes"),
         (Op.CHANGE, [about + bytes(8), bytes(8)], "1 ids, the entries name 0"),
-        (Op.READ, [names(number, ids=1) + bytes(8)], "is a DenseSpec, expected a RowsSpec"),
+        (Op.READ, [names(number, 1, begin=IDS) + bytes(8)], "a DenseSpec, expected a RowsSpec"),
         (Op.READ, [names(number + 99)], "does not exist"),
         (Op.READ, [about + bytes(9)], "not a multiple of 8"),
         (Op.READ, [b"\xff" * 40], "40 bytes for 18446744073709551615 entries"),
@@ -172,25 +172,27 @@ def test_a_push_sent_again_counts_once(client: Client, servers: list[Server]) ->
     assert servers[server].stats()["repeated"] == 3
 
 
-def test_messages_are_of_few_and_small_variables(client: Client) -> None:
-    """Eight bytes that name a large variable would request gigabytes of memory."""
-    sizes = {"large": SMALL_SIZE + 1, "small": SMALL_SIZE, "empty": 0}
+def test_messages_read_few_elements(client: Client) -> None:
+    """A few bytes that name a large variable would request gigabytes of memory."""
+    sizes = {"large": PART_SIZE + 1, "small": SMALL_SIZE, "empty": 0}
     numbers = {}
     for name, size in sizes.items():
         numbers[name] = client.create(0, DenseSpec(name, (size,), SGD), np.zeros(size, np.float32))
 
     def ask(op: Op, name: str, count: int) -> None:
         number = numbers[name]
-        frames: list[Any] = [names(number, count=count)]
+        frames: list[Any] = [names(number, sizes[name], count)]
         if op is Op.CHANGE:
             frames.append(np.ones(sizes[name] * count, np.float32))
         client.wait(client.submit(0, op, number, frames))
 
+    limit = f"elements in a message, the limit is {PART_SIZE}"
+    with pytest.raises(ValueError, match=f"{PART_SIZE + 1} {limit}"):
+        ask(Op.READ, "large", 1)
+    with pytest.raises(ValueError, match=f"{PART_SIZE + SMALL_SIZE} {limit}"):
+        ask(Op.READ, "small", PART_SIZE // SMALL_SIZE + 1)
+    ask(Op.READ, "small", PART_SIZE // SMALL_SIZE)
     for op in (Op.READ, Op.CHANGE):
-        with pytest.raises(ValueError, match=f"'large' of {SMALL_SIZE + 1} elements.*{SMALL_SIZE}"):
-            ask(op, "large", 1)
-        with pytest.raises(ValueError, match=f"over {PART_SIZE} elements"):
-            ask(op, "small", PART_SIZE // SMALL_SIZE + 1)
         with pytest.raises(ValueError, match=f"{PART_SIZE + 1} objects in a message"):
             ask(op, "empty", PART_SIZE + 1)
         assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == 0).all()
@@ -269,7 +271,7 @@ def test_the_padding_of_replies_is_zero(client: Client) -> None:
     for name in "ab":
         spec = DenseSpec(name, (3,), SGD, wire="bfloat16")
         numbers.append(client.create(0, spec, np.full(3, 1.7)))
-    entries = [Entry(number, UNKNOWN_STEP, np.nan, 0) for number in numbers]
+    entries = [Entry(number, UNKNOWN_STEP, np.nan, 3, 0) for number in numbers]
     table = client.create(0, RowsSpec("t", 64, SGD, initializer=("constant", 1.7, 0.0)))
     for _ in range(5):
         client.pull_rows(0, table, np.arange(9), 64)

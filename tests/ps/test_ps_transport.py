@@ -48,6 +48,11 @@ def client(server: Server) -> Iterator[Client]:
         yield made
 
 
+def assign(client: Client, item: Item) -> None:
+    for ticket in client.begin_change([item], op=Op.ASSIGN):
+        client.wait(ticket)
+
+
 def test_variables_and_rows(keys: Keys | None) -> None:
     with Server(keys=keys) as one, Server(keys=keys) as two:
         addresses = [one.address, two.address]
@@ -60,15 +65,14 @@ def test_variables_and_rows(keys: Keys | None) -> None:
                 client.push(server, dense, np.ones((2, 3)))
                 client.push(server, dense, np.ones((2, 3)), lr=0.5)
                 assert (client.pull(server, dense, (2, 3)) == initial - 1.5).all()
-                client.wait(client.submit(server, Op.ASSIGN, dense, [np.zeros(6, np.float32)]))
+                assign(client, Item(server, dense, np.zeros(6, np.float32)))
                 assert (client.pull(server, dense, (2, 3)) == 0).all()
 
                 rows = client.create(server, ROWS)
                 ids = [2**63 - 1, -5, 2**40]
                 assert (client.pull_rows(server, rows, ids, 4) == 0).all()
                 values = np.arange(12, dtype=np.float32).reshape(3, 4)
-                assigned = [np.array(ids), values]
-                client.wait(client.submit(server, Op.ASSIGN_ROWS, rows, assigned))
+                assign(client, Item(server, rows, values, np.array(ids)))
                 client.push_rows(server, rows, [ids[0], ids[0], ids[2]], np.ones((3, 4)))
                 expected = values - np.array([[2], [0], [1]])
                 assert (client.pull_rows(server, rows, ids, 4) == expected).all()
@@ -293,9 +297,9 @@ def test_errors_come_back(server: Server, client: Client) -> None:
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (ValueError, "object 9 does not exist", lambda: client.pull(0, dense + 9, (2,))),
         (ValueError, "is a DenseSpec", lambda: client.pull_rows(0, dense, ids, 4)),
-        (ValueError, r"shape \(0, 4\), got 8", lambda: client.push(0, rows, np.zeros(2))),
+        (ValueError, "is a RowsSpec", lambda: client.push(0, rows, np.zeros(2))),
         (ValueError, r"shape \(2, 4\), got 16", lambda: client.push_rows(0, rows, ids, values[:1])),
-        (ValueError, r"shape \(2,\), got 12", lambda: client.push(0, dense, np.zeros(3))),
+        (ValueError, "3 elements from 0 on", lambda: client.push(0, dense, np.zeros(3))),
         (IndexError, "10", lambda: client.pull_rows(0, fixed, [3, 10], 4)),
         (TypeError, "must be integers", lambda: client.pull_rows(0, rows, [0.5], 4)),
         (ValueError, "exists as", lambda: client.create(0, RowsSpec("rows", 5, SGD))),
@@ -367,7 +371,7 @@ def test_garbage(server: Server, client: Client, seconds: float) -> None:
     fuzz(server, client, dense, seconds)
     assert server.stats()["malformed"] > 100
     assert resident_bytes() - before < 30 << 20
-    client.wait(client.submit(0, Op.ASSIGN, dense, [np.ones(2, np.float32)]))
+    assign(client, Item(0, dense, np.ones(2, np.float32)))
     assert (client.pull(0, dense, (2,)) == 1).all()
 
 
@@ -407,10 +411,7 @@ def random_request(rng: random.Random, numbers: list[int]) -> list[bytes]:
             bytes([rng.randrange(8)]) * 16,
             rng.choice(numbers),
             rng.choice((0, rng.randrange(2**64))),
-            rng.choice((0.1, float("nan"), float("inf"), -1.0)),
             rng.randrange(4),
-            rng.choice((0, rng.randrange(2**64))),
-            rng.choice((0, 1, 2**32 - 1)),
         )
         frames[0] = header.pack()
     return frames[: rng.randrange(1, 4)]

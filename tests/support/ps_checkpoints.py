@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fastdist.checkpoints import files
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 
 ADAM = RuleSpec("Adam", {"lr": 0.1})
 SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]
+
+
+def index_of(directory: Path) -> dict[str, Any]:
+    """Return what a checkpoint's index says of the servers' files."""
+    others: dict[str, Any] = files.read_index(directory / "servers").others
+    return others
+
+
+def rewrite_index(directory: Path, others: Any) -> None:
+    """Replace what a checkpoint's index says of the servers' files."""
+    path = directory / "servers" / files.INDEX
+    content = {**json.loads(path.read_text())["content"], "others": others}
+    path.write_text(json.dumps({"checksum": files._checksum_of(content), "content": content}))
+
+
+def names_in(directory: Path) -> set[str]:
+    """Return the paths of all files below a directory."""
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}
 
 
 class Job:

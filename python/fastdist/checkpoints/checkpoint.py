@@ -15,6 +15,7 @@ from fastdist.checkpoints import files
 from fastdist.checkpoints.agreement import Ranks, broadcast_result, broadcast_tensors, run_on_all
 from fastdist.checkpoints.encoding import Encoder, decode
 from fastdist.checkpoints.files import PartFiles
+from fastdist.checkpoints.keepers import Keeper, keeper_of
 from fastdist.checkpoints.matching import require_match, require_same_tensors
 from fastdist.collectives.communicator import Communicator
 from fastdist.recorder.phases import Phase, phase
@@ -43,7 +44,9 @@ class Checkpoint:
     A checkpoint does not depend on the strategy or the number of replicas: any other can restore
     it, and so can torch alone: `model.load_state_dict(safetensors.torch.load_file(path /
     "model.safetensors"))`. (If parameters share memory, each is saved once, and
-    `safetensors.torch.load_model` loads them.)
+    `safetensors.torch.load_model` loads them.) Only modules and optimizers of a
+    `ParameterServerStrategy` are written by its servers, for any number of servers and
+    `fd.ps.load`.
 
     Args:
         parts: objects by name. What has `state_dict` and `load_state_dict` (modules, optimizers,
@@ -110,7 +113,7 @@ class Checkpoint:
         def write(parts: Mapping[str, PartFiles]) -> None:
             if path.exists():
                 raise FileExistsError(f"{path} exists; remove it, or give another path")
-            files.write(path, parts, files.Checksums(parts))
+            files.write(path, parts, files.Checksums(parts), self.write_others)
 
         with self.ranks().communicator() as workers:
             self.collect(workers, copy_to_cpu, write)
@@ -133,7 +136,7 @@ class Checkpoint:
         """
         path = Path(path).absolute()
         with self.ranks().communicator() as workers:
-            self.load(workers, lambda: read(path, self.names), with_random=False)
+            self.load(workers, path, lambda: self.read(path), with_random=False)
 
     # --- for CheckpointManager ------------------------------------------------------------------
 
@@ -141,6 +144,40 @@ class Checkpoint:
     def names(self) -> list[str]:
         """The names of the parts."""
         return list(self._parts)
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Who keeps the values of modules and optimizers, and writes its own files.
+
+        Raises:
+            ValueError: parts have different keepers.
+        """
+        found = [keeper for part in self._parts.values() if (keeper := keeper_of(part)) is not None]
+        if any(keeper is not found[0] for keeper in found):
+            raise ValueError("a checkpoint has modules of several strategies with servers")
+        return found[0] if found else None
+
+    @property
+    def write_others(self) -> Callable[[Path], Any] | None:
+        """For `files.write`: writes the keeper's files."""
+        return None if self.keeper is None else self.keeper.write_files
+
+    def read(self, path: Path) -> dict[str, PartFiles]:
+        """Read the parts that a checkpoint has; check every byte.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            DamagedCheckpointError: a file is damaged.
+            ValueError: a newer release has written it, or it has no files of the keeper.
+        """
+        index = files.read_index(path)
+        if self.keeper is not None:
+            self.keeper.check_files(path)
+        return {
+            name: PartFiles(index.parts[name], files.read_tensors(index, name), index.classes[name])
+            for name in [*self.names, _RANDOM]
+            if name in index.parts
+        }
 
     def ranks(self) -> Ranks:
         """Return the ranks that save and restore this checkpoint together."""
@@ -163,7 +200,7 @@ class Checkpoint:
 
         def work() -> None:
             # Every rank: states such as that of a variable with a value per replica communicate.
-            states = {name: _state_of(part) for name, part in self._parts.items()}
+            states = {name: _state_of(part) for name, part in self._own_parts.items()}
             if workers is not None and workers.rank > 0:
                 return
             states[_RANDOM] = _random_state()
@@ -178,9 +215,15 @@ class Checkpoint:
         with phase(Phase.SAVING):
             run_on_all(workers, work)
 
+    @property
+    def _own_parts(self) -> dict[str, Any]:
+        """The parts without a keeper."""
+        return {name: part for name, part in self._parts.items() if keeper_of(part) is None}
+
     def load(
         self,
         workers: Communicator | None,
+        path: Path,
         read_parts: Callable[[], dict[str, PartFiles]],
         *,
         with_random: bool,
@@ -189,6 +232,7 @@ class Checkpoint:
 
         Args:
             workers: connects all ranks.
+            path: the checkpoint, for the keeper of parts.
             read_parts: reads this checkpoint's parts.
             with_random: restore the state of torch's random generators too.
         """
@@ -199,12 +243,16 @@ class Checkpoint:
         saved = _share(workers, read_parts)
         random = saved.pop(_RANDOM, None)
         before: dict[str, Any] = {}  # old states of parts that may refuse the new ones
+        own_parts, keeper = self._own_parts, self.keeper
 
         def match() -> None:
-            missing = [name for name in self._parts if name not in saved]
+            missing = [name for name in own_parts if name not in saved]
             if missing:
-                raise ValueError(f"the checkpoint has {sorted(saved)}, and not {missing}")
-            for name, part in self._parts.items():
+                raise ValueError(
+                    f"the checkpoint has {sorted(saved)}, and not {missing}; modules that were "
+                    "saved on parameter servers are read by fastdist.ps.load(module, directory)"
+                )
+            for name, part in own_parts.items():
                 given, class_name = saved[name]
                 if isinstance(part, nn.Module):
                     own = _state_of(part)
@@ -219,9 +267,11 @@ class Checkpoint:
         def load_objects() -> None:
             for name in before:
                 _load(self._parts[name], saved[name][0])
+            if keeper is not None:
+                keeper.read_files(path)
 
         def load_others() -> None:
-            for name, part in self._parts.items():
+            for name, part in own_parts.items():
                 if name not in before:
                     self._parts[name] = _put(part, saved[name][0])
             if with_random and random is not None:
@@ -265,22 +315,6 @@ def _share(
         broadcast_tensors(workers, tensors)
         shared[name] = decode(encoded, tensors), class_name
     return shared
-
-
-def read(path: Path, names: list[str]) -> dict[str, PartFiles]:
-    """Read the given parts that a checkpoint has; check every byte.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        DamagedCheckpointError: a file is damaged.
-        ValueError: a newer release has written it.
-    """
-    index = files.read_index(path)
-    return {
-        name: PartFiles(index.parts[name], files.read_tensors(index, name), index.classes[name])
-        for name in [*names, _RANDOM]
-        if name in index.parts
-    }
 
 
 def copy_to_cpu(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +77,12 @@ class Checksums:
                 self._sums[name].set_exception(error)
 
 
-def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> None:
+def write(
+    path: Path,
+    parts: Mapping[str, PartFiles],
+    checksums: Checksums,
+    write_others: Callable[[Path], Any] | None = None,
+) -> None:
     """Write a checkpoint, and rename it to its final name after all of it is flushed.
 
     Starts no thread.
@@ -86,11 +91,15 @@ def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> N
         path: the directory to make; replaces a checkpoint of that name at the end.
         parts: the files of each part, by its name.
         checksums: the checksums of these parts.
+        write_others: writes and flushes further files into the directory that it is given; returns
+            what the index says of them.
 
     Raises:
         OSError: the disk is full, or the directory cannot be written; an earlier checkpoint of
             that name is unchanged.
+        Exception: `write_others` raised it; an earlier checkpoint is unchanged.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     parent = path.parent
@@ -105,7 +114,7 @@ def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> N
                 continue
             file = unfinished / f"{name}.safetensors"
             save_file(_apart(part.tensors), file, {"format": "pt"})
-            _flush(file)
+            flush(file)
             files[file.name] = {
                 "bytes": file.stat().st_size,
                 "header": _header_checksum(file),
@@ -117,19 +126,20 @@ def write(path: Path, parts: Mapping[str, PartFiles], checksums: Checksums) -> N
             "parts": {name: part.encoded for name, part in parts.items()},
             "classes": {name: part.class_name for name, part in parts.items()},
             "files": files,
+            "others": None if write_others is None else write_others(unfinished),
         }
         index = unfinished / INDEX
         index.write_text(
             json.dumps({"checksum": _checksum_of(content), "content": content}, indent=1)
         )
-        for file in unfinished.iterdir():
-            shutil.copymode(index, file)  # safetensors makes files for their owner only
-        _flush(index)
-        _flush(unfinished)
+        for name in files:
+            shutil.copymode(index, unfinished / name)  # safetensors makes files for their owner
+        flush(index)
+        flush(unfinished)
         _put_in_place(unfinished, path)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, Exception):
+        if isinstance(error, OSError | SafetensorError):
             raise OSError(f"cannot write the checkpoint {path}: {error}") from error
         raise
 
@@ -157,14 +167,19 @@ def delete(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def tidy(directory: Path) -> None:
-    """Finish or undo what a killed process has left unfinished in a directory."""
-    for replaced in directory.glob(f"{_REPLACED}*"):
+def tidy(directory: Path, name: str = "*") -> None:
+    """Finish or undo what a killed process has left unfinished in a directory.
+
+    Args:
+        directory: the folder of checkpoints.
+        name: the name of a checkpoint, or a pattern of names.
+    """
+    for replaced in directory.glob(f"{_REPLACED}{name}"):
         path = directory / replaced.name.removeprefix(_REPLACED)
         if not path.exists():
             replaced.rename(path)
     for prefix in (_UNFINISHED, _REMOVED, _REPLACED):
-        for left in directory.glob(f"{prefix}*"):
+        for left in directory.glob(f"{prefix}{name}"):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -177,12 +192,14 @@ class Index:
         parts: the JSON of each part, by name.
         classes: the class name of each part, by name.
         files: the size, the checksum of the header, and the tensors of each file.
+        others: what `write_others` has returned; None without other files.
     """
 
     path: Path
     parts: dict[str, Any]
     classes: dict[str, str]
     files: dict[str, Any]
+    others: Any
 
 
 def read_index(path: Path) -> Index:
@@ -203,7 +220,11 @@ def read_index(path: Path) -> Index:
             raise ValueError("its checksum does not fit")
         version, wrote = int(content["format"]), content["fastdist"]
         index = Index(
-            path, dict(content["parts"]), dict(content["classes"]), dict(content["files"])
+            path,
+            dict(content["parts"]),
+            dict(content["classes"]),
+            dict(content["files"]),
+            content.get("others"),
         )
     except Exception as error:
         raise DamagedCheckpointError(f"{file} is damaged or missing: {error}") from error
@@ -290,11 +311,11 @@ def _put_in_place(unfinished: Path, path: Path) -> None:
     if path.exists():
         path.rename(replaced)
     unfinished.rename(path)
-    _flush(path.parent)
+    flush(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import functools
 import re
 import threading
 import traceback
@@ -16,7 +17,7 @@ import torch
 
 from fastdist.checkpoints import files
 from fastdist.checkpoints.agreement import Ranks, broadcast_result, run_on_all
-from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu, read
+from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu
 from fastdist.checkpoints.directory_lock import DirectoryLock
 from fastdist.checkpoints.files import PartFiles
 from fastdist.collectives.communicator import Communicator
@@ -96,9 +97,10 @@ class CheckpointManager:
             checkpoint: what to save.
             number: orders the checkpoints and names the directory; the part called "step" if it is
                 an int, otherwise one more than the newest. The same number again replaces it.
-            async_op: return when the tensors are copied, and write in a thread. At most one
-                checkpoint is written at a time: the next call, `wait`, `close` and the end of the
-                program wait for it. The calls raise its error; the program exits with code 1.
+            async_op: return when the tensors are copied, and write in a thread (parameter servers
+                write their files before `save` returns). At most one checkpoint is written at a
+                time: the next call, `wait`, `close` and the end of the program wait for it. The
+                calls raise its error; the program exits with code 1.
 
         Returns:
             The checkpoint's directory, which exists once it is complete.
@@ -117,10 +119,12 @@ class CheckpointManager:
             path = broadcast_result(workers, lambda: self._place(number))
 
             def write(parts: Mapping[str, PartFiles]) -> None:
-                checksums = files.Checksums(parts)
-                if async_op:
-                    self._later(lambda: _delete(self._write(path, parts, checksums)))
-                elif old := self._write(path, parts, checksums):
+                write_all = functools.partial(
+                    files.write, path, parts, files.Checksums(parts), checkpoint.write_others
+                )
+                if async_op and checkpoint.keeper is None:
+                    self._later(lambda: _delete(self._write(write_all)))
+                elif old := self._write(write_all):
                     self._later(lambda: _delete(old))
 
             checkpoint.collect(workers, self._stage if async_op else copy_to_cpu, write)
@@ -236,11 +240,9 @@ class CheckpointManager:
             )
         return self.directory / f"checkpoint-{number}"
 
-    def _write(
-        self, path: Path, parts: Mapping[str, PartFiles], checksums: files.Checksums
-    ) -> list[Path]:
+    def _write(self, write: Callable[[], None]) -> list[Path]:
         """Write a checkpoint, and set old ones aside."""
-        files.write(path, parts, checksums)
+        write()
         if self._max_to_keep is None:
             return []
         return [files.set_aside(old) for old in self.checkpoints[: -self._max_to_keep]]
@@ -277,7 +279,7 @@ class CheckpointManager:
             self._finish()
             for path in reversed(self.checkpoints):
                 try:
-                    parts.update(read(path, checkpoint.names))
+                    parts.update(checkpoint.read(path))
                 except DamagedCheckpointError as error:
                     files.set_damaged_aside(path)
                     warnings.warn(f"{error}; trying the checkpoint before", stacklevel=6)
@@ -287,7 +289,7 @@ class CheckpointManager:
 
         path = broadcast_result(workers, find)
         if path is not None:
-            checkpoint.load(workers, lambda: parts, with_random=True)
+            checkpoint.load(workers, path, lambda: parts, with_random=True)
         return path
 
 

@@ -18,13 +18,22 @@ import torch
 from torch import nn
 
 from fastdist._config import settings
+from fastdist.checkpoints.files import read_index
+from fastdist.checkpoints.keepers import keep
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
-from fastdist.errors import ClusterConfigError, FastdistError, UnsupportedError
+from fastdist.errors import (
+    ClusterConfigError,
+    DamagedCheckpointError,
+    FastdistError,
+    UnsupportedError,
+)
 from fastdist.ps.client.checkpoint import (
+    check_checkpoint,
     has_checkpoint,
     remove_checkpoint,
     restore_checkpoint,
     save_checkpoint,
+    write_files,
 )
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.partition import Partitioner, RoundRobin
@@ -42,10 +51,12 @@ from fastdist.ps.worker_host import (
     ServedWorker,
     adopt_on_worker,
     is_worker_of,
+    prefetch_on_worker,
     this_strategy,
 )
 from fastdist.replicas.devices import every_device, usable_device
 from fastdist.strategies.replicated import ReplicatedStrategy
+from fastdist.training.module_structure import modules_of
 
 _END_S = 2.0
 _NO_REPLICAS = (
@@ -173,6 +184,31 @@ class ParameterServerStrategy(ReplicatedStrategy):
         self._models: list[ServedModel] = []
         self._generation = 0
 
+    def prefetch(self, batch: Any, layer: nn.Module | None = None) -> None:
+        """Ask for the rows of a batch that a later step needs, from within a function.
+
+        The next `optimizer.step()` or function brings them along with the dense values, in the same
+        messages, and `forward` of that batch asks no server again. The rows are as recent as the
+        dense values: results are the same as without.
+
+        Args:
+            batch: holds the features of an `fd.nn.EmbeddingBagCollection` of the scope, as its
+                `forward` takes them: alone, or in nested tuples, lists and dicts. For an embedding
+                or bag given as `layer`: the tensor of ids.
+            layer: what looks the batch up; None: all collections of the scope.
+
+        Raises:
+            FastdistError: called outside a function that runs on a worker.
+            IndexError: an id is beyond its table.
+            TypeError: ids are not integers, or the layer is no embedding.
+            ValueError: the batch has no such features, or some of them only.
+        """
+        if not is_worker_of(self):
+            raise FastdistError(
+                "prefetch must be called in a function that a ClusterCoordinator schedules"
+            )
+        prefetch_on_worker(batch, layer)
+
     # --- the chief's ----------------------------------------------------------------------------
 
     def _put_on_servers(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
@@ -202,6 +238,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             optimizer.register_state_dict_pre_hook(_refuse_state)
         ServedSteps(model)
         self._models.append(model)
+        keep([*modules_of(roots), *optimizers], self)
         define_bundle(self.definitions, bundle, adopt_on_worker)
 
     def adopt_bundle(self, bundle: Bundle) -> None:
@@ -256,7 +293,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             UnavailableError: a server is gone.
         """
         self.require_chief("strategy.save")
-        with contextlib.nullcontext() if self.backlog is None else self.backlog.paused():
+        with self._paused():
             save_checkpoint(self.client, directory, self._sharded(), state=state)
 
     def restore(self, directory: str | Path) -> Any:
@@ -273,6 +310,44 @@ class ParameterServerStrategy(ReplicatedStrategy):
             ValueError: the checkpoint lacks a variable, or has it in another shape.
             UnavailableError: a server is gone.
         """
+        self._connect_again()
+        return self._restore(directory)
+
+    def _restore(self, directory: str | Path, *, is_checked: bool = False) -> Any:
+        self._generation += 1
+        state = restore_checkpoint(self.client, directory, self._sharded(), is_checked=is_checked)
+        for model in self._models:
+            model.buffers.mark_all_live()
+        self.after_calls()
+        return state
+
+    def write_files(self, directory: Path) -> Any:
+        """Write everything on the servers into a checkpoint of `fd.Checkpoint`, and the rates."""
+        self.require_chief("Checkpoint.save")
+        rates = [model.rates() for model in self._models]
+        with self._paused():
+            return {**write_files(self.client, self._sharded(), directory), "rates": rates}
+
+    def check_files(self, directory: Path) -> None:
+        """Check every byte of what `write_files` has written."""
+        self._connect_again()
+        try:
+            check_checkpoint(self.client, directory, self._sharded())
+        except FileNotFoundError as error:
+            raise DamagedCheckpointError(str(error)) from error
+
+    def read_files(self, directory: Path) -> None:
+        """Restore what `write_files` has written."""
+        self._restore(directory, is_checked=True)
+        saved = read_index(directory).others.get("rates", [])  # `save` writes none
+        for model, rates in zip(self._models, saved, strict=False):
+            model.restore_rates(rates)
+
+    def _paused(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.backlog is None else self.backlog.paused()
+
+    def _connect_again(self) -> None:
+        """Find all values on the servers, before they are restored."""
         self.require_chief("strategy.restore")
         if self.backlog is not None and not self.backlog.is_empty:
             raise FastdistError(
@@ -280,12 +355,6 @@ class ParameterServerStrategy(ReplicatedStrategy):
             )
         for model in self._models:
             model.connect(initialize=True)
-        self._generation += 1
-        state = restore_checkpoint(self.client, directory, self._sharded())
-        for model in self._models:
-            model.buffers.mark_all_live()
-        self.after_calls()
-        return state
 
     def has_saved(self, directory: str | Path) -> bool:
         """Return True if the directory has a checkpoint that `save` wrote."""

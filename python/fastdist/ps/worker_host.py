@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastdist.errors import FastdistError
@@ -16,6 +17,7 @@ from fastdist.ps.client.client import Client
 from fastdist.ps.coordinator.per_worker import set_worker_index
 from fastdist.ps.coordinator.worker import CallContext
 from fastdist.ps.model.bundle import Bundle
+from fastdist.ps.model.embeddings import EmbeddingBagCollection, TableLookup
 from fastdist.ps.model.model import ServedModel
 from fastdist.ps.model.steps import ServedSteps
 from fastdist.replicas.random_streams import stream_seed
@@ -44,6 +46,11 @@ class WorkerStrategy(Protocol):
 def this_strategy() -> Any:
     """Return the strategy of this worker."""
     return _current[0].strategy
+
+
+def prefetch_on_worker(batch: Any, layer: nn.Module | None) -> None:
+    """Ask for the rows of a later batch, on this worker."""
+    _current[0].prefetch(batch, layer)
 
 
 def is_worker_of(strategy: object) -> bool:
@@ -137,7 +144,7 @@ class ServedWorker:
         for model, steps in everything if not context.has_state else ():
             if steps.is_fresh:  # the previous function has left its changes to this one
                 model.buffers.send_changed(1)
-        stale = [model for model, steps in models if not steps.is_fresh]
+        stale = [model for model, steps in models if not steps.is_fresh or model.awaits_rows]
         for model in stale:
             model.begin_pull()
         for _, steps in everything:
@@ -154,6 +161,22 @@ class ServedWorker:
                 steps.end()
                 if not steps.is_fresh:  # otherwise the next function sends them
                     model.buffers.send_changed(context.size)
+
+    def prefetch(self, batch: Any, layer: nn.Module | None) -> None:
+        """Ask for the rows of a later batch; see `ParameterServerStrategy.prefetch`."""
+        if isinstance(layer, TableLookup):
+            layer.served_table().prefetch(batch)
+            return
+        if not isinstance(layer, EmbeddingBagCollection | None):
+            raise TypeError(
+                f"prefetch: layer must be an embedding of the scope, got {layer!r:.200}"
+            )
+        layers = [one for model, _ in self._models.values() for one in model.collections]
+        if not sum(one.prefetch(batch) for one in (layers if layer is None else [layer])):
+            raise ValueError(
+                "prefetch: expected the features of an fd.nn.EmbeddingBagCollection of the scope, "
+                f"as its forward takes them, alone or in a tuple, list or dict; got {batch!r:.200}"
+            )
 
     def state_update(self) -> bytes:
         """Return the names of buffers that workers have changed, if there are new ones."""

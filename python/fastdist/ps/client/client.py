@@ -16,20 +16,11 @@ import zmq
 
 from fastdist.errors import UnavailableError
 from fastdist.ps.client.connection import Connection
-from fastdist.ps.client.items import Item, gradients_of, messages_of, names_of, store
+from fastdist.ps.client.items import Item, messages_of, names_of, store, values_of
 from fastdist.ps.client.requests import Ticket
-from fastdist.ps.wire.batches import part_numbers, part_slice
-from fastdist.ps.wire.frames import (
-    Array,
-    decode_floats_into,
-    encode_floats,
-    keep_freed_memory,
-    to_floats,
-    to_ids,
-)
+from fastdist.ps.wire.frames import Array, keep_freed_memory, to_floats, to_ids
 from fastdist.ps.wire.keys import Keys
 from fastdist.ps.wire.protocol import (
-    UNKNOWN_STEP,
     Header,
     Op,
     ProtocolError,
@@ -127,28 +118,21 @@ class Client:
         op: Op,
         number: int = 0,
         frames: Sequence[Any] = (),
-        lr: float | None = None,
         timeout_s: float | None = None,
         *,
         round: int = 0,
-        step: int = UNKNOWN_STEP,
-        part: int = 0,
-        on_reply: Callable[[memoryview, int], None] | None = None,
+        on_reply: Callable[[memoryview], None] | None = None,
     ) -> Ticket:
         """Send a request; several may be in flight, to all servers.
 
         Args:
             server: its number among `servers`.
             op: the operation.
-            number: the number of the variable or table.
+            number: the number of the variable or table, if the operation is about one.
             frames: bytes or contiguous arrays, unchanged until the ticket has been waited for.
-            lr: learning rate of a push; None for the update rule's own.
             timeout_s: for slow requests; None for the client's own.
             round: the round that a push waits for, or that the request names; 0 for none.
-            step: for a push, the step of the value that the gradient was computed from.
-            part: the part of a dense value.
-            on_reply: called with the reply's body and step when it arrives; `wait` raises its
-                ValueError.
+            on_reply: called with the reply's body when it arrives; `wait` raises its ValueError.
 
         Returns:
             A ticket for `wait`.
@@ -168,10 +152,7 @@ class Client:
             self._id,
             number,
             min(in_flight, default=self._numbers[server]),
-            float("nan") if lr is None else lr,
             round,
-            step,
-            part,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         limit_s += nbytes / _SLOWEST_BYTES_PER_S
@@ -306,7 +287,7 @@ class Client:
         elif ticket.on_reply is not None:
             try:
                 body = memoryview(b"") if ticket.reply is None else ticket.reply
-                ticket.on_reply(body, header.step)
+                ticket.on_reply(body)
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
@@ -352,88 +333,39 @@ class Client:
 
     def begin_read(self, items: Sequence[Item]) -> list[Ticket]:
         """Request values, which the items hold once all tickets have been waited for."""
-        tickets = [
+        return [
             self.submit(
-                group[0].server,
-                Op.READ,
-                group[0].number,
-                [names_of(group)],
-                on_reply=partial(store, group),
+                group[0].server, Op.READ, 0, [names_of(group)], on_reply=partial(store, group)
             )
             for group in messages_of(items)
         ]
-        for item in items:
-            if item.is_large:
-                tickets += self._pull_parts(item)
-        return tickets
 
-    def begin_change(self, items: Sequence[Item], round: int = 0) -> list[Ticket]:
+    def begin_change(
+        self, items: Sequence[Item], round: int = 0, *, op: Op = Op.CHANGE
+    ) -> list[Ticket]:
         """Send gradients. A server applies each message as a whole, or not at all.
 
         Args:
             items: the gradients, which must not change until all tickets have been waited for.
             round: see `submit`.
+            op: ASSIGN sets values instead, which must be items without a wire.
         """
-        tickets = [
-            self.submit(
-                group[0].server,
-                Op.CHANGE,
-                group[0].number,
-                [names_of(group), gradients_of(group)],
-                round=round,
-            )
+        return [
+            self.submit(group[0].server, op, 0, [names_of(group), values_of(group)], round=round)
             for group in messages_of(items)
-        ]
-        for item in items:
-            if item.is_large:
-                tickets += self._push_parts(item, round)
-        return tickets
-
-    def _pull_parts(self, item: Item) -> list[Ticket]:
-        flat = item.values.reshape(-1)
-
-        def on_reply(part: slice, reply: memoryview, step: int) -> None:
-            decode_floats_into(flat[part], reply, item.wire)
-            item.step = min(item.step, step)
-
-        return [
-            self.submit(
-                item.server,
-                Op.PULL,
-                item.number,
-                part=part,
-                on_reply=partial(on_reply, part_slice(part, flat.size)),
-            )
-            for part in part_numbers(flat.size)
-        ]
-
-    def _push_parts(self, item: Item, round: int) -> list[Ticket]:
-        flat = item.values.reshape(-1)
-        return [
-            self.submit(
-                item.server,
-                Op.PUSH,
-                item.number,
-                [encode_floats(flat[part_slice(part, flat.size)], item.wire)],
-                item.lr,
-                round=round,
-                step=item.step,
-                part=part,
-            )
-            for part in (part_numbers(flat.size) if item.in_parts else (0,))
         ]
 
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
         """Return a dense variable's value: float32."""
         out = np.empty(shape, np.float32)
-        for ticket in self.begin_read([Item(server, number, out)]):
+        for ticket in self.begin_read(Item(server, number, out).cut()):
             self.wait(ticket)
         return out
 
     def push(self, server: int, number: int, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient, float32, to a dense variable."""
         item = Item(server, number, to_floats(gradient), lr=lr)
-        for ticket in self.begin_change([item]):
+        for ticket in self.begin_change(item.cut()):
             self.wait(ticket)
 
     def pull_rows(self, server: int, number: int, ids: Any, dim: int) -> Array:

@@ -1,4 +1,4 @@
-"""Items, which clients read and change: small dense values and rows, many in one message."""
+"""Items, which clients read and change: rows and ranges of dense values, many in one message."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from fastdist.ps.wire.protocol import UNKNOWN_STEP
 
 @dataclass(slots=True)
 class Item:
-    """The piece of a dense variable on one server, or rows of a table there.
+    """Elements of a dense variable on one server, or rows of a table there.
 
     Attributes:
         server: its number.
-        number: the piece's number on that server.
+        number: the object's number on that server.
         values: contiguous float32: where to put what is read, or the gradient.
         ids: the rows, contiguous 64-bit integers; None for a dense variable.
         wire: encoding of the values; None for float32.
         step: how many pushes it has seen: when it was read, or, with a gradient, when the value was
             read that the gradient was computed from.
         lr: learning rate of a gradient; None for the update rule's own.
-        in_parts: send a large gradient in parts; False applies it as a whole, or not at all.
+        begin: the first of the elements of a dense variable.
 
     Examples:
         >>> import numpy as np
@@ -58,36 +58,42 @@ class Item:
     wire: _core.WireFormat | None = None
     step: int = UNKNOWN_STEP
     lr: float | None = None
-    in_parts: bool = True
+    begin: int = 0
 
     @property
     def is_large(self) -> bool:
-        """True for a dense piece that does not share messages."""
-        return self.ids is None and self.values.size > SMALL_SIZE
+        """True for dense elements that do not share messages."""
+        return self.ids is None and (self.values.size > SMALL_SIZE or self.begin > 0)
 
     def entry(self) -> Entry:
         """Return what a message says of the item."""
         lr = math.nan if self.lr is None else self.lr
-        return Entry(self.number, self.step, lr, 0 if self.ids is None else self.ids.size)
+        if self.ids is None:
+            return Entry(self.number, self.step, lr, self.values.size, self.begin)
+        return Entry(self.number, self.step, lr, self.ids.size)
 
     def cut(self) -> list[Item]:
-        """Return the rows as items of up to a message each, to be read."""
-        assert self.ids is not None
+        """Return items of up to a message each."""
+        if self.ids is None:
+            flat = self.values.reshape(-1)
+            begins = range(0, max(1, flat.size), PART_SIZE)
+            return [replace(self, values=flat[b : b + PART_SIZE], begin=b) for b in begins]
         most = max(1, PART_SIZE // max(1, self.values.shape[1]))
         pieces = [slice(begin, begin + most) for begin in range(0, self.ids.size, most)]
         return [replace(self, values=self.values[p], ids=self.ids[p]) for p in pieces]
 
 
 def messages_of(items: Sequence[Item]) -> list[list[Item]]:
-    """Group items that are not large by server, and by the size of a message.
+    """Group items by server, and by the size of a message.
 
-    The rows of a larger item are a message alone.
+    Large items are messages alone: grouping them would take a copy.
     """
     last: dict[int, list[Item]] = {}  # the last group of each server
     room: dict[int, int] = {}  # the elements that it may still take
     messages = []
     for item in items:
         if item.is_large:
+            messages.append([item])
             continue
         if item.values.size > room.get(item.server, -1):
             last[item.server], room[item.server] = [], PART_SIZE
@@ -103,12 +109,12 @@ def names_of(items: Sequence[Item]) -> bytes:
     return pack_names([item.entry() for item in items], ids)
 
 
-def gradients_of(items: Sequence[Item]) -> Array:
-    """Return the frame of the items' gradients."""
+def values_of(items: Sequence[Item]) -> Array:
+    """Return the frame of the items' values."""
     return pack_values([item.values for item in items], _kinds(items))
 
 
-def store(items: Sequence[Item], reply: memoryview, _: int) -> None:
+def store(items: Sequence[Item], reply: memoryview) -> None:
     """Copy the values and steps in the reply to a READ to the items.
 
     Raises:

@@ -15,7 +15,7 @@ from torch import nn
 
 from fastdist.ps.client.checkpoint import Saved, read_index
 from fastdist.ps.wire.frames import Array, to_ids
-from fastdist.ps.wire.snapshot import read_values
+from fastdist.ps.wire.snapshot import require_checksums
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
 _PIECE_ROWS = 1 << 16
@@ -123,7 +123,7 @@ def load(
 def _load_all(directory: Path) -> LoadedCheckpoint:
     index = read_index(directory)
     for saved in index.saved.values():
-        saved.check_bytes()
+        require_checksums(saved.checksums)
     short = {name: re.sub(r"^\d+/", "", name) for name in index.saved}
     is_clear = len(set(short.values())) == len(short)
     values: dict[str, torch.Tensor | SavedRows] = {}
@@ -134,16 +134,22 @@ def _load_all(directory: Path) -> LoadedCheckpoint:
 
 def _value_of(saved: Saved) -> torch.Tensor | SavedRows:
     if isinstance(saved.spec, RowsSpec):
-        pieces = tuple(_mapped(path) for path in saved.paths)
+        pieces = tuple(_rows_of(path) for path in saved.checksums)
         return SavedRows(pieces, saved.spec.dim, saved.spec.rows, saved.spec)
     value = torch.empty(saved.spec.shape)
-    for path in saved.paths:
+    for path in saved.checksums:
         _fill(value, path)
     return value
 
 
-def _mapped(path: Path) -> tuple[Array, Array]:
-    """Map the ids and values of a table's file, which has been checked."""
+def _rows_of(path: Path) -> tuple[Array, Array]:
+    begin, ids, values = _mapped(path)
+    assert ids is not None
+    return (ids + begin if begin else ids), values
+
+
+def _mapped(path: Path) -> tuple[int, Array | None, Array]:
+    """Map a checked file: its first row, the ids from there on (None without any), the values."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -158,8 +164,7 @@ def _mapped(path: Path) -> tuple[Array, Array]:
         return np.memmap(path, dtype, "r", offset, shape)
 
     begin = int(json.loads(header["__metadata__"]["fastdist"])["part"]["begin"])
-    ids = array("ids")
-    return (ids + begin if begin else ids), array("values")
+    return begin, array("ids") if "ids" in header else None, array("values")
 
 
 def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[str]:
@@ -175,12 +180,12 @@ def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[s
             f"{', '.join(sorted(saved)[:10])}"
         )
     for name, source in found.items():
-        source.check_bytes()
+        require_checksums(source.checksums)
         _require_room(tensors[name], source, directory)
     for name, source in found.items():
         if isinstance(source.spec, RowsSpec):
             _fill_initial(tensors[name], source.spec)
-        for path in source.paths:
+        for path in source.checksums:
             _fill(tensors[name], path)
     return missing
 
@@ -218,8 +223,8 @@ def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) ->
     if not fits:
         raise ValueError(f"{directory} has {spec}, the module has the shape {tuple(tensor.shape)}")
     if isinstance(spec, RowsSpec) and spec.rows is None:
-        for path in source.paths:
-            ids, _ = _mapped(path)
+        for path in source.checksums:
+            ids, _ = _rows_of(path)
             beyond = ids[(ids < 0) | (ids >= tensor.shape[0])]
             if beyond.size:
                 raise ValueError(
@@ -240,11 +245,11 @@ def _fill_initial(tensor: torch.Tensor, spec: RowsSpec) -> None:
 
 @torch.no_grad()
 def _fill(tensor: torch.Tensor, path: Path) -> None:
-    begin, ids, values = read_values(path)
-    rows = torch.from_numpy(values).to(tensor)
+    begin, ids, values = _mapped(path)
+    rows = torch.from_numpy(np.array(values)).to(tensor)
     if not tensor.dim():
         tensor.copy_(rows)
     elif ids is None:
         tensor[begin : begin + len(rows)] = rows
     else:
-        tensor[torch.from_numpy(ids) + begin] = rows
+        tensor[torch.from_numpy(np.array(ids)) + begin] = rows

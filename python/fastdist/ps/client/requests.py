@@ -26,8 +26,7 @@ class Ticket:
         began: the time of the first send, on the monotonic clock.
         resend_at: when to send the request again; infinity: when the connection was restored.
         upload: for a large request, what knows when it is on its way.
-        on_reply: called with the reply's body and step when it arrives; None: `wait` returns the
-            body.
+        on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
 
     Examples:
         >>> import numpy as np
@@ -51,7 +50,7 @@ class Ticket:
     frames: Sequence[Any]
     timeout_s: float
     began: float
-    on_reply: Callable[[memoryview, int], None] | None = None
+    on_reply: Callable[[memoryview], None] | None = None
     resend_at: float = math.inf
     upload: zmq.MessageTracker | None = None
     reply: memoryview | None = None

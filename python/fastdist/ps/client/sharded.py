@@ -113,7 +113,7 @@ class ShardedVariable:
             out: destination, contiguous float32 of the whole shape; None allocates one.
         """
         value = self._output(out)
-        return Lookup([[item] for item in self._split(value)], value)
+        return Lookup([item.cut() for item in self._split(value)], value)
 
     def begin_push(
         self,
@@ -141,15 +141,13 @@ class ShardedVariable:
         items = self._split(self._to_array(gradient))
         for item, seen in zip(items, _steps(step, len(items)), strict=True):
             item.step, item.lr = seen, lr
-        return items
+        if self.spec.refuse_nonfinite:  # whole, so that no part of a gradient is applied
+            return items
+        return [part for item in items for part in item.cut()]
 
     def begin_assign(self, value: Any) -> Pending[None]:
         """Set the value, without waiting."""
-        tickets = [
-            self._client.submit(piece.server, Op.ASSIGN, piece.number, [piece.values])
-            for piece in self._split(self._to_array(value))
-        ]
-        return Pending(self._client.wait, tickets, no_result)
+        return _begin_assign(self._client, self._split(self._to_array(value)))
 
     def _output(self, out: Array | None) -> Array:
         """Return `out` after checking it, or a new array."""
@@ -172,15 +170,8 @@ class ShardedVariable:
     def _split(self, values: Array) -> list[Item]:
         """Return the pieces of a value, as views."""
         rows = values.reshape(self.pieces[-1].end, *self.spec.shape[1:])
-        whole = self.spec.refuse_nonfinite  # so that no part of a gradient is applied
         return [
-            Item(
-                piece.server,
-                number,
-                self._rows(rows, piece),
-                wire=self._wire,
-                in_parts=not whole,
-            )
+            Item(piece.server, number, self._rows(rows, piece), wire=self._wire)
             for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
 
@@ -247,12 +238,8 @@ class ShardedRows:
 
     def assign(self, ids: Any, values: Any) -> None:
         """Set rows, [ids, dim]; the last of equal ids wins."""
-        tickets = [
-            self.client.submit(item.server, Op.ASSIGN_ROWS, item.number, [item.ids, item.values])
-            for item in self._divide(ids, values)
-            if item.ids is not None and item.ids.size
-        ]
-        Pending(self.client.wait, tickets, no_result).result()
+        items = [item for item in self._divide(ids, values) if item.values.size]
+        _begin_assign(self.client, items).result()
 
     def begin_push(
         self,
@@ -355,6 +342,12 @@ def begin_pulls(client: Client, lookups: Sequence[Lookup]) -> Pending[list[Pulle
 def begin_changes(client: Client, items: Sequence[Item], round: int = 0) -> Pending[None]:
     """Send gradients, without waiting; see `Client.begin_change`."""
     return Pending(client.wait, client.begin_change(items, round), no_result)
+
+
+def _begin_assign(client: Client, items: Sequence[Item]) -> Pending[None]:
+    for item in items:
+        item.wire = None
+    return Pending(client.wait, client.begin_change(items, op=Op.ASSIGN), no_result)
 
 
 def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:

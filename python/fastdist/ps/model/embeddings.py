@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,15 +114,14 @@ class TableLookup(SparseWeight):
 def look_up_together(lookups: Sequence[tuple[TableLookup, torch.Tensor]]) -> list[Found]:
     """Find the rows of ids in several embeddings; each server is asked once."""
     tables = [layer.served_table() for layer, _ in lookups]
-    unique = [torch.unique(ids, return_inverse=True) for _, ids in lookups]
-    pulled = ServedTable.pull([(t, own) for t, (own, _) in zip(tables, unique, strict=True)])
+    wanted = [table.find(ids) for table, (_, ids) in zip(tables, lookups, strict=True)]
     found = []
-    for (layer, _), table, (own, positions), rows in zip(
-        lookups, tables, unique, pulled, strict=True
+    for (layer, _), table, ids, rows in zip(
+        lookups, tables, wanted, ServedTable.pull(tables, wanted), strict=True
     ):
         weight: torch.Tensor = layer.weight
-        tied = _RowsOfWeight.apply(weight, own, rows, table)  # type: ignore[no-untyped-call]
-        found.append(Found(own, tied, positions))
+        tied = _RowsOfWeight.apply(weight, ids.unique, rows, table)  # type: ignore[no-untyped-call]
+        found.append(Found(ids.unique, tied, ids.positions))
     return found
 
 
@@ -382,11 +381,11 @@ class EmbeddingBagCollection(nn.Module):
             KeyError: a feature is missing.
         """
         given = {name: _jagged(features[name], bag) for name, bag in self.bags.items()}
-        bags: dict[str, Any] = dict(self.bags.items())
-        served = [name for name, bag in bags.items() if getattr(bag, "is_served", False)]
-        lookups = [(bags[name], given[name][0]) for name in served]
+        served = self._served_bags()
+        lookups = [(bag, given[name][0]) for name, bag in served.items()]
         found = dict(zip(served, look_up_together(lookups), strict=True)) if served else {}
         pooled = {}
+        bags: dict[str, Any] = dict(self.bags.items())
         for name, bag in bags.items():
             ids, offsets, weights = given[name]
             is_found = name in found
@@ -394,6 +393,39 @@ class EmbeddingBagCollection(nn.Module):
                 bag.pool(found[name], offsets, weights) if is_found else bag(ids, offsets, weights)
             )
         return pooled
+
+    def prefetch(self, batch: Any) -> int:
+        """Ask for the rows of a later batch; see `ParameterServerStrategy.prefetch`.
+
+        Returns:
+            How many parts of the batch have the features.
+        """
+        parts = list(_parts_with(self.bags.keys(), batch))
+        for features in parts:
+            for name, bag in self._served_bags().items():
+                ids, *_ = _jagged(features[name], bag)
+                bag.served_table().prefetch(ids)
+        return len(parts)
+
+    def _served_bags(self) -> dict[str, Any]:
+        return {n: bag for n, bag in self.bags.items() if getattr(bag, "is_served", False)}
+
+
+def _parts_with(names: Collection[str], batch: Any) -> Iterator[Any]:
+    """Yield what has features of these names: a batch, or parts of nested tuples, lists and dicts.
+
+    Raises:
+        ValueError: a part has some of the features only.
+    """
+    keys: set[Any] = set(batch.keys()) if hasattr(batch, "keys") else set()
+    missing = [name for name in names if name not in keys]
+    if not missing:
+        yield batch
+    elif len(missing) < len(names):
+        raise ValueError(f"prefetch: the batch lacks the features {', '.join(missing)}")
+    elif isinstance(batch, tuple | list | Mapping):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _parts_with(names, part)
 
 
 def _jagged(

@@ -26,11 +26,15 @@ from fastdist.ps.client.sharded import (
 from fastdist.ps.model.buffers import ServedBuffers
 from fastdist.ps.model.bundle import Bundle
 from fastdist.ps.model.dense import ServedTensor, exact_value
-from fastdist.ps.model.embeddings import TableLayer, attach_table, table_embeddings
+from fastdist.ps.model.embeddings import (
+    EmbeddingBagCollection,
+    TableLayer,
+    attach_table,
+    table_embeddings,
+)
 from fastdist.ps.model.plan import tensors_in
-from fastdist.ps.model.table import ServedTable
+from fastdist.ps.model.table import Prefetch, ServedTable
 from fastdist.ps.model.table_weight import convert_weight
-from fastdist.ps.wire.batches import SMALL_SIZE
 from fastdist.ps.wire.frames import Array
 from fastdist.ps.wire.specs import DenseSpec
 from fastdist.training.module_structure import modules_of, structure_of
@@ -49,6 +53,7 @@ class ServedModel:
     Attributes:
         bundle: the contents of the scope.
         buffers: its modules' buffers.
+        collections: the EmbeddingBagCollections among its modules.
     """
 
     def __init__(
@@ -65,10 +70,13 @@ class ServedModel:
         self._lock = lock
         self._parameters: dict[int, ServedTensor] = {}  # by id
         self._tables: dict[int, ServedTable] = {}  # by the weight's id
-        self._pulling: tuple[list[ServedTensor], Pending[list[Pulled]]] | None = None
+        self._pulling: tuple[list[ServedTensor | Prefetch], Pending[list[Pulled]]] | None = None
         self._fixed = [_fixed_rates(optimizer) for optimizer in bundle.optimizers]
         self._given_rates: object = None
         self._given_modes: object = None
+        self.collections = [
+            module for module in modules_of(bundle.roots) if type(module) is EmbeddingBagCollection
+        ]
         self._embeddings = {id(module.weight): module for module in table_embeddings(bundle.roots)}
         self.connect(initialize=initialize)
         self._structure = structure_of(bundle.roots)
@@ -119,20 +127,28 @@ class ServedModel:
     # --- values ---------------------------------------------------------------------------------
 
     def begin_pull(self) -> None:
-        """Request the values of all parameters and live buffers, unless a pull is in flight."""
+        """Request all parameters and live buffers, and prefetched rows; once until `end_pull`."""
         if self._pulling is not None:
             return
-        tensors_to_pull = [*self._parameters.values(), *self.buffers.live_tensors()]
-        lookups = [served.sharded.lookup(served.out()) for served in tensors_to_pull]
-        self._pulling = tensors_to_pull, begin_pulls(self._client, lookups)
+        tensors = [*self._parameters.values(), *self.buffers.live_tensors()]
+        rows = [known for table in self._tables.values() for known in table.begin_reads()]
+        lookups = [served.sharded.lookup(served.out()) for served in tensors]
+        lookups += [known.lookup for known in rows]
+        self._pulling = [*tensors, *rows], begin_pulls(self._client, lookups)
 
     def end_pull(self) -> None:
         """Wait for the pull, and store its values."""
         if self._pulling is None:
             return
-        (tensors_to_pull, pending), self._pulling = self._pulling, None
-        for served, pulled in zip(tensors_to_pull, pending.result(), strict=True):
-            served.store(pulled)
+        (places, pending), self._pulling = self._pulling, None
+        for place, pulled in zip(places, pending.result(), strict=True):
+            place.store(pulled)
+
+    @property
+    def awaits_rows(self) -> bool:
+        """True if prefetched rows must be read before the next function."""
+        tables = self._tables.values()
+        return any(known.wanted.pulled is None for table in tables for known in table.prefetched)
 
     def assign_changed(self) -> None:
         """Send values that the user has changed on this task."""
@@ -190,10 +206,6 @@ class ServedModel:
         """True if servers reject gradients that are not finite."""
         return any(placement.spec.refuse_nonfinite for placement in self.bundle.placements)
 
-    def is_small(self, parameter: torch.Tensor) -> bool:
-        """True if a parameter's gradient should share a message with others."""
-        return id(parameter) in self._tables or parameter.numel() <= SMALL_SIZE
-
     def begin_push(
         self,
         gradients: Iterable[tuple[nn.Parameter, float | None]],
@@ -201,6 +213,8 @@ class ServedModel:
         weight: float = 1.0,
     ) -> Pending[None]:
         """Send the gradients of parameters times `weight`, with learning rates, without waiting."""
+        for served in self._tables.values():
+            served.expire_prefetched()
         items: list[Item] = []
         for parameter, lr in gradients:
             table = self._tables.get(id(parameter))
@@ -279,6 +293,11 @@ class ServedModel:
                     group["lr"].fill_(rate)
                 else:
                     group["lr"] = rate
+
+    def restore_rates(self, rates: list[list[float]]) -> None:
+        """Set the learning rates of a checkpoint, on the chief."""
+        self._given_rates = None
+        self.set_rates(rates)
 
     def modes(self) -> list[bool]:
         """Return the flags that `train`, `eval` and `requires_grad_` set.

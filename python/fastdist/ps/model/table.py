@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,9 +17,47 @@ from fastdist.ps.wire.frames import Array
 if TYPE_CHECKING:  # `fastdist.nn` works without pyzmq, which clients need
     from fastdist.ps.client.items import Item
     from fastdist.ps.client.row_cache import RowCache
-    from fastdist.ps.client.sharded import ShardedRows
+    from fastdist.ps.client.sharded import Lookup, Pulled, ShardedRows
 
 _CHUNK_ROWS = 65536
+# A batch that comes later than announced is read again and again, but not for ever.
+_MOST_READS = 8
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """The ids of a lookup.
+
+    Attributes:
+        unique: the distinct ids, sorted.
+        positions: for each given id, the position of its row.
+        pulled: their rows, if they have been read; without padding.
+    """
+
+    unique: torch.Tensor
+    positions: torch.Tensor
+    pulled: Pulled | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """The rows of a later batch.
+
+    Attributes:
+        given: a copy of its ids.
+        wanted: its distinct ids; their rows, unless they must be read again after a push.
+        lookup: what to read for them.
+        reads: how often they have been read.
+    """
+
+    given: torch.Tensor
+    wanted: Wanted
+    lookup: Lookup
+    reads: int = 0
+
+    def store(self, pulled: Pulled) -> None:
+        """Take what was read."""
+        self.wanted.pulled = pulled
 
 
 class ServedTable:
@@ -30,6 +69,12 @@ class ServedTable:
         lock: the client's lock; autograd may call from threads of its own.
         cache: a cache of rows; None pulls all rows every time.
         padding: an id whose row is zero, whatever the servers have.
+
+    Attributes:
+        weight: the parameter that stands for the rows.
+        sharded: the table on the servers.
+        name: its name, for errors.
+        prefetched: rows of later batches.
     """
 
     def __init__(
@@ -43,6 +88,7 @@ class ServedTable:
         self.weight = weight
         self.sharded = rows
         self.name = repr(rows.spec.name.partition("/")[2])
+        self.prefetched: list[Prefetch] = []
         self._cache = cache
         self._padding = padding
         self._lock = lock
@@ -61,23 +107,41 @@ class ServedTable:
         """Pickle as None: an unpickled module is connected again, if at all, where it arrives."""
         return type(None), ()
 
+    def find(self, ids: torch.Tensor) -> Wanted:
+        """Return what to look up for ids; ends a prefetch of the same ids."""
+        for known in self.prefetched:
+            is_alike = known.given.dtype == ids.dtype and known.wanted.pulled is not None
+            if is_alike and torch.equal(known.given, ids.to(known.given.device)):
+                self.prefetched.remove(known)
+                wanted = known.wanted
+                unique, positions = wanted.unique.to(ids.device), wanted.positions.to(ids.device)
+                return Wanted(unique, positions, wanted.pulled)
+        return Wanted(*torch.unique(ids, return_inverse=True))
+
     @staticmethod
-    def pull(lookups: Sequence[tuple[ServedTable, torch.Tensor]]) -> list[torch.Tensor]:
+    def pull(tables: Sequence[ServedTable], wanted: Sequence[Wanted]) -> list[torch.Tensor]:
         """Return rows [ids, dim] of one scope's tables, each on the device of its ids."""
-        ids = [own.cpu().numpy() for _, own in lookups]
-        with lookups[0][0]._lock:
-            rows = ServedTable._pull([table for table, _ in lookups], ids)
-        for (table, _), own, found in zip(lookups, ids, rows, strict=True):
+        ids = [one.unique.cpu().numpy() for one in wanted]
+        with tables[0]._lock:
+            rows = ServedTable._pull(tables, wanted, ids)
+        for table, own, found in zip(tables, ids, rows, strict=True):
             if table._padding is not None:
                 found[own == table._padding] = 0
         return [
-            torch.from_numpy(found).to(own.device)
-            for (_, own), found in zip(lookups, rows, strict=True)
+            torch.from_numpy(found).to(one.unique.device)
+            for one, found in zip(wanted, rows, strict=True)
         ]
 
     @staticmethod
-    def _pull(tables: Sequence[ServedTable], ids: Sequence[Array]) -> list[Array]:
-        rows = {i: t._cache.pull(ids[i]) for i, t in enumerate(tables) if t._cache is not None}
+    def _pull(
+        tables: Sequence[ServedTable], wanted: Sequence[Wanted], ids: Sequence[Array]
+    ) -> list[Array]:
+        rows: dict[int, Array] = {}
+        for i, (table, one) in enumerate(zip(tables, wanted, strict=True)):
+            if table._cache is not None:
+                rows[i] = table._cache.pull(ids[i])
+            elif one.pulled is not None:
+                rows[i] = table._take(one.pulled)
         rest = [i for i in range(len(tables)) if i not in rows]
         if rest:
             from fastdist.ps.client.sharded import begin_pulls
@@ -85,10 +149,37 @@ class ServedTable:
             lookups = [tables[i].sharded.lookup(ids[i]) for i in rest]
             pending = begin_pulls(tables[rest[0]].sharded.client, lookups)
             for i, pulled in zip(rest, pending.result(), strict=True):
-                table = tables[i]
-                table._steps = tuple(map(min, table._steps or pulled.steps, pulled.steps))
-                rows[i] = pulled.value
+                rows[i] = tables[i]._take(pulled)
         return [rows[i] for i in range(len(tables))]
+
+    def _take(self, pulled: Pulled) -> Array:
+        self._steps = tuple(map(min, self._steps or pulled.steps, pulled.steps))
+        return pulled.value
+
+    def prefetch(self, ids: torch.Tensor) -> None:
+        """Announce ids; a table with a cache reads them when they are needed.
+
+        Raises:
+            IndexError: an id is beyond the table.
+            TypeError: the ids are not integers.
+        """
+        if self._cache is None:
+            wanted = Wanted(*torch.unique(ids, return_inverse=True))
+            lookup = self.sharded.lookup(wanted.unique.cpu().numpy())
+            self.prefetched.append(Prefetch(ids.clone(), wanted, lookup))
+
+    def begin_reads(self) -> list[Prefetch]:
+        """Return the prefetches that the next pull must read, all of them."""
+        self.expire_prefetched()
+        self.prefetched = [known for known in self.prefetched if known.reads < _MOST_READS]
+        for known in self.prefetched:
+            known.reads += 1
+        return self.prefetched.copy()
+
+    def expire_prefetched(self) -> None:
+        """Read prefetched rows again before they are used."""
+        for known in self.prefetched:
+            known.wanted.pulled = None
 
     def gradient_indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the indices of these ids' rows in the weight's gradient.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import fastdist._core as _core
-from fastdist.ps.wire.batches import PART_SIZE, SMALL_SIZE, Entry
+from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry
 from fastdist.ps.wire.protocol import RestartedError
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, to_json
 
@@ -84,23 +84,12 @@ class Registry:
                 "were made, and no longer has them"
             )
 
-    def dense(self, number: int) -> tuple[DenseSpec, _core.DenseVariable]:
-        """Return a dense variable and its spec.
+    def of_message(self, entries: Sequence[Entry], most: float) -> list[tuple[Spec, Any]]:
+        """Return the objects that one message names.
 
         Raises:
-            ValueError: the object is a table.
-        """
-        spec, stored = self.find(number)
-        if not isinstance(spec, DenseSpec):
-            raise ValueError(f"{spec.name!r} is a RowsSpec, expected a DenseSpec")
-        return spec, stored
-
-    def of_message(self, entries: Sequence[Entry]) -> list[tuple[Spec, Any]]:
-        """Return the tables and small dense variables that one message names.
-
-        Raises:
-            ValueError: a dense variable is larger than `SMALL_SIZE`, or has ids, or all together
-                are larger than `PART_SIZE`.
+            ValueError: ids for a dense variable, a range for a table or beyond the variable, or
+                more than `most` elements of dense variables.
         """
         if len(entries) > PART_SIZE:
             raise ValueError(f"{len(entries)} objects in a message, the limit is {PART_SIZE}")
@@ -109,27 +98,18 @@ class Registry:
         for entry in entries:
             spec, stored = self.find(entry.object)
             found.append((spec, stored))
-            if isinstance(spec, RowsSpec):
-                continue
-            if entry.ids:
-                raise ValueError(f"{spec.name!r} is a DenseSpec, expected a RowsSpec")
-            if spec.size > SMALL_SIZE:
+            kind = RowsSpec if entry.begin == IDS else DenseSpec
+            if not isinstance(spec, kind):
                 raise ValueError(
-                    f"{spec.name!r} of {spec.size} elements in a message for several variables, "
-                    f"the limit is {SMALL_SIZE} elements each"
+                    f"{spec.name!r} is a {type(spec).__name__}, expected a {kind.__name__}"
                 )
-            size += spec.size
-            if size > PART_SIZE:
-                raise ValueError(f"variables of over {PART_SIZE} elements in one message")
+            if isinstance(spec, DenseSpec):
+                size += entry.size
+                if entry.begin + entry.size > spec.size:
+                    raise ValueError(
+                        f"{spec.name!r}: {entry.size} elements from {entry.begin} on, the "
+                        f"variable has {spec.size}"
+                    )
+        if size > most:
+            raise ValueError(f"variables of {size} elements in a message, the limit is {most}")
         return found
-
-    def rows(self, number: int) -> tuple[RowsSpec, _core.RowTable]:
-        """Return a table of rows and its spec.
-
-        Raises:
-            ValueError: the object is a dense variable.
-        """
-        spec, stored = self.find(number)
-        if not isinstance(spec, RowsSpec):
-            raise ValueError(f"{spec.name!r} is a DenseSpec, expected a RowsSpec")
-        return spec, stored

@@ -20,8 +20,8 @@ _ENTRY_BYTES = 512  # overhead of a staged gradient
 # Smaller frames share memory with others that were received together, and would keep all of it.
 _SHARED_BYTES = 8192
 
-# For a dense variable: the first element of a part, and the part's gradient. For a table: ids and
-# gradients.
+# For a dense variable: the first element of a range, and the range's gradient. For a table: ids
+# and gradients.
 Gradient = tuple[Any, Array]
 
 
@@ -64,7 +64,7 @@ class StagedUpdate:
         return _concatenate(ids), self._scaled(_concatenate(gradients))
 
     def parts(self) -> Iterator[tuple[int, Array]]:
-        """Yield the first element and the gradient of each part of a dense variable."""
+        """Yield the first element and the gradient of each range of a dense variable."""
         parts: dict[int, Array] = {}
         for begin, gradient in self.staged:
             known = parts.get(begin)

@@ -6,7 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,23 @@ from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.staleness import Staleness
 from fastdist.ps.wire.batches import (
+    IDS,
+    PART_SIZE,
+    Entry,
     Kinds,
     PartialPushes,
     extents_of,
     pack_steps,
     padded,
-    part_numbers,
-    part_slice,
-    part_slices,
     unpack_names,
     unpack_values,
 )
-from fastdist.ps.wire.frames import Array, decode_floats, decode_ids
+from fastdist.ps.wire.frames import Array, decode_floats
 from fastdist.ps.wire.protocol import (
     APPLIED_ONCE,
     FRAMES,
     MAX_LONG_META_BYTES,
     MAX_META_BYTES,
-    UNKNOWN_STEP,
     VERSION,
     BusyError,
     Header,
@@ -48,7 +47,7 @@ from fastdist.ps.wire.protocol import (
     status_of,
 )
 from fastdist.ps.wire.snapshot import Part, require_checksums, restore, save
-from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json
+from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
 
 _MAX_LR = float(np.finfo(np.float32).max)
 
@@ -146,8 +145,6 @@ class Service:
     def _read(
         self, op: Op, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
     ) -> tuple[Header, Any]:
-        if op is Op.PULL:
-            return self._pull(header, buffers)
         if op is Op.READ:
             return _reply(header), self._read_values(header, frames[0], buffers)
         answer: Any
@@ -166,32 +163,23 @@ class Service:
             answer = {}
         return _reply(header), json.dumps(answer).encode()
 
-    def _pull(self, header: Header, buffers: SendBuffers) -> tuple[Header, Any]:
-        """Read the step before the values: the values may be newer than the step, never older."""
-        dense, variable = self._registry.dense(header.object)
-        step = variable.step
-        part = part_slice(header.part, dense.size)
-        wire = dense.wire_format()
-        size = part.stop - part.start
-        reply = buffers.take(4 * size if wire is None else wire.nbytes(size), header.client)
-        _fill(reply, (size,), wire, lambda values: variable.pull_part(values, part.start))
-        return _reply(header, step=step), reply
-
     def _read_values(self, header: Header, names: memoryview, buffers: SendBuffers) -> Array:
-        """Return the steps of the objects, read first, and then their values."""
+        """Return steps, then values: values may be newer than their steps, never older."""
         entries, ids = unpack_names(names)
-        found = self._registry.of_message(entries)
-        kinds = _kinds(found, ids)
+        found = self._registry.of_message(entries, PART_SIZE)
+        kinds = _kinds(found, entries)
         steps = pack_steps([stored.step for _, stored in found])
         extents, size = extents_of(kinds)
         reply = buffers.take(len(steps) + size, header.client)
         reply[: len(steps)] = np.frombuffer(steps, np.uint8)
         body = reply[len(steps) :]
-        for (spec, stored), own, extent, (shape, wire) in zip(
-            found, ids, extents, kinds, strict=True
+        for entry, (_, stored), own, extent, (shape, wire) in zip(
+            entries, found, ids, extents, kinds, strict=True
         ):
-            is_table = isinstance(spec, RowsSpec)
-            read = partial(stored.pull, own) if is_table else stored.pull
+            if entry.begin == IDS:
+                read = partial(stored.pull, own)
+            else:
+                read = partial(stored.pull_part, begin=entry.begin)
             _fill(body[extent], shape, wire, read)
             body[extent.stop : padded(extent.stop)] = 0  # of an earlier reply
         return reply
@@ -207,7 +195,7 @@ class Service:
                 self._reset()
                 reply = b""
             else:
-                reply = self._update(op, header, frames)
+                reply = self._change_values(op, header, *frames)
         finally:
             self._deduplicator.end(header.client, header.number, reply)
         return reply
@@ -221,72 +209,49 @@ class Service:
         self._rounds = Rounds(self._max_staged_bytes)
         self._staleness = Staleness()
 
-    def _update(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
-        if op is Op.PUSH:
-            return self._push(header, frames[0])
-        if op is Op.CHANGE:
-            return self._change_values(header, *frames)
-        if op is Op.ASSIGN:
-            dense, variable = self._registry.dense(header.object)
-            variable.assign(decode_floats(frames[0], dense.shape))
-            return b""
-        spec, table = self._registry.rows(header.object)
-        ids = decode_ids(frames[0])
-        table.assign(ids, decode_floats(frames[1], (ids.size, spec.dim)))
-        return b""
-
-    def _push(self, header: Header, frame: memoryview) -> bytes:
-        dense, variable = self._registry.dense(header.object)
-        part = part_slice(header.part, dense.size)
-        gradient = decode_floats(frame, (part.stop - part.start,), dense.wire_format())
-        self._check_finite(header.object, dense, gradient)
-        if header.round:
-            if header.part <= 1:
-                self._staleness.count(variable.step, header.step)
-            begin = part.start
-            pieces = part_slices(dense.size) if header.part == 0 else [part]
-            staged = [(p.start, gradient[p.start - begin : p.stop - begin]) for p in pieces]
-            self._rounds.stage(header.round, [(header.object, piece) for piece in staged])
-            return b""
-        if header.part == 0:
-            self._staleness.count(variable.step, header.step)
-            variable.push(gradient, _lr(header.lr))
-            return b""
-        push = (header.client, header.number - header.part)
-        parts = len(part_numbers(dense.size))
-        step, is_first = self._partial_pushes.step_of(push, parts, variable.begin_step)
-        if is_first:
-            self._staleness.count(step - 1, header.step)
-        variable.push_part(gradient, part.start, step, _lr(header.lr))
-        return b""
-
-    def _change_values(self, header: Header, names: memoryview, frame: memoryview) -> bytes:
+    def _change_values(self, op: Op, header: Header, names: memoryview, frame: memoryview) -> bytes:
         """Validate the whole message before anything changes."""
         entries, ids = unpack_names(names)
-        found = self._registry.of_message(entries)
-        numbers = [entry.object for entry in entries]
-        lrs = [_check_lr(_lr(entry.lr)) for entry in entries]
-        gradients = list(unpack_values(frame, _kinds(found, ids)))
-        for number, (spec, _), own, gradient in zip(numbers, found, ids, gradients, strict=True):
-            self._check_finite(number, spec, gradient)
-            if isinstance(spec, RowsSpec) and len(found) > 1:  # a table alone checks its own
+        found = self._registry.of_message(entries, math.inf)
+        values = list(unpack_values(frame, _kinds(found, entries, is_plain=op is Op.ASSIGN)))
+        if len(found) > 1:  # a table alone checks its own
+            for (spec, _), own in zip(found, ids, strict=True):
                 _check_ids(spec, own)
-        for (_, stored), entry in zip(found, entries, strict=True):
-            self._staleness.count(stored.step, entry.step)
-        places = [
-            own if isinstance(spec, RowsSpec) else 0
-            for (spec, _), own in zip(found, ids, strict=True)
-        ]
-        if header.round:
-            staged = zip(numbers, zip(places, gradients, strict=True), strict=True)
-            self._rounds.stage(header.round, list(staged))
+        if op is Op.ASSIGN:
+            for entry, (spec, _) in zip(entries, found, strict=True):
+                if isinstance(spec, DenseSpec) and entry.size != spec.size:
+                    raise ValueError(f"{spec.name!r}: {entry.size} of {spec.size} elements to set")
+            for entry, (_, stored), own, value in zip(entries, found, ids, values, strict=True):
+                if entry.begin == IDS:
+                    stored.assign(own, value)
+                else:
+                    stored.assign(value)
             return b""
-        for (spec, stored), own, gradient, lr in zip(found, ids, gradients, lrs, strict=True):
+        for entry, (spec, _), gradient in zip(entries, found, values, strict=True):
+            _check_lr(_lr(entry.lr))
+            self._check_finite(entry.object, spec, gradient)
+        for entry, (_, stored) in zip(entries, found, strict=True):
+            if entry.begin in (0, IDS):  # once for all parts
+                self._staleness.count(stored.step, entry.step)
+        if header.round:
+            staged = zip(entries, ids, values, strict=True)
+            gradients = [(e.object, part) for e, *rest in staged for part in _parts(e, *rest)]
+            self._rounds.stage(header.round, gradients)
+            return b""
+        for entry, (spec, stored), own, gradient in zip(entries, found, ids, values, strict=True):
             if isinstance(spec, RowsSpec):
-                stored.push(own, gradient, lr)
+                stored.push(own, gradient, _lr(entry.lr))
             else:
-                stored.push(gradient, lr)
+                step = self._step_of(header, entry, spec, stored)
+                stored.push_part(gradient, entry.begin, step, _lr(entry.lr))
         return b""
+
+    def _step_of(self, header: Header, entry: Entry, spec: DenseSpec, stored: Any) -> int:
+        """Return the step of a push; parts of it have consecutive request numbers."""
+        if entry.size == spec.size:
+            return int(stored.begin_step())
+        push = (header.client, header.number - entry.begin // PART_SIZE)
+        return self._partial_pushes.step_of(push, -(-spec.size // PART_SIZE), stored.begin_step)
 
     def _check_finite(self, number: int, spec: Spec, gradient: Array) -> None:
         """Count NaN and infinities in a gradient; reject it if its spec says so."""
@@ -356,8 +321,8 @@ class Service:
         return self._registry.create(spec, make)
 
 
-def _reply(request: Header, status: Status = Status.OK, step: int = UNKNOWN_STEP) -> Header:
-    return Header(status, request.number, request.client, request.object, step=step)
+def _reply(request: Header, status: Status = Status.OK) -> Header:
+    return Header(status, request.number, request.client, request.object)
 
 
 def _fill(
@@ -375,19 +340,35 @@ def _fill(
     wire.encode(values, reply)
 
 
-def _kinds(found: Sequence[tuple[Spec, Any]], ids: Sequence[Array]) -> Kinds:
+def _kinds(
+    found: Sequence[tuple[Spec, Any]], entries: Sequence[Entry], *, is_plain: bool = False
+) -> Kinds:
     """Return the shapes and encodings of the values of a message."""
     return [
         (
-            (own.size, spec.dim) if isinstance(spec, RowsSpec) else (spec.size,),
-            spec.wire_format(),
+            (entry.size, spec.dim) if isinstance(spec, RowsSpec) else (entry.size,),
+            None if is_plain else spec.wire_format(),
         )
-        for (spec, _), own in zip(found, ids, strict=True)
+        for (spec, _), entry in zip(found, entries, strict=True)
     ]
 
 
-def _check_ids(spec: RowsSpec, ids: Array) -> None:
-    if spec.rows is not None and ids.size and int(ids.max()) >= spec.rows:
+def _parts(entry: Entry, ids: Array, gradient: Array) -> Iterator[tuple[Any, Array]]:
+    """Yield what a round keeps: ids and gradients, or the ranges that all clients cut alike."""
+    if entry.begin == IDS:
+        yield ids, gradient
+        return
+    for begin in range(0, max(1, entry.size), PART_SIZE):
+        yield entry.begin + begin, gradient[begin : begin + PART_SIZE]
+
+
+def _check_ids(spec: Spec, ids: Array) -> None:
+    if (
+        isinstance(spec, RowsSpec)
+        and spec.rows is not None
+        and ids.size
+        and int(ids.max()) >= spec.rows
+    ):
         raise IndexError(f"{spec.name!r}: id {int(ids.max())}, the table has {spec.rows} rows")
 
 

@@ -2,9 +2,8 @@
 
 Values of one message share a frame, one after the other, each at a multiple of 4 bytes.
 
-A value of more than `PART_SIZE` elements travels as parts 1, 2, … of that many elements, the last
-part with what is left: memory for a part is reused, while memory for the whole would be fresh. A
-value of up to `PART_SIZE` elements is one message, called part 0.
+A dense value of more than `PART_SIZE` elements travels in ranges of that many elements, the last
+with what is left: memory for a range is reused, while memory for the whole would be fresh.
 """
 
 from __future__ import annotations
@@ -24,34 +23,36 @@ from fastdist.ps.wire.frames import Array, decode_floats, decode_ids
 
 # Dense values of up to this many elements share messages, which cost as much as sending 64 KiB.
 SMALL_SIZE = 1 << 14
-# The frame that names what a READ or CHANGE is about: the number of entries, the entries, all ids.
-_COUNT = struct.Struct("<Q")
-_ENTRY = struct.Struct("<QQfI")
-
 PART_SIZE = 1 << 19
+# The frame that names what a message is about: the number of entries, the entries, all ids.
+_COUNT = struct.Struct("<Q")
+_ENTRY = struct.Struct("<QQfIQ")
+IDS = 2**64 - 1
 _MAX_PARTIAL = 4096
 
 Kinds = Sequence[tuple[Sequence[int], _core.WireFormat | None]]  # shapes and wire formats
 
 
 class Entry(NamedTuple):
-    """The description of an object in a READ or CHANGE.
+    """The rows of a table, or the range of a dense variable, that a message reads or changes.
 
     Attributes:
-        object: its number.
+        object: the object's number.
         step: of a CHANGE: the step of the value that the gradient was computed from.
         lr: of a CHANGE: the learning rate; NaN: the update rule's own.
-        ids: how many of the message's ids are its own; 0 for a dense variable.
+        size: how many of the message's ids are its own, or the elements of the range.
+        begin: the first element of the range; `IDS` for a table.
     """
 
     object: int
     step: int
     lr: float
-    ids: int
+    size: int
+    begin: int = IDS
 
 
 def pack_names(entries: Sequence[Entry], ids: Sequence[memoryview]) -> bytes:
-    """Return the frame that names what a READ or CHANGE is about; ids are 64-bit integers."""
+    """Return the frame that names what a message is about; ids are 64-bit integers."""
     return b"".join((_COUNT.pack(len(entries)), *(_ENTRY.pack(*e) for e in entries), *ids))
 
 
@@ -69,8 +70,9 @@ def unpack_names(frame: memoryview) -> tuple[list[Entry], list[Array]]:
     all_ids = decode_ids(frame[end:])
     ids, begin = [], 0
     for entry in entries:
-        ids.append(all_ids[begin : begin + entry.ids])
-        begin += entry.ids
+        end = begin + (entry.size if entry.begin == IDS else 0)
+        ids.append(all_ids[begin:end])
+        begin = end
     if all_ids.size != begin:
         raise ValueError(f"{all_ids.size} ids, the entries name {begin}")
     return entries, ids
@@ -140,28 +142,6 @@ def padded(nbytes: int) -> int:
     return -(-nbytes // 4) * 4
 
 
-def part_numbers(size: int) -> range:
-    """Return the numbers of the parts of a value with `size` elements."""
-    return range(1) if size <= PART_SIZE else range(1, -(-size // PART_SIZE) + 1)
-
-
-def part_slice(part: int, size: int) -> slice:
-    """Return the elements of a part; part 0 has all of them, whatever the size.
-
-    Raises:
-        ValueError: the part is beyond the value.
-    """
-    begin = max(0, part - 1) * PART_SIZE
-    if part and begin >= size:
-        raise ValueError(f"part {part} of a variable of {size} elements")
-    return slice(begin, min(size, begin + PART_SIZE) if part else size)
-
-
-def part_slices(size: int) -> Iterator[slice]:
-    """Return the elements of every part, in order."""
-    return (part_slice(part, size) for part in part_numbers(size))
-
-
 @dataclass(slots=True)
 class _PartialPush:
     step: int
@@ -179,22 +159,16 @@ class PartialPushes:
         self._lock = threading.Lock()
         self._pushes: OrderedDict[tuple[bytes, int], _PartialPush] = OrderedDict()
 
-    def step_of(
-        self, push: tuple[bytes, int], parts: int, begin: Callable[[], int]
-    ) -> tuple[int, bool]:
+    def step_of(self, push: tuple[bytes, int], parts: int, begin: Callable[[], int]) -> int:
         """Return the step that a part belongs to, before the part is applied.
 
         Args:
-            push: the client, and the number of the request before the first part's.
+            push: the client, and the number of the first part's request.
             parts: how many parts the push has.
             begin: called for the part that arrives first; returns the new step.
-
-        Returns:
-            The step of the push, and True if this part arrived first.
         """
         with self._lock:
             known = self._pushes.get(push)
-            is_first = known is None
             if known is None:
                 known = self._pushes[push] = _PartialPush(begin(), parts)
                 while len(self._pushes) > _MAX_PARTIAL:
@@ -202,4 +176,4 @@ class PartialPushes:
             known.missing_parts -= 1
             if known.missing_parts == 0:
                 self._pushes.pop(push, None)
-            return known.step, is_first
+            return known.step

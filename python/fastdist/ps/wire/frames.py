@@ -30,15 +30,6 @@ def to_floats(values: Any) -> Array:
     return np.ascontiguousarray(values, np.float32)
 
 
-def encode_floats(values: Array, wire: _core.WireFormat | None) -> Array:
-    """Encode contiguous float32 for sending; None leaves the values as they are."""
-    if wire is None:
-        return values
-    message = np.empty(wire.nbytes(values.size), np.uint8)
-    wire.encode(values, message)
-    return message
-
-
 def decode_ids(frame: memoryview) -> Array:
     """Return the ids in a frame.
 

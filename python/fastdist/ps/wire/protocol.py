@@ -10,17 +10,16 @@ from typing import Any
 
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 6
+VERSION = 7
 MAX_META_BYTES = 64 << 10
 MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
 MAX_FRAME_BYTES = 2**31 - 1
 UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"
-# Magic, version, kind, object, learning rate, number, floor, client: these stay the same in all
-# versions, so that each version can answer every other with an error. Then round, step,
-# incarnation, part.
-_COMMON_HEADER = struct.Struct("<4sHHIfQQ16s")
-_HEADER = struct.Struct("<4sHHIfQQ16sQQII")
+# Magic, version, kind, object, 4 unused bytes, number, floor, client: these stay the same in all
+# versions, so that each version can answer every other with an error. Then round, incarnation.
+_COMMON_HEADER = struct.Struct("<4sHHI4xQQ16s")
+_HEADER = struct.Struct("<4sHHI4xQQ16sQI")
 HEADER_BYTES = _HEADER.size
 
 
@@ -29,30 +28,24 @@ class Op(enum.IntEnum):
 
     HELLO = 1  # none
     CREATE = 2  # a spec, and a dense variable's initial value
-    PULL = 3  # none
-    PUSH = 4  # a gradient
-    ASSIGN = 5  # a value
-    READ = 6  # entries and ids
-    CHANGE = 7  # entries and ids; gradients
-    ASSIGN_ROWS = 8  # ids, values
-    STATS = 9  # none
-    SAVE = 10  # JSON: part, common beginning of the files' paths
-    RESTORE = 11  # JSON: part, directory, names of files
-    COMMIT = 12  # JSON: weight, objects
-    DISCARD = 13  # JSON: a list of rounds
-    RESET = 14  # none
-    END = 15  # none
+    READ = 3  # entries and ids
+    CHANGE = 4  # entries and ids; gradients
+    ASSIGN = 5  # entries and ids; values
+    STATS = 6  # none
+    SAVE = 7  # JSON: part, common beginning of the files' paths
+    RESTORE = 8  # JSON: part, directory, names of files
+    COMMIT = 9  # JSON: weight, objects
+    DISCARD = 10  # JSON: a list of rounds
+    RESET = 11  # none
+    END = 12  # none
 
 
 FRAMES = {
     Op.HELLO: (0,),
     Op.CREATE: (1, 2),
-    Op.PULL: (0,),
-    Op.PUSH: (1,),
-    Op.ASSIGN: (1,),
     Op.READ: (1,),
     Op.CHANGE: (2,),
-    Op.ASSIGN_ROWS: (2,),
+    Op.ASSIGN: (2,),
     Op.STATS: (0,),
     Op.SAVE: (1,),
     Op.RESTORE: (1,),
@@ -62,18 +55,7 @@ FRAMES = {
     Op.END: (0,),
 }
 # Requests that are applied once, however often they arrive.
-APPLIED_ONCE = frozenset(
-    (
-        Op.PUSH,
-        Op.CHANGE,
-        Op.ASSIGN,
-        Op.ASSIGN_ROWS,
-        Op.SAVE,
-        Op.RESTORE,
-        Op.COMMIT,
-        Op.RESET,
-    )
-)
+APPLIED_ONCE = frozenset((Op.CHANGE, Op.ASSIGN, Op.SAVE, Op.RESTORE, Op.COMMIT, Op.RESET))
 
 
 class Status(enum.IntEnum):
@@ -135,11 +117,7 @@ class Header:
         client: 16 bytes that identify the client.
         object: number of the variable or table; its high 32 bits are the server's incarnation.
         floor: the client has the replies to all requests before this number.
-        lr: learning rate of a push; NaN for the update rule's own.
         round: the round that a push waits for; 0 applies it at once.
-        step: a number of pushes: in the reply to a pull, how many the value has seen; in a push,
-            how many the value had seen that the gradient was computed from.
-        part: the part of a dense value; see `fastdist.ps.wire.batches`.
     """
 
     kind: int
@@ -147,10 +125,7 @@ class Header:
     client: bytes
     object: int = 0
     floor: int = 0
-    lr: float = float("nan")
     round: int = 0
-    step: int = UNKNOWN_STEP
-    part: int = 0
 
     def pack(self) -> bytes:
         """Return the header as `HEADER_BYTES` bytes."""
@@ -159,14 +134,11 @@ class Header:
             VERSION,
             self.kind,
             self.object & 0xFFFFFFFF,
-            self.lr,
             self.number,
             self.floor,
             self.client,
             self.round,
-            self.step,
             self.object >> 32,
-            self.part,
         )
 
     @classmethod
@@ -179,14 +151,13 @@ class Header:
         """
         if len(data) < _COMMON_HEADER.size or bytes(data[:4]) != _MAGIC:
             raise ProtocolError(f"a first frame of {len(data)} bytes, not a header")
-        _, version, kind, index, lr, number, floor, client = _COMMON_HEADER.unpack_from(data)
+        _, version, kind, index, number, floor, client = _COMMON_HEADER.unpack_from(data)
         if version != VERSION:
-            raise VersionError(cls(kind, number, client, index, floor, lr), version)
+            raise VersionError(cls(kind, number, client, index, floor), version)
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
-        *_, round_, step, incarnation, part = _HEADER.unpack(data)
-        object_ = incarnation << 32 | index
-        return cls(kind, number, client, object_, floor, lr, round_, step, part)
+        *_, round_, incarnation = _HEADER.unpack(data)
+        return cls(kind, number, client, incarnation << 32 | index, floor, round_)
 
 
 def kind_of(data: bytes | memoryview) -> int:

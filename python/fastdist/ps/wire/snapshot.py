@@ -7,12 +7,10 @@ object it holds.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +78,6 @@ class _SnapshotFile:
 def save(spec: Spec, stored: Any, part: Part, stem: Path) -> dict[str, int]:
     """Write an object's files, while the object is in use: no row is torn.
 
-    A file gets its name when it is complete.
-
     Returns:
         The names of the files, which begin with `stem`'s, and their checksums.
 
@@ -126,36 +122,6 @@ def require_checksums(checksums: Mapping[Path, int]) -> None:
             raise ValueError(f"{path} is damaged: its checksum is not the checkpoint's")
 
 
-def check_files(spec: Spec, paths: Sequence[Path]) -> list[Part]:
-    """Check all files of an object without reading its rows.
-
-    Args:
-        spec: the whole object's spec, as it was saved.
-        paths: the files.
-
-    Returns:
-        The part that each file holds.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged or belongs to another object, or rows are missing.
-    """
-    parts: list[Part] = []
-    rows: Counter[Part] = Counter()
-    for path in paths:
-        opened = _open(path, spec.name)
-        file, part = opened.file, opened.part
-        found = {name: _type_of(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
-        length = max(found.get("ids", ("", (0,)))[1], default=0)
-        expected = _expected_types(spec, part, length)
-        if found != expected:
-            raise ValueError(f"{path} has the tensors {found}, expected {expected}")
-        parts.append(part)
-        rows[part] += length
-    _require_complete(spec, parts, rows)
-    return parts
-
-
 def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     """Read the rows of an object that belong to this server, and the object's step.
 
@@ -165,175 +131,76 @@ def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
         spec: the spec of this server's piece.
         stored: the variable or table to fill.
         part: the rows that belong to this server.
-        paths: the files that may have some of these rows, whichever server wrote them.
+        paths: the files that may have some of these rows, whichever server wrote them; complete
+            and checked.
 
     Returns:
         The number of rows that were read.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a file is damaged or belongs to another object, or rows are missing.
+        ValueError: a file is damaged.
     """
+    opened = [_open(path) for path in paths]
     if isinstance(spec, DenseSpec):
-        return _restore_dense(spec, stored, part, paths)
-    opened = [_open(path, part.name) for path in paths]
+        return _restore_dense(spec, stored, part, opened)
     # Set before the rows: assigned rows take the table's step as their age.
     stored.step = max((file.step for file in opened), default=0)
     stored.reset_fixed()
     return sum(_read_rows(file, stored, part) for file in opened)
 
 
-def read_values(path: Path) -> tuple[int, Array | None, Array]:
-    """Read a file: its first row, the ids relative to it (None for dense values), its values."""
-    opened = _open(path)
-    file = opened.file
-    ids = file.get_tensor("ids") if "ids" in file.keys() else None  # noqa: SIM118
-    return opened.part.begin, ids, file.get_tensor("values")
-
-
 def _row_files(stored: _core.RowTable) -> Iterator[dict[str, Array]]:
     """Yield the tensors of each file of a table; an empty table has one file without rows."""
-    pieces: list[tuple[Array, Array, Array]] = []
-    rows = 0
-    is_first = True
-    for piece in stored.snapshot():
-        pieces.append(piece)
-        rows += piece[0].size
-        if rows >= _FILE_ROWS:
-            yield _concatenate(pieces, stored)
-            pieces, rows, is_first = [], 0, False
-    if rows or is_first:
-        yield _concatenate(pieces, stored)
-
-
-def _concatenate(
-    pieces: list[tuple[Array, Array, Array]], stored: _core.RowTable
-) -> dict[str, Array]:
-    empty = (np.empty(0, np.uint64), np.empty((0, stored.dim), np.float32))
-    parts = pieces or [(*empty, np.empty((0, stored.slot_floats), np.float32))]
-    ids, values, slots = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return {"ids": ids.view(np.int64), "values": values, "slots": slots}
+    empty = np.empty((0, stored.dim), np.float32), np.empty((0, stored.slot_floats), np.float32)
+    pieces = stored.snapshot(piece_rows=min(_FILE_ROWS, max(1, len(stored))))
+    piece: tuple[Array, ...] | None = next(pieces, (np.empty(0, np.uint64), *empty))
+    while piece is not None:
+        ids, values, slots = piece
+        yield {"ids": ids.view(np.int64), "values": values, "slots": slots}
+        piece = next(pieces, None)
 
 
 def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Array]) -> Path:
     from safetensors.numpy import save_file
 
     path = stem.with_name(f"{stem.name}-{number:05d}.safetensors")
-    unfinished = path.with_suffix(".unfinished")
     try:
         about = json.dumps({"part": asdict(part), "step": step})
-        save_file(tensors, unfinished, {"fastdist": about})
-        with unfinished.open("rb") as file:
+        save_file(tensors, path, {"fastdist": about})
+        with path.open("rb") as file:
             os.fsync(file.fileno())
-        unfinished.replace(path)
     except Exception as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise OSError(f"cannot write {path}: {error}") from error
     return path
 
 
-def _open(path: Path, name: str | None = None) -> _SnapshotFile:
-    """Open a file, and check that it belongs to the object called `name`, if given."""
+def _open(path: Path) -> _SnapshotFile:
     from safetensors import safe_open
 
     try:
         file: Any = safe_open(path, framework="np")
         about = json.loads(file.metadata()["fastdist"])
-        opened = _SnapshotFile(file, Part(**about["part"]), int(about["step"]))
-        part = opened.part
-        if any(type(n) is not int for n in (part.begin, part.end, part.owner, part.owners)):
-            raise TypeError(f"{part} has fields that are not integers")
+        return _SnapshotFile(file, Part(**about["part"]), int(about["step"]))
     except OSError as error:
         raise type(error)(f"cannot read {path}: {error}") from error
     except Exception as error:
         raise ValueError(f"{path} is damaged, or not a checkpoint's file: {error!r}") from error
-    if name is not None and part.name != name:
-        raise ValueError(f"{path} holds {part.name!r}, expected {name!r}")
-    return opened
-
-
-def _type_of(tensor: Any) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape of a tensor in a file, as safetensors names them."""
-    return tensor.get_dtype(), tuple(tensor.get_shape())
-
-
-def _expected_types(spec: Spec, part: Part, rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return dtype and shape of each tensor in a file; a table's file has `rows` rows."""
-    rule = spec.rule.make()
-    if isinstance(spec, DenseSpec):
-        shape = (part.end - part.begin, *spec.shape[1:]) if spec.shape else ()
-        return {"values": ("F32", shape), "slots": ("F32", (len(rule.slots), *shape))}
-    return {
-        "ids": ("I64", (rows,)),
-        "values": ("F32", (rows, spec.dim)),
-        "slots": ("F32", (rows, rule.slot_floats(spec.dim))),
-    }
-
-
-def _num_rows(shape: tuple[int, ...]) -> int:
-    """Return the number of rows; a scalar is one row."""
-    return shape[0] if shape else 1
-
-
-def _require_complete(spec: Spec, parts: Sequence[Part], rows: Mapping[Part, int]) -> None:
-    """Raise unless the parts, with their numbers of rows in a table, make up the object."""
-    if isinstance(spec, DenseSpec):
-        _require_rows(
-            spec.name, [(part.begin, part.end) for part in parts], 0, _num_rows(spec.shape)
-        )
-    elif spec.rows is not None:
-        _require_rows(spec.name, [(part.begin, part.end) for part in rows], 0, spec.rows)
-        for part, count in rows.items():
-            if count > part.end - part.begin:
-                raise ValueError(f"the files of {part} hold {count} rows")
-    else:
-        owners = parts[0].owners if parts else 1
-        found = {part.owner for part in parts}
-        # Compare lengths first: a damaged file may name a huge number of owners.
-        is_whole = len(found) == owners and found == set(range(owners))
-        if not is_whole or any(
-            part != Part(spec.name, 0, -1, part.owner, owners) for part in parts
-        ):
-            raise ValueError(
-                f"{spec.name!r}: files are missing for some servers: found {set(parts)}"
-            )
-
-
-def _require_rows(name: str, held: Iterable[tuple[int, int]], begin: int, end: int) -> None:
-    """Raise unless these ranges cover every row from `begin` to `end` exactly once."""
-    ranges = sorted(held)
-    begins = [*(first for first, _ in ranges), end]
-    ends = [begin, *(last for _, last in ranges)]
-    if begins != ends:
-        at = next(last for first, last in zip(begins, ends, strict=True) if first != last)
-        raise ValueError(
-            f"{name!r}: expected rows {begin} to {end}, the files hold {ranges}; rows are missing "
-            f"or duplicated from row {at} on"
-        )
 
 
 def _restore_dense(
-    spec: DenseSpec, stored: _core.DenseVariable, part: Part, paths: Sequence[Path]
+    spec: DenseSpec, stored: _core.DenseVariable, part: Part, files: Sequence[_SnapshotFile]
 ) -> int:
     rows = part.end - part.begin
     values = np.empty((rows, spec.size // max(1, rows)), np.float32)
     slots = np.empty((len(spec.rule.make().slots), *values.shape), np.float32)
-    step = 0
-    held = []
-    for path in paths:
-        opened = _open(path, part.name)
+    for opened in files:
         begin, end = max(opened.part.begin, part.begin), min(opened.part.end, part.end)
-        if begin >= end:
-            continue
-        held.append((begin, end))
-        step = max(step, opened.step)
         here = slice(begin - part.begin, end - part.begin)
         there = slice(begin - opened.part.begin, end - opened.part.begin)
         _read_dense(opened.file, there, values[here], slots[:, here])
-    _require_rows(part.name, held, part.begin, part.end)
     stored.assign(values.reshape(spec.shape), slots.reshape(slots.shape[0], *spec.shape))
-    stored.step = step
+    stored.step = max((opened.step for opened in files), default=0)
     return rows
 
 

@@ -184,12 +184,14 @@ class Record {
   Record& operator=(const Record&) = delete;
   ~Record() {
     if (!is_current()) return;
-    entry_.done.store(is_quick_ ? entered_ : ticks(), std::memory_order_relaxed);
+    const bool is_quick = is_quick_ && outcome_ == Outcome::kDone;
+    entry_.done.store(is_quick ? entered_ : ticks(), std::memory_order_relaxed);
     entry_.outcome.store(outcome_, std::memory_order_release);
   }
   // Must be called once, when the call is known.
   void announce(const Signature& call) noexcept {
-    is_quick_ = call.count <= kQuick && !call.on_gpu;
+    is_quick_ =
+        call.count <= kQuick && !call.on_gpu && call.op != Op::kSend && call.op != Op::kRecv;
     entry_.signature.store(call.packed(), std::memory_order_relaxed);
     entry_.count.store(call.count, std::memory_order_relaxed);
     entry_.number.store(number_, std::memory_order_release);
@@ -208,8 +210,8 @@ class Record {
     return entry_.number.load(std::memory_order_relaxed) == number_;
   }
 
-  // A call on host memory that waits for no rank and moves few elements takes about as long as
-  // reading the time.
+  // A collective on host memory that waits for no rank and moves few elements takes about as long
+  // as reading the time.
   static constexpr std::uint64_t kQuick = 1024;
 
   std::uint64_t number_;

@@ -27,6 +27,7 @@ if KIND == "loading":
     import torch.utils.data  # takes long
 place._folders = lambda: [FOLDER]
 comm = fd.init()
+others: list[fd.Communicator] = []  # that stay open
 
 
 def step() -> None:
@@ -121,15 +122,15 @@ def for_all(kind: str) -> None:
     if kind == "all_killed":
         comm.barrier()
         if comm.rank == RANK:
-            os.kill(os.getppid(), signal.SIGKILL)  # the launcher, which would notice the first
-        killed()
+            os.kill(os.getppid(), signal.SIGKILL)  # the ranks are killed with the launcher
+        asleep()
     elif kind == "crossed":
         first, second = comm.split(0), comm.split(0)
         (second if comm.rank == RANK else first).barrier()
     elif kind == "late":  # rank RANK sleeps and has an asynchronous call that no other has made
-        other = comm.split(0)
+        others.append(comm.split(0))
         if comm.rank == RANK:
-            work = other.all_reduce(np.zeros(8), async_op=True)
+            work = others[0].all_reduce(np.zeros(8), async_op=True)
             asleep()
             work.wait()
     elif kind == "chain":  # 2 waits for 0, which waits for 1

@@ -15,7 +15,7 @@ from fastdist.recorder.stacks import stacks_of
 from fastdist.recorder.system import Process, Thread, look_at
 
 INTERVAL_S = 0.5
-_JUST_S = 10.0
+_JUST_S = 2.0  # an error is told within that time
 
 
 @dataclass(frozen=True, slots=True)

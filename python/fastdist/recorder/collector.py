@@ -16,6 +16,7 @@ from fastdist.recorder.ring import Call, Snapshot, UnreadableError
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
 
 _PERIOD_S = 0.2
+_DISCOVERY_S = 0.02  # a short job removes its records soon after it has made them
 _MOST_WORK = 0.05  # of a core
 
 
@@ -39,13 +40,22 @@ class Collector:
         return sorted((each.finish() for each in followers), key=lambda each: each.rank)
 
     def _follow(self) -> None:
-        while not self._stop.is_set():
-            before_s = time.thread_time()
-            self._look()
-            self._stop.wait(max(_PERIOD_S, (time.thread_time() - before_s) / _MOST_WORK))
-        self._look()
+        read_at_s = 0.0
+        while not self._stop.wait(_DISCOVERY_S):
+            self._discover()
+            if time.monotonic() >= read_at_s:
+                before_s = time.thread_time()
+                self._read()
+                pause_s = (time.thread_time() - before_s) / _MOST_WORK
+                read_at_s = time.monotonic() + max(_PERIOD_S, pause_s)
+        self._read()
 
-    def _look(self) -> None:
+    def _read(self) -> None:
+        for follower in self._followers.values():
+            if follower is not None:
+                follower.read()
+
+    def _discover(self) -> None:
         for found in record_paths():
             if found.path in self._followers or not found.is_here:
                 continue
@@ -53,9 +63,6 @@ class Collector:
             follower = _open(found.path) if is_own else None
             if follower is not None or not is_own:
                 self._followers[found.path] = follower
-        for follower in self._followers.values():
-            if follower is not None:
-                follower.read()
 
 
 def ancestors(pid: int) -> list[int]:
@@ -115,10 +122,15 @@ class _Follower:
         there_s = call.entered_s if call.there_s is None else call.there_s
         return TracedCall(
             communicator=f"{call.member.key:016x}",
+            rank=call.member.rank,
             size=call.member.size,
             sequence=call.sequence,
             text=str(call.signature),
             op=call.signature.op,
+            count=call.signature.count,
+            dtype=call.signature.dtype,
+            root=call.signature.root,
+            on_gpu=call.signature.on_gpu,
             site=call.site,
             entered_s=call.entered_s + self._epoch_s,
             there_s=(done_s if call.is_running else there_s) + self._epoch_s,

@@ -43,6 +43,11 @@ class Signature:
         return self.op in _PEERS
 
     @property
+    def dtype(self) -> str:
+        """The dtype of the first array."""
+        return _name(_DTYPES, self.packed >> 8 & 0xFF)
+
+    @property
     def on_gpu(self) -> bool:
         """True if the arrays are on GPUs."""
         return bool(self.packed >> 7 & 1)
@@ -56,7 +61,7 @@ class Signature:
     def __str__(self) -> str:
         words = []
         if self.op not in _WITHOUT_ARRAY:
-            words.append(f"{_name(_DTYPES, self.packed >> 8 & 0xFF)} × {self.count:,}")
+            words.append(f"{self.dtype} × {self.count:,}")
         if self.op in _REDUCTIONS:
             words.append(f'op="{_name(_REDUCE_OPS, self.packed >> 16 & 0xFF)}"')
         word = (_ROOTED | _PEERS).get(self.op)

@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,30 @@ class TracedCall:
 
     Attributes:
         communicator: the same on all of its ranks, and on no others.
+        rank: this rank's number in the communicator.
         size: the number of ranks of the communicator.
         sequence: of the call in its communicator, or of a send or receive in its lane.
         text: the call, as in messages of errors.
         op: its name.
+        count: elements of this rank's argument.
+        dtype: their dtype.
+        root: the root, or the other rank of a send or receive; negative: any rank.
+        on_gpu: True if they are on a GPU.
         site: the caller's line; empty if unknown.
         there_s: when all ranks had announced the call.
         is_failed: True if it has raised.
     """
 
     communicator: str
+    rank: int
     size: int
     sequence: int
     text: str
     op: str
+    count: int
+    dtype: str
+    root: int
+    on_gpu: bool
     site: str
     entered_s: float
     there_s: float
@@ -219,9 +229,11 @@ def _shift(timeline: RankTimeline, by_s: float) -> None:
         Span(span.phase, span.begin_s + by_s, span.end_s + by_s) for span in timeline.spans
     ]
     timeline.calls = [
-        TracedCall(
-            *(call.communicator, call.size, call.sequence, call.text, call.op, call.site),
-            *(call.entered_s + by_s, call.there_s + by_s, call.done_s + by_s, call.is_failed),
+        replace(
+            call,
+            entered_s=call.entered_s + by_s,
+            there_s=call.there_s + by_s,
+            done_s=call.done_s + by_s,
         )
         for call in timeline.calls
     ]

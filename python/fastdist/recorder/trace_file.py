@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,12 @@ def _call(
         "number": call.sequence,
         "line": call.site,
         "communicator": call.communicator,
+        "rank": call.rank,
         "ranks": call.size,
+        "elements": call.count,
+        "dtype": call.dtype,
+        "root": call.root,
+        "on_gpu": call.on_gpu,
         "failed": call.is_failed,
     }
     entered, there = call.entered_s - begin_s, call.there_s - begin_s
@@ -108,10 +114,15 @@ def _take(rank: RankTimeline, event: dict[str, Any], begin_s: float) -> None:
         rank.calls.append(
             TracedCall(
                 communicator=about["communicator"],
+                rank=about["rank"],
                 size=about["ranks"],
                 sequence=about["number"],
                 text=about["call"],
                 op=event["name"],
+                count=about["elements"],
+                dtype=about["dtype"],
+                root=about["root"],
+                on_gpu=about["on_gpu"],
                 site=about["line"],
                 entered_s=first,
                 there_s=first,
@@ -120,8 +131,4 @@ def _take(rank: RankTimeline, event: dict[str, Any], begin_s: float) -> None:
             )
         )
     else:  # the wait of the call before
-        call = rank.calls[-1]
-        rank.calls[-1] = TracedCall(
-            *(call.communicator, call.size, call.sequence, call.text, call.op, call.site),
-            *(call.entered_s, last, call.done_s, call.is_failed),
-        )
+        rank.calls[-1] = replace(rank.calls[-1], there_s=last)

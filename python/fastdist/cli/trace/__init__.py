@@ -38,6 +38,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write one trace of all machines"
     )
+    parser.add_argument(
+        "--flight-recorder",
+        type=Path,
+        metavar="FOLDER",
+        help="write files in the format of torch's flight recorder, for torchfrtrace",
+    )
     parser.set_defaults(handler=_trace)
 
 
@@ -45,7 +51,13 @@ def _trace(options: argparse.Namespace) -> int:
     from fastdist.cli.trace.report import run  # numpy: only when it runs
 
     try:
-        run(options.files, as_json=options.json, plot=options.plot, output=options.output)
+        run(
+            options.files,
+            as_json=options.json,
+            plot=options.plot,
+            output=options.output,
+            flight_records=options.flight_recorder,
+        )
     except (ImportError, OSError, ValueError) as error:
         print(f"fastdist trace: {error}", file=sys.stderr)
         return 2

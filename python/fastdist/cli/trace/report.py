@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fastdist.cli.bench.plot import check_plot
+from fastdist.recorder.flight_recorder import write_flight_records
 from fastdist.recorder.timeline import RankTimeline, align, find_late
 from fastdist.recorder.trace_file import read_trace, write_trace
 
@@ -21,7 +22,14 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
 
 
-def run(files: Sequence[Path], *, as_json: bool, plot: Path | None, output: Path | None) -> None:
+def run(
+    files: Sequence[Path],
+    *,
+    as_json: bool,
+    plot: Path | None,
+    output: Path | None,
+    flight_records: Path | None,
+) -> None:
     """Print what traces tell, and write the files that were asked for.
 
     Raises:
@@ -34,6 +42,8 @@ def run(files: Sequence[Path], *, as_json: bool, plot: Path | None, output: Path
     ranks = join([read_trace(path) for path in files])
     if output is not None:
         write_trace(output, ranks)
+    if flight_records is not None:
+        write_flight_records(flight_records, ranks)
     if plot is not None:
         _draw(ranks, plot)
     sys.stdout.write(json.dumps(_facts(ranks), indent=2) + "\n" if as_json else describe(ranks))
@@ -51,7 +61,8 @@ def join(machines: Sequence[list[RankTimeline]]) -> list[RankTimeline]:
     joined = sorted((rank for ranks in machines for rank in ranks), key=lambda each: each.rank)
     if not joined:
         raise ValueError(
-            "the trace is empty: no process of the job has called fastdist.init or made a strategy"
+            "the trace is empty: no process of the job has called fastdist.init or made a strategy, "
+            "or all ended within 0.02 s after it"
         )
     for one, other in itertools.pairwise(joined):
         if one.rank == other.rank:

@@ -204,6 +204,26 @@ def test_torchs_flight_recorder_names_a_missing_rank(tmp_path: Path) -> None:
     assert last.input_sizes == [[3]]
 
 
+def test_a_slow_rank_is_named_unasked(folder: Path) -> None:
+    program = (
+        "import sys\n"
+        "from fastdist.cli import slow_ranks\n"
+        "slow_ranks._AFTER_S, slow_ranks._LOOK_S = 0.0, 8.0\n"
+        "from fastdist.cli.main import main\n"
+        "sys.exit(main(['run', '-n', '2', 'slow.py']))\n"
+    )
+    (folder / "slow.py").write_text(PROGRAM.replace(f"8 * {STEPS}", "8 * 10**6"))
+    ran = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=folder, stderr=subprocess.PIPE, text=True
+    )
+    assert ran.stderr is not None
+    line = ran.stderr.readline()
+    ran.terminate()
+    ran.communicate()
+    assert line.startswith("fastdist run: rank 1 was last in ")
+    assert "waiting for data" in line
+
+
 def test_no_folder_is_said_before_the_job_starts(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('began')")
     ran = fastdist("run", "--trace", "none/out.json", "-n", 1, "train.py", folder=tmp_path)

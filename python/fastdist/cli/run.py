@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fastdist._config import KEYS_VARIABLE
 from fastdist.cli.program import ProgramError, find_program
+from fastdist.cli.slow_ranks import slow_ranks_told
 from fastdist.cli.tasks import (
     Machines,
     VariableError,
@@ -251,7 +252,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             colour=_has_colour(),
             ends_with_stdin=arguments.ends_with_stdin,
         )
-        with _traced(_trace_of_machine(arguments)):
+        with _traced(_trace_of_machine(arguments)), slow_ranks_told(_NAME):
             outcome = supervise(job)
         _say_why(outcome)
         return outcome

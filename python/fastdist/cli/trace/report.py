@@ -61,8 +61,8 @@ def join(machines: Sequence[list[RankTimeline]]) -> list[RankTimeline]:
     joined = sorted((rank for ranks in machines for rank in ranks), key=lambda each: each.rank)
     if not joined:
         raise ValueError(
-            "the trace is empty: no process of the job has called fastdist.init or made a strategy, "
-            "or all ended within 0.02 s after it"
+            "the trace is empty: no process of the job has called fastdist.init or made a "
+            "strategy, or all ended within 0.02 s after it"
         )
     for one, other in itertools.pairwise(joined):
         if one.rank == other.rank:

@@ -1,0 +1,48 @@
+"""Tells, once in a job, that the ranks wait for one of them again and again."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_AFTER_S = 60.0  # the first steps are slower than the others
+_LOOK_S = 5.0
+_LEAST_SHARE = 0.8  # of the collectives in which a rank was waited for
+_LEAST_COST = 0.05  # of the time
+
+
+@contextmanager
+def slow_ranks_told(launcher: str) -> Iterator[None]:
+    """Look at the job that runs inside after a minute, and write to stderr if one rank is slow.
+
+    Args:
+        launcher: what the line begins with.
+    """
+    has_ended = threading.Event()
+    thread = threading.Thread(target=_look, args=(launcher, has_ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def _look(launcher: str, has_ended: threading.Event) -> None:
+    if has_ended.wait(_AFTER_S):
+        return
+    # numpy takes longer to import than the launcher to start.
+    from fastdist.recorder.collector import Collector
+    from fastdist.recorder.timeline import find_late
+
+    collector = Collector()
+    job_ended = has_ended.wait(_LOOK_S)
+    ranks = collector.stop()
+    late = next(iter(find_late(ranks)), None)
+    if job_ended or late is None or late.share < _LEAST_SHARE:
+        return
+    if late.cost_s * late.count > _LEAST_COST * _LOOK_S:
+        sys.stderr.write(f"{launcher}: {late}; fastdist run --trace shows more\n")
+        sys.stderr.flush()

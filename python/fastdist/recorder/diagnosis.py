@@ -350,7 +350,9 @@ def _goes_on(case: _Case) -> bool:
 
 
 def _is_overdue(case: _Case, wait: Wait) -> bool:
-    """True if a call is older than 5 s or than 5 times the p99 of the calls of its line."""
+    """True if a call is older than 5 s or than 5 times the p99 of its line, or was given up."""
+    if not wait.call.is_running:
+        return True
     age_s = case.age_s(wait.since_s)
     if age_s > _YOUNG_S:
         return True

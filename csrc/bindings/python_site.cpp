@@ -1,6 +1,5 @@
 #include "bindings/python_site.h"
 
-#include <frameobject.h>
 #include <pybind11/pybind11.h>
 
 #include <array>

@@ -21,6 +21,10 @@ void bind_recorder(py::module_& m) {
       py::arg("path"), py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("version"),
       py::arg("job"), py::arg("host"), py::arg("program"));
   m.def("set_speaker", &set_speaker);
+  m.def("recorded_job", [] {
+    const recorder::File* const file = recorder::file.load();
+    return file == nullptr ? std::string() : std::string(file->header.job.data());
+  });
   m.def("ticks", &recorder::ticks);
   m.def("set_phase", [](int phase) {
     return static_cast<int>(recorder::set_phase(static_cast<recorder::Phase>(phase)));

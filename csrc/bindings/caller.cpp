@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <thread>
 
 #include "core/work.h"
 
@@ -52,22 +53,32 @@ std::string explain_failure(bool is_late) {
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_Exception)) throw;
     return "";  // the failure itself must be told
+  } catch (const std::exception&) {
+    return "";  // such as of text that is not valid
   }
 }
 
-void Patience::wait() {
-  constexpr std::chrono::seconds kLong{5};
-  constexpr std::chrono::seconds kBetween{1};
+void Patience::wait() noexcept {
   const auto now = Clock::now();
-  if (!since_) since_ = now;
-  if (now - *since_ < kLong || now - told_ < kBetween || is_finalizing()) return;
-  told_ = now;
-  const py::gil_scoped_acquire gil;
-  if (stalled_function.is_none()) return;
+  if (since_ == Clock::time_point{}) since_ = now;
+  if (now - since_ < next_) return;
+  next_ = (now - since_) * 3 / 2;
+  static std::atomic<bool> is_telling{false};
+  if (is_finalizing() || is_telling.exchange(true)) return;
+  const double seconds = std::chrono::duration<double>(now - since_).count();
   try {
-    stalled_function(std::chrono::duration<double>(now - *since_).count());
-  } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;  // what only tells of a call must not end it
+    std::thread([seconds] {
+      if (!is_finalizing()) {
+        const py::gil_scoped_acquire gil;
+        try {
+          if (!stalled_function.is_none()) stalled_function(seconds);
+        } catch (const std::exception&) {  // what only tells of a call must not end the program
+        }
+      }
+      is_telling = false;
+    }).detach();
+  } catch (const std::exception&) {  // no thread can be made
+    is_telling = false;
   }
 }
 

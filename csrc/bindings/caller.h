@@ -25,24 +25,25 @@ void begin_exit() noexcept;
 // until the process ends.
 void retake_gil(PyThreadState* state) noexcept;
 
-// Sets two functions of Python: `stalled`, which is called with the seconds that a call has waited,
-// every second from the fifth on, and must not block; and `explain`, which says why this process's
-// job does not go on. It takes whether a rank is late.
+// Sets two functions of Python: `stalled`, which is called in a thread of its own with the seconds
+// that a call has waited, from the fifth on and then less and less often; and `explain`, which says
+// why a call has failed, and takes whether it did because a rank is late.
 void set_speaker(const pybind11::object& stalled, const pybind11::object& explain);
 // Returns what `explain` says; "" if nothing. Throws what ends the program, such as Ctrl-C. Needs
 // the GIL.
 [[nodiscard]] std::string explain_failure(bool is_late);
 
-// Notices calls that wait for long. Takes the GIL to tell.
+// Notices calls that wait for long.
 class Patience {
  public:
-  // Called now and then while a call waits. Throws what ends the program, such as Ctrl-C.
-  void wait();
+  // Called now and then while a call waits. Does not take the GIL: the call must go on though
+  // another thread keeps that, and no signal handler may run here.
+  void wait() noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
-  std::optional<Clock::time_point> since_;
-  Clock::time_point told_{};
+  Clock::time_point since_{};
+  Clock::duration next_ = std::chrono::seconds(5);
 };
 
 // Writes to the log of Python's package `fastdist`. Takes the GIL.

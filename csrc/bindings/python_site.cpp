@@ -172,10 +172,10 @@ struct Direct {
 };
 
 struct Knowledge {
+  const recorder::File* file = nullptr;  // whose sites these are
   std::array<Direct, 64> direct;
   Memory<Layer, 4096> layers;
   Memory<std::uint16_t, 2048> sites;
-  std::mutex mutex;
 };
 
 // Learns the layers of all frames of this thread.
@@ -267,12 +267,23 @@ std::string python_location() {
 }
 
 std::uint16_t python_site() noexcept {
-  if (recorder::file.load(std::memory_order_relaxed) == nullptr) return recorder::kNoSite;
+  const recorder::File* const file = recorder::file.load(std::memory_order_relaxed);
+  if (file == nullptr) return recorder::kNoSite;
   static Knowledge& known = *new Knowledge;  // lives longer than the interpreter
 #ifdef Py_GIL_DISABLED
-  const std::lock_guard lock(known.mutex);
+  // A std::mutex would keep a thread that waits for it from stopping when all threads must.
+  static PyMutex mutex{};
+  struct Lock {
+    Lock() { PyMutex_Lock(&mutex); }
+    ~Lock() { PyMutex_Unlock(&mutex); }
+  } const lock;
 #endif
   try {
+    if (known.file != file) {  // a forked child's file has no sites yet
+      known.sites = {};
+      known.direct = {};
+      known.file = file;
+    }
     return find_site(known);
   } catch (...) {  // no memory, or an interpreter that shuts down
     PyErr_Clear();

@@ -124,6 +124,9 @@ std::optional<std::uint16_t> open_communicator(int rank, int size, std::uint64_t
         f->communicators, [](const RecordedCommunicator& each) { return each.is_open == 0; });
     if (closed == f->communicators.end()) return std::nullopt;
     number = static_cast<std::uint32_t>(closed - f->communicators.begin());
+    for (RecordedCall& call : f->calls) {  // of the communicator that had the place
+      if (call.communicator.load(std::memory_order_relaxed) == number) call.number = 0;
+    }
   }
   RecordedCommunicator& made = f->communicators[number];
   made.rank = rank;

@@ -154,7 +154,12 @@ inline Phase set_phase(Phase phase) noexcept {
 class Places {
  public:
   [[nodiscard]] std::uint64_t next(File& f) noexcept {
-    if (next_ % kAtOnce == 0) next_ = f.header.calls.fetch_add(kAtOnce, std::memory_order_relaxed);
+    // Numbers that were taken long ago are those of entries that others have written since.
+    const bool is_old =
+        f.header.calls.load(std::memory_order_relaxed) - next_ > kCalls / 2 && next_ != 0;
+    if (next_ % kAtOnce == 0 || is_old) {
+      next_ = f.header.calls.fetch_add(kAtOnce, std::memory_order_relaxed);
+    }
     return ++next_;
   }
 
@@ -170,7 +175,8 @@ class Record {
          std::uint16_t site) noexcept
       : number_(places.next(f)), entered_(ticks()), entry_(f.calls[number_ % kCalls]) {
     constexpr auto kRelaxed = std::memory_order_relaxed;
-    entry_.number.store(0, std::memory_order_release);
+    entry_.number.store(0, kRelaxed);
+    std::atomic_thread_fence(std::memory_order_release);  // before the stores that follow
     entry_.entered.store(entered_, kRelaxed);
     entry_.there.store(0, kRelaxed);
     entry_.done.store(0, kRelaxed);

@@ -171,6 +171,7 @@ void Watcher::loop() {
   } catch (const Error& error) {  // the device has failed, so its pending work cannot succeed
     handle_->fail(error);
     const std::lock_guard lock(state_->mutex);
+    state_->calls.clear();
     state_->drained.notify_all();
   }
 }

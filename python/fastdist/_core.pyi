@@ -164,10 +164,12 @@ def start_recorder(
     path: str, *, rank: int, world_size: int, version: str, job: str, host: str, program: str
 ) -> None: ...
 
-# `stalled` is called with the seconds that a call has waited, every second from the fifth on, and
-# must not block; `explain` says why this process's job does not go on, and takes whether a rank is
-# late.
+# `stalled` is called in a thread of its own with the seconds that a call has waited, from the fifth
+# on; `explain` says why a call has failed, and takes whether it did because a rank is late.
 def set_speaker(stalled: Callable[[float], None], explain: Callable[[bool], str], /) -> None: ...
+
+# The job in whose name this process records; "" if it does not.
+def recorded_job() -> str: ...
 
 # The recorder's clock.
 def ticks() -> int: ...

@@ -289,12 +289,20 @@ def _traced(path: Path | None) -> Iterator[None]:
     from fastdist.recorder.collector import Collector
     from fastdist.recorder.trace_file import write_trace
 
+    try:
+        write_trace(path, [])
+    except OSError as error:
+        raise _OptionError(f"--trace {path}: {error.strerror}") from None
     collector = Collector()
     try:
         yield
     finally:
-        write_trace(path, collector.stop())
-        sys.stderr.write(f"fastdist run: wrote {path}; see it by: fastdist trace {path}\n")
+        ranks = collector.stop()
+        try:
+            write_trace(path, ranks)
+            sys.stderr.write(f"fastdist run: wrote {path}; see it by: fastdist trace {path}\n")
+        except OSError as error:
+            sys.stderr.write(f"fastdist run: cannot write {path}: {error.strerror}\n")
 
 
 def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:

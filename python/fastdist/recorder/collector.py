@@ -13,6 +13,7 @@ import numpy as np
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.place import record_paths
 from fastdist.recorder.ring import Call, Snapshot, UnreadableError
+from fastdist.recorder.system import state_of
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
 
 _PERIOD_S = 0.2
@@ -78,10 +79,14 @@ def ancestors(pid: int) -> list[int]:
     return found
 
 
+def _is_alive(pid: int) -> bool:
+    return state_of(pid) not in "ZX"
+
+
 def _open(path: Path) -> _Follower | None:
     try:
         return _Follower(path)
-    except (OSError, UnreadableError):
+    except (OSError, ValueError, UnreadableError):  # perhaps it is just being made
         return None
 
 
@@ -99,6 +104,7 @@ class _Follower:
         self._known = np.empty(0, np.uint64)
         self._running: list[TracedCall] = []
         self._phases = 0
+        self._read_s = 0.0  # when the process was last seen alive
         self._phase: tuple[float, Phase] | None = None  # the one that goes on
 
     def read(self) -> None:
@@ -112,6 +118,8 @@ class _Follower:
         self._known = ended["number"]
         self.timeline.calls += [self._traced(file.call(each)) for each in new]
         self._running = [self._traced(file.call(each)) for each in file.calls[~has_ended]]
+        if _is_alive(int(header["pid"])):
+            self._read_s = time.monotonic()
         for begin in file.phases(self._phases):
             self._end_phase(begin[0])
             self._phase = begin
@@ -146,6 +154,8 @@ class _Follower:
 
     def finish(self) -> RankTimeline:
         """Return all that was read, once."""
+        if self._read_s:
+            self._end_phase(self._read_s)
         calls = self.timeline.calls
         calls += self._running  # when the process died
         calls.sort(key=lambda each: each.entered_s)

@@ -213,15 +213,14 @@ def _was_killed_in(case: _Case, ranks: Sequence[int]) -> bool:
 
 def _dead(case: _Case) -> _Found | None:
     """Ranks have ended, and the others do not go on without them."""
-    gone = [rank for rank in case.seen.missing if case.seen.is_of_one_machine]
-    if not case.dead and not (gone and case.ends & set(gone)):
+    if not case.dead:
         return None
     if case.live and case.dead and _all_advance(case.live):
         return None  # the others go on
     late = _timed_out(case)
     if late is not None:
         return late
-    blamed = _blamed(case) or gone
+    blamed = _blamed(case)
     first = case.seen.rank(blamed[0])
     line = "" if first is None else _last_line(first)
     return Kind.DEAD, _obituary(case, blamed), blamed, line
@@ -297,6 +296,8 @@ def _timed_out(case: _Case) -> _Found | None:
 def _stopped(case: _Case) -> _Found | None:
     """Ranks are stopped by a signal or a debugger."""
     stopped = [each for each in case.live if each.is_stopped]
+    if case.ends:
+        stopped = [each for each in stopped if each.rank in case.ends]
     if not stopped:
         return None
     ranks = [each.rank for each in stopped]

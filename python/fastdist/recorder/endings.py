@@ -41,9 +41,9 @@ def write_ending(path: Path, error: BaseException) -> None:
     ]
     ending = Ending(
         type(error).__name__,
-        next(iter(str(error).splitlines()), "")[:300],
+        _valid(next(iter(str(error).splitlines()), "")[:300]),
         error.ranks if isinstance(error, FastdistError) else (),
-        Stack(tuple(frames), is_main=True).user_line,
+        _valid(Stack(tuple(frames), is_main=True).user_line),
     )
     _write(path, ending)
 
@@ -78,3 +78,8 @@ def read_ending(path: Path) -> Ending | None:
         return Ending(**fields | {"ranks": tuple(fields["ranks"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def _valid(text: str) -> str:
+    """Replace what is no Unicode: names of files may hold any bytes."""
+    return text.encode("utf-8", "backslashreplace").decode()

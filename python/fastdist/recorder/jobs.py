@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fastdist.recorder.place import RecordPath, record_paths
 from fastdist.recorder.ring import Records, UnreadableError, read_records
-from fastdist.recorder.system import owner_of, start_of
+from fastdist.recorder.system import owner_of, start_of, state_of
 
 
 class NoSuchJobError(LookupError):
@@ -27,6 +27,11 @@ class RecordedRank:
     def is_live(self) -> bool:
         """True if the process runs, is stopped, or cannot be seen from here."""
         return not self.place.is_here or start_of(self.records.pid) == self.records.started
+
+    @property
+    def can_speak(self) -> bool:
+        """True if the process is on this machine, and is neither dead nor stopped."""
+        return self.place.is_here and self.is_live and state_of(self.records.pid) not in "TtZX"
 
     @property
     def last_s(self) -> float:

@@ -38,7 +38,7 @@ class RecordPath:
 
     def remove(self) -> None:
         """Remove all files of the process."""
-        for path in (self.path, self.stacks, self.ending):
+        for path in (self.stacks, self.ending, self.path):
             path.unlink(missing_ok=True)
 
     @property

@@ -54,14 +54,13 @@ def _start(rank: int, world_size: int, job: str) -> None:
             version=__version__,
             job=job,
             host=socket.gethostname(),
-            program=" ".join(sys.argv)[:255],
+            program=" ".join(sys.argv).encode("utf-8", "backslashreplace").decode()[:255],
         )
-        write_on_signal(own.stacks)
+        atexit.register(_end, own)
         _core.set_speaker(_stalled, _explain)
-    except OSError as error:
+        write_on_signal(own.stacks)
+    except (OSError, ValueError) as error:
         _log.info("calls are not recorded: %s", error)
-        return
-    atexit.register(_end, own)
 
 
 def _stalled(waited_s: float) -> None:
@@ -92,15 +91,17 @@ def _end(own: RecordPath) -> None:
 
 def _remove_old(job: str) -> None:
     """Remove the records of dead processes, but for those of the job that was last alive."""
+    from fastdist.recorder.ring import identity
+    from fastdist.recorder.system import start_of
+
     dead: dict[str, list[tuple[float, RecordPath]]] = {}
     for found in record_paths():
-        if not found.is_here or os.path.exists(f"/proc/{found.pid}"):
+        who = identity(found.path) if found.is_here else None
+        if who is None or start_of(who.pid) == who.started:
             continue
         with contextlib.suppress(OSError):
-            with found.path.open("rb") as file:
-                its_job = file.read(192)[128:].rstrip(b"\0").decode("ascii", "replace")
             changed = found.path.stat().st_mtime
-            dead.setdefault(its_job, []).append((changed, found))
+            dead.setdefault(who.job, []).append((changed, found))
     dead.pop(job, None)
     newest = max(dead, key=lambda each: max(at for at, _ in dead[each]), default=None)
     for its_job, files in dead.items():

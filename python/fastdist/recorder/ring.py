@@ -76,7 +76,7 @@ _CALLS_END = _CALLS_AT + _CALLS * _CALL.itemsize
 _PHASES = 8192
 _BYTES = _CALLS_END + _PHASES * 8
 
-_KEPT = 512  # of the last calls, which are made into objects
+_KEPT = 256  # of the last calls, which are made into objects
 
 
 class UnreadableError(Exception):
@@ -141,7 +141,7 @@ class Records:
         began_at_s: the same moment, in seconds since 1970.
         call_count: about how many calls the process has made.
         phase_since_s: on the monotonic clock.
-        calls: the last 512 calls, and those that have not ended, by the time when they began.
+        calls: the last 256 calls, and those that have not ended, by the time when they began.
         durations_s: of all recorded calls that have ended, by site.
     """
 
@@ -161,6 +161,30 @@ class Records:
     members: tuple[Member, ...]
     calls: tuple[Call, ...]
     durations_s: dict[str, npt.NDArray[np.float64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Whose records a file holds, of any version of fastdist."""
+
+    pid: int
+    started: int
+    rank: int
+    job: str
+
+
+def identity(path: Path) -> Identity | None:
+    """Read whose records a file holds; None if that is not there."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_HEADER.itemsize)
+    except OSError:
+        return None
+    if len(data) < _HEADER.itemsize or data[:8] != b"fastdist":
+        return None
+    header = np.frombuffer(data, _HEADER, 1)[0]
+    started, rank = int(header["started"]), int(header["rank"])
+    return Identity(int(header["pid"]), started, rank, _text(header["job"]))
 
 
 def read_records(path: Path) -> Records | None:

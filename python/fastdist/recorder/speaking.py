@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 
 import numpy as np
 
+import fastdist._core as _core
+from fastdist.errors import PeerFailureError
 from fastdist.recorder.diagnosis import diagnose
-from fastdist.recorder.endings import note_killed
+from fastdist.recorder.endings import note_killed, read_ending
 from fastdist.recorder.jobs import Job, find_job, jobs_here
 from fastdist.recorder.kinds import Kind
-from fastdist.recorder.ring import Call, Records
+from fastdist.recorder.place import record_paths
+from fastdist.recorder.ring import Call, Records, identity
+from fastdist.recorder.words import at
 
 _log = logging.getLogger("fastdist")
 
@@ -26,27 +29,40 @@ _AGAIN = 6  # a wait is told again after so many times as long
 class _Speaker:
     """What this process has said of its present wait."""
 
-    thread: threading.Thread | None = None
     wait = (0, 0)  # process and call
     next_s = _LEAST_S
 
 
 def explain(is_late: bool) -> str:
-    """Say why the job of this process does not go on; "" if that cannot be told.
+    """Say why a call of this process has failed; "" if that cannot be told.
 
     Args:
         is_late: True after a timeout. Timeouts shorter than 2 s are not explained: they are a way
-            to look in between.
+            to look in between. After another failure, ranks that have raised are quoted.
     """
     try:
+        if not is_late:
+            return _quote()
         job = _job_of(os.getpid())
-        if is_late and not _has_waited(job):
-            return ""
-        sentence = diagnose(job, 0.1 if is_late else 0.0).sentence
+        return diagnose(job, 0.1).sentence if _has_waited(job) else ""
     except Exception:
         _log.debug("no reason was found", exc_info=True)
         return ""
-    return sentence
+
+
+def _quote() -> str:
+    """Quote the exceptions that have ended ranks of this job, and that are no consequences."""
+    own = _core.recorded_job()
+    found = []
+    for place in record_paths():
+        ending = read_ending(place.ending)
+        if ending is None or ending.error == PeerFailureError.__name__:
+            continue
+        who = identity(place.path)
+        if who is not None and who.job == own:
+            said = f"{ending.error}: {ending.message}".removesuffix(": ")
+            found.append(f"rank {who.rank} is dead: {said}{at(ending.line)}")
+    return "; ".join(sorted(found)[:3])
 
 
 def obituary(pid: int, number: int) -> str:
@@ -77,26 +93,21 @@ def _has_waited(job: Job) -> bool:
 
 
 def stalled(waited_s: float) -> None:
-    """Tell of a call of this process that has waited so long. Called every second."""
-    thread = _Speaker.thread
-    if thread is None or not thread.is_alive():
-        _Speaker.thread = threading.Thread(
-            target=_look, args=(waited_s,), name="fastdist-why", daemon=True
-        )
-        _Speaker.thread.start()
-
-
-def _look(waited_s: float) -> None:
+    """Tell of a call of this process that has waited so long. Called now and then."""
     try:
-        job = _job_of(os.getpid())
-        _tell(job, waited_s)
+        _tell(_job_of(os.getpid()), waited_s)
     except Exception:
         _log.debug("no reason was found", exc_info=True)
 
 
 def _tell(job: Job, waited_s: float) -> None:
-    waiting = [(rank.records.rank, call) for rank in job.ranks for call in _overdue(rank.records)]
     own = next(each.records for each in job.ranks if each.records.pid == os.getpid())
+    waiting = [
+        (rank.records.rank, call)
+        for rank in job.ranks
+        if rank.can_speak
+        for call in _overdue(rank.records)
+    ]
     # One rank of a machine speaks for all.
     if not waiting or min(waiting, key=lambda each: each[0])[0] != own.rank:
         return
@@ -117,9 +128,11 @@ def _overdue(records: Records) -> list[Call]:
     now_s = time.monotonic()
     found = []
     for call in records.calls:
+        if not call.is_running or now_s - call.entered_s < _LEAST_S - 0.5:
+            continue
         usual_s = records.durations_s.get(call.site)
         p99_s = 0.0 if usual_s is None else float(np.percentile(usual_s, 99))
-        if call.is_running and now_s - call.entered_s > max(_LEAST_S, _P99_TIMES * p99_s) - 0.5:
+        if now_s - call.entered_s > _P99_TIMES * p99_s:
             found.append(call)
     return found
 

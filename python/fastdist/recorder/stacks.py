@@ -142,6 +142,9 @@ def _read_from(path: Path, offset: int) -> str:
         return ""
 
 
+_MOST_THREADS = 100  # faulthandler writes no more, and the main thread's may be missing
+
+
 def parse_faulthandler(text: str) -> Iterator[Stack]:
     """Yield the stacks that faulthandler has written. It writes the main thread's last."""
     threads: list[list[Frame]] = []
@@ -152,4 +155,4 @@ def parse_faulthandler(text: str) -> Iterator[Stack]:
             number = int(frame[2]) if frame[2].isdecimal() else 0
             threads[-1].append(Frame(frame[1], number, frame[3]))
     for number, frames in enumerate(threads, 1):
-        yield Stack(tuple(frames), is_main=number == len(threads))
+        yield Stack(tuple(frames), is_main=number == len(threads) < _MOST_THREADS)

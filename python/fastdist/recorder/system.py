@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -155,6 +156,14 @@ def start_of(pid: int) -> int | None:
         return None
 
 
+def state_of(pid: int) -> str:
+    """Return the letter for the state of a process, as ps shows it; X if there is none."""
+    try:
+        return _stat(Path(f"/proc/{pid}/stat"))[0]
+    except (OSError, ValueError, IndexError):
+        return "X"
+
+
 def owner_of(pid: int) -> int | None:
     """Return the user id of a process; None if there is no such process."""
     try:
@@ -217,7 +226,8 @@ class _Look:
             self._files = {}
             try:
                 for name in os.listdir(self.folder / "fd"):
-                    self._files[int(name)] = os.readlink(self.folder / "fd" / name)
+                    with contextlib.suppress(FileNotFoundError):  # it was just closed
+                        self._files[int(name)] = os.readlink(self.folder / "fd" / name)
             except OSError as error:
                 self._note("fd", error)
         return self._files

@@ -189,7 +189,7 @@ def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, Trac
             if call.is_collective and not call.is_failed:
                 found[call.communicator, call.sequence].append((timeline.rank, call))
     for calls in found.values():
-        if len(calls) == calls[0][1].size and len(calls) > 1:
+        if len({rank for rank, _ in calls}) == calls[0][1].size > 1:  # not ranks that are threads
             yield calls
 
 

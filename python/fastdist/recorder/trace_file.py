@@ -61,7 +61,7 @@ def _events(rank: RankTimeline, begin_s: float) -> Iterator[dict[str, Any]]:
         key = (call.communicator, "" if call.is_collective else call.text.split("(")[0])
         if key not in rows:
             rows[key] = 1 + len(rows)
-            yield _name_of_row(rank, rows[key], f"communicator {1 + len(rows)} {key[1]}".rstrip())
+            yield _name_of_row(rank, rows[key], f"communicator {len(rows)} {key[1]}".rstrip())
         yield from _call(rank, rows[key], call, begin_s)
 
 

@@ -42,6 +42,8 @@ def run(name: str | None, *, as_json: bool, plot: Path | None) -> None:
         ImportError: matplotlib is missing.
         ValueError: the file of the picture has another type.
     """
+    if plot == _TERMINAL and as_json:
+        raise ValueError("--plot - draws into the output of --json; use a file, or one of them")
     if plot is not None and plot != _TERMINAL:
         check_plot(plot)
     jobs, notes = jobs_here()

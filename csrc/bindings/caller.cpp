@@ -15,6 +15,7 @@ namespace fastdist::bindings {
 namespace {
 
 std::atomic<bool> exiting{false};
+std::atomic<bool> is_telling{false};  // a thread tells of a call that waits
 // Never released: they may be used until the process ends.
 py::handle stalled_function = Py_None;
 py::handle explain_function = Py_None;
@@ -30,7 +31,16 @@ bool is_finalizing() noexcept {
 
 }  // namespace
 
-void begin_exit() noexcept { exiting.store(true, std::memory_order_relaxed); }
+void begin_exit() noexcept {
+  constexpr std::chrono::seconds kLongest{3};
+  exiting.store(true);
+  // A thread that runs Python while the interpreter shuts down would be unwound.
+  const auto start = std::chrono::steady_clock::now();
+  const GilRelease release;
+  while (is_telling && std::chrono::steady_clock::now() - start < kLongest) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+}
 
 bool is_exiting() noexcept { return exiting.load(std::memory_order_relaxed); }
 
@@ -63,7 +73,6 @@ void Patience::wait() noexcept {
   if (since_ == Clock::time_point{}) since_ = now;
   if (now - since_ < next_) return;
   next_ = (now - since_) * 3 / 2;
-  static std::atomic<bool> is_telling{false};
   if (is_finalizing() || is_telling.exchange(true)) return;
   const double seconds = std::chrono::duration<double>(now - since_).count();
   try {

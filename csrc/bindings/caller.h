@@ -16,7 +16,8 @@
 
 namespace fastdist::bindings {
 
-// Must be called when the interpreter is about to shut down.
+// Must be called when the interpreter is about to shut down, with the GIL. Waits for the thread
+// that tells of a call that waits.
 void begin_exit() noexcept;
 [[nodiscard]] bool is_exiting() noexcept;
 

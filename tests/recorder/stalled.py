@@ -76,9 +76,15 @@ class Stalled:
     def diagnosis(self, kind: str, timeout_s: float = 30.0) -> Diagnosis:
         """Diagnose a job as soon as it is no longer taken for slow."""
         end_s = time.monotonic() + timeout_s
+        if kind == "timed_out":
+            self._launchers[kind].wait(timeout_s)
         while True:
             found = diagnose(self.job(kind))
-            if found.kind is not Kind.SLOW or kind == "slow" or time.monotonic() > end_s:
+            if found.kind is Kind.DEAD and self._launchers[kind].poll() is None:
+                self._launchers[kind].wait(max(0.1, end_s - time.monotonic()))  # it notes a signal
+            elif kind == "without_the_gil" and found.kind is Kind.USER and time.monotonic() < end_s:
+                time.sleep(0.5)  # on a busy machine a thread asks for the GIL less often
+            elif found.kind is not Kind.SLOW or kind == "slow" or time.monotonic() > end_s:
                 return found
             time.sleep(0.1)
 

@@ -34,7 +34,7 @@ SLOW: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "crashing": (3, Kind.DEAD, (1,), ("rank 1 is dead, killed by SIGSEGV",)),
     "spinning": (4, Kind.USER, (1,), ("in spinning", "ranks 0, 2 and 3 wait")),
     "waiting_for_a_file_lock": (2, Kind.FILES, (1,), ("in waiting_for_a_file_lock",)),
-    "loading": (2, Kind.DATA, (1,), ("waits for data", "in __getitem__")),
+    "loading": (2, Kind.DATA, (1,), ("waits for data", "__getitem__,")),
     "late": (3, Kind.USER, (1,), ("in asleep", "ranks 0 and 2 wait for it in all_reduce")),
     "chain": (3, Kind.USER, (1,), ("rank 0 waits for it there", "rank 2 in turn")),
     "slow": (2, Kind.SLOW, (1,), ("slow, not stuck: rank 1 came last",)),
@@ -139,6 +139,7 @@ def test_the_picture_is_drawn(
     stalled: Stalled, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
+    stalled.job("asleep")
     monkeypatch.setattr(place, "_folders", lambda: [stalled.folder("asleep")])
     assert main(["why", "--plot", str(tmp_path / "arrivals.png")]) == 0
     assert (tmp_path / "arrivals.png").read_bytes()[1:4] == b"PNG"

@@ -111,12 +111,12 @@ def test_a_call_that_waits_is_seen_by_another_thread() -> None:
     waiting = threading.Thread(target=ranks[0].barrier)
     waiting.start()
     deadline = time.monotonic() + 10.0
-    while not any(call.is_running for call in own_records().calls):
+    while not (running := [call for call in own_records().calls if call.is_running]):
         assert time.monotonic() < deadline
+    assert [call.member.is_open for call in running] == [True]
     ranks[1].barrier()
     waiting.join()
     assert not any(call.is_running for call in own_records().calls)
-    assert own_records().members[-1].is_open
     for rank in ranks:
         rank.close()
 

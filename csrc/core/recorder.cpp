@@ -103,8 +103,9 @@ void start(const std::string& path, const Identity& identity) {
   put(header.program, identity.program);
   header.phase_since = header.ticks;
   header.format = kFormat;
-  std::atomic_thread_fence(std::memory_order_release);
-  std::memcpy(header.magic.data(), "fastdist", header.magic.size());
+  std::uint64_t magic = 0;
+  std::memcpy(&magic, "fastdist", sizeof(magic));
+  header.magic.store(magic, std::memory_order_release);
   static const int registered =
       ::pthread_atfork(nullptr, nullptr, [] { file.store(nullptr, std::memory_order_relaxed); });
   (void)registered;

@@ -57,7 +57,7 @@ enum class Phase : std::uint8_t { kUser, kForward, kBackward, kOptimizer, kData,
 using Word = std::atomic<std::uint64_t>;
 
 struct FileHeader {
-  std::array<char, 8> magic;  // "fastdist"
+  Word magic;  // "fastdist", once the header is written
   std::uint32_t format;
   std::int32_t pid;
   std::uint64_t started;  // of the process, in clock ticks since boot, as in /proc/PID/stat
@@ -174,17 +174,18 @@ class Record {
   Record(File& f, Places& places, std::uint16_t communicator, std::uint64_t sequence,
          std::uint16_t site) noexcept
       : number_(places.next(f)), entered_(ticks()), entry_(f.calls[number_ % kCalls]) {
-    constexpr auto kRelaxed = std::memory_order_relaxed;
-    entry_.number.store(0, kRelaxed);
-    std::atomic_thread_fence(std::memory_order_release);  // before the stores that follow
-    entry_.entered.store(entered_, kRelaxed);
-    entry_.there.store(0, kRelaxed);
-    entry_.done.store(0, kRelaxed);
-    entry_.sequence.store(sequence, kRelaxed);
-    entry_.communicator.store(communicator, kRelaxed);
-    entry_.site.store(site, kRelaxed);
-    entry_.phase.store(static_cast<Phase>(f.header.phase.load(kRelaxed)), kRelaxed);
-    entry_.outcome.store(Outcome::kRunning, kRelaxed);
+    // Each store after that of the number is a release, so that none can be seen before it.
+    constexpr auto kAfter = std::memory_order_release;
+    const auto phase = static_cast<Phase>(f.header.phase.load(std::memory_order_relaxed));
+    entry_.number.store(0, std::memory_order_relaxed);
+    entry_.entered.store(entered_, kAfter);
+    entry_.there.store(0, kAfter);
+    entry_.done.store(0, kAfter);
+    entry_.sequence.store(sequence, kAfter);
+    entry_.communicator.store(communicator, kAfter);
+    entry_.site.store(site, kAfter);
+    entry_.phase.store(phase, kAfter);
+    entry_.outcome.store(Outcome::kRunning, kAfter);
   }
   Record(const Record&) = delete;
   Record& operator=(const Record&) = delete;
@@ -198,8 +199,8 @@ class Record {
   void announce(const Signature& call) noexcept {
     is_quick_ =
         call.count <= kQuick && !call.on_gpu && call.op != Op::kSend && call.op != Op::kRecv;
-    entry_.signature.store(call.packed(), std::memory_order_relaxed);
-    entry_.count.store(call.count, std::memory_order_relaxed);
+    entry_.signature.store(call.packed(), std::memory_order_release);
+    entry_.count.store(call.count, std::memory_order_release);
     entry_.number.store(number_, std::memory_order_release);
   }
   // All ranks have announced the call.

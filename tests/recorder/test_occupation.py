@@ -13,7 +13,7 @@ from fastdist.recorder.occupation import occupation_of
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.place import RecordPath
 from fastdist.recorder.ring import read_records
-from fastdist.recorder.system import Connection, Memory, Process, Thread
+from fastdist.recorder.system import Connection, Process, Thread
 from synthetic_records import write_records
 
 IDLE = Thread(1, "S", "futex_do_wait", "", 0, 1.0, 10)
@@ -60,14 +60,14 @@ def test_swapping(rank: ObservedRank) -> None:
 
 
 def test_pressure_of_memory(rank: ObservedRank) -> None:
-    assert occupation_of(seen(rank, memory=Memory(0, 0.6), page_faults=5)).kind is Kind.MEMORY
-    assert occupation_of(seen(rank, memory=Memory(0, 0.6))).kind is not Kind.MEMORY
+    assert occupation_of(seen(rank, memory_stall=0.6, page_faults=5)).kind is Kind.MEMORY
+    assert occupation_of(seen(rank, memory_stall=0.6)).kind is not Kind.MEMORY
 
 
 def test_a_lossy_link(rank: ObservedRank, tmp_path: Path) -> None:
     records = read_records(write_records(tmp_path, running=True, engine=b"net"))
     assert records is not None
-    connection = Connection("10.0.0.1:4", "10.0.0.2:5", 4096, 0, 7)
+    connection = Connection("10.0.0.1:4", "10.0.0.2:5", 4096, 7)
     found = occupation_of(replace(seen(rank, connections=(connection,)), records=records))
     assert found.kind is Kind.LINK
     assert "no answers from 10.0.0.2:5: 4,096 bytes were sent 7 times again" in found.one

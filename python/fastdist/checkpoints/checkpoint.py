@@ -147,7 +147,7 @@ class Checkpoint:
 
     @property
     def keeper(self) -> Keeper | None:
-        """Who keeps the values of modules and optimizers, and writes its own files.
+        """The keeper of the values of modules and optimizers, which writes its own files.
 
         Raises:
             ValueError: parts have different keepers.
@@ -159,7 +159,7 @@ class Checkpoint:
 
     @property
     def write_others(self) -> Callable[[Path], Any] | None:
-        """For `files.write`: writes the keeper's files."""
+        """The function that writes the keeper's files, for `files.write`."""
         return None if self.keeper is None else self.keeper.write_files
 
     def read(self, path: Path) -> dict[str, PartFiles]:

@@ -1,1 +1,1 @@
-"""What every rank did last: records that other processes read, and what they tell."""
+"""Records of every rank's last calls, which other processes read, and the reasons in them."""

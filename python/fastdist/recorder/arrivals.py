@@ -1,4 +1,4 @@
-"""When the ranks came to the last collectives that all of them have begun or that some wait in."""
+"""Arrivals of the ranks at the last collectives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastdist.recorder.ring import Call
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """When ranks came to one collective.
+    """The arrivals of ranks at one collective.
 
     Attributes:
         call: as one of the ranks made it.

@@ -13,7 +13,7 @@ import numpy as np
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.place import record_paths
 from fastdist.recorder.ring import Call, Snapshot, UnreadableError
-from fastdist.recorder.system import state_of
+from fastdist.recorder.system import ancestors, state_of
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
 
 _PERIOD_S = 0.2
@@ -64,19 +64,6 @@ class Collector:
             follower = _open(found.path) if is_own else None
             if follower is not None or not is_own:
                 self._followers[found.path] = follower
-
-
-def ancestors(pid: int) -> list[int]:
-    """Return the processes from which a process descends, beginning with its parent."""
-    found: list[int] = []
-    while pid > 1:
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            break
-        pid = int(stat[stat.rindex(")") + 2 :].split()[1])
-        found.append(pid)
-    return found
 
 
 def _is_alive(pid: int) -> bool:

@@ -19,6 +19,7 @@ from fastdist.recorder.observation import (
 )
 from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
 from fastdist.recorder.ring import Call
+from fastdist.recorder.system import out_of_memory_kills
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
 from fastdist.recorder.words import at, how_it_ended, names, seconds, verb
 
@@ -44,7 +45,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """What the rules judge.
+    """An observation with its waits, for the rules.
 
     Attributes:
         ends: ranks that others wait for, and that wait for nobody.
@@ -266,7 +267,9 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
 
 def _cause_of_death(rank: ObservedRank) -> str:
     if rank.ending is not None:
-        return f", {rank.ending.message}"
+        kills = out_of_memory_kills() if rank.ending.message == "killed by SIGKILL" else 0
+        why = ", perhaps by the kernel: memory has run out here before" if kills else ""
+        return f", {rank.ending.message}{why}"
     if rank.process is not None and rank.process.status is not None:
         return f", ended {how_it_ended(rank.process.status)}"
     return " without an exception, as after kill -9 or a crash"

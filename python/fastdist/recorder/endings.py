@@ -1,4 +1,4 @@
-"""What ended a process: an exception that nobody caught, or a signal that the launcher noticed."""
+"""Notes of what ended a process: an exception that nobody caught, or a signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastdist.recorder.place import record_paths
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What ended a process.
+    """The exception or the signal that ended a process.
 
     Attributes:
         error: the name of the exception's class; "" for a signal.

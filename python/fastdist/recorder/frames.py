@@ -31,15 +31,10 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of a thread, the innermost frame first.
-
-    Attributes:
-        holds_gil: True if the thread has the GIL; None if that is unknown.
-    """
+    """The stack of a thread, the innermost frame first."""
 
     frames: tuple[Frame, ...]
     is_main: bool
-    holds_gil: bool | None = None
 
     @property
     def user_line(self) -> str:

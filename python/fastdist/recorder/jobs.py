@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastdist.recorder.place import RecordPath, record_paths
-from fastdist.recorder.ring import Records, UnreadableError, read_records
+from fastdist.recorder.ring import Records, UnreadableError, identity, read_records
 from fastdist.recorder.system import owner_of, start_of, state_of
 
 
@@ -69,8 +69,24 @@ class Job:
         return max(each.records.began_s for each in self.ranks)
 
 
-def jobs_here() -> tuple[list[Job], list[str]]:
+def job_of(pid: int) -> Job:
+    """Find the job of a process, alive or dead; read no records but those of the job.
+
+    Raises:
+        NoSuchJobError: the process has no records.
+    """
+    here = (each for each in record_paths() if each.is_here and each.pid == pid)
+    found = [who for each in here if (who := identity(each.path)) is not None]
+    # An earlier process may have had the same number.
+    found.sort(key=lambda who: who.started)
+    return find_job(jobs_here(found[-1].job)[0] if found else [], str(pid))
+
+
+def jobs_here(only: str | None = None) -> tuple[list[Job], list[str]]:
     """Find the jobs whose records are there, dead ones too.
+
+    Args:
+        only: the id of the only job to read.
 
     Returns:
         The jobs, live ones first and the youngest first; and what could not be read.
@@ -78,6 +94,8 @@ def jobs_here() -> tuple[list[Job], list[str]]:
     ranks: dict[str, dict[int, RecordedRank]] = {}
     notes = []
     for place in record_paths():
+        if only is not None and ((who := identity(place.path)) is None or who.job != only):
+            continue
         try:
             records = read_records(place.path)
         except UnreadableError as error:

@@ -34,7 +34,7 @@ _GIL_NAPS_PER_S = (20, 260)
 
 @dataclass(frozen=True, slots=True)
 class Occupation:
-    """What a rank does.
+    """A reason why a rank does not come.
 
     Attributes:
         one: a predicate for one rank: "waits for data".
@@ -68,12 +68,12 @@ def _memory(rank: ObservedRank) -> Occupation | None:
         return None
     reads = rank.page_faults_per_s
     is_swapping = process.swapped_bytes > 0 and reads > _FAULTS_PER_S
-    is_stalled = process.memory.stalled > _STALLED_SHARE and reads > 0
+    is_stalled = process.memory_stall > _STALLED_SHARE and reads > 0
     if not (is_swapping or is_stalled or any(_SWAP.match(t.waits_in) for t in process.threads)):
         return None
     what = (
         f"for memory: {process.swapped_bytes >> 20:,} MiB are swapped out, {reads:,.0f} pages/s "
-        f"are read back, and all tasks stood still for memory {process.memory.stalled:.0%} of the "
+        f"are read back, and all tasks stood still for memory {process.memory_stall:.0%} of the "
         "last 10 s"
     )
     return Occupation(Kind.MEMORY, f"waits {what}", f"wait {what}")

@@ -1,4 +1,4 @@
-"""What this process does between collectives, for its records."""
+"""Phases of training between collectives, for the records."""
 
 from __future__ import annotations
 

@@ -138,7 +138,6 @@ class Records:
     Attributes:
         started: start of the process, in clock ticks since boot, as in /proc/PID/stat.
         began_s: when recording began, on the monotonic clock.
-        began_at_s: the same moment, in seconds since 1970.
         call_count: about how many calls the process has made.
         phase_since_s: on the monotonic clock.
         calls: the last 256 calls, and those that have not ended, by the time when they began.
@@ -149,7 +148,6 @@ class Records:
     pid: int
     started: int
     began_s: float
-    began_at_s: float
     rank: int
     world_size: int
     job: str
@@ -285,7 +283,6 @@ def _records(file: Snapshot) -> Records:
         pid=int(header["pid"]),
         started=int(header["started"]),
         began_s=int(header["monotonic_ns"]) / 1e9,
-        began_at_s=int(header["realtime_ns"]) / 1e9,
         rank=int(header["rank"]),
         world_size=int(header["world_size"]),
         job=file.text("job"),

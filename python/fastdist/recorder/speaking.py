@@ -12,7 +12,7 @@ import fastdist._core as _core
 from fastdist.errors import PeerFailureError
 from fastdist.recorder.diagnosis import diagnose
 from fastdist.recorder.endings import note_killed, read_ending
-from fastdist.recorder.jobs import Job, find_job, jobs_here
+from fastdist.recorder.jobs import Job, job_of
 from fastdist.recorder.kinds import Kind
 from fastdist.recorder.place import record_paths
 from fastdist.recorder.ring import Call, Records, identity
@@ -27,7 +27,7 @@ _AGAIN = 6  # a wait is told again after so many times as long
 
 
 class _Speaker:
-    """What this process has said of its present wait."""
+    """The wait that this process has told of."""
 
     wait = (0, 0)  # process and call
     next_s = _LEAST_S
@@ -43,7 +43,7 @@ def explain(is_late: bool) -> str:
     try:
         if not is_late:
             return _quote()
-        job = _job_of(os.getpid())
+        job = job_of(os.getpid())
         return diagnose(job, 0.1).sentence if _has_waited(job) else ""
     except Exception:
         _log.debug("no reason was found", exc_info=True)
@@ -74,7 +74,7 @@ def obituary(pid: int, number: int) -> str:
     """
     note_killed(pid, number)
     try:
-        job = _job_of(pid)
+        job = job_of(pid)
         found = diagnose(job, 0.0)
     except Exception:
         _log.debug("no reason was found", exc_info=True)
@@ -95,7 +95,7 @@ def _has_waited(job: Job) -> bool:
 def stalled(waited_s: float) -> None:
     """Tell of a call of this process that has waited so long. Called now and then."""
     try:
-        _tell(_job_of(os.getpid()), waited_s)
+        _tell(job_of(os.getpid()), waited_s)
     except Exception:
         _log.debug("no reason was found", exc_info=True)
 
@@ -135,8 +135,3 @@ def _overdue(records: Records) -> list[Call]:
         if now_s - call.entered_s > _P99_TIMES * p99_s:
             found.append(call)
     return found
-
-
-def _job_of(pid: int) -> Job:
-    jobs, _ = jobs_here()
-    return find_job(jobs, str(pid))

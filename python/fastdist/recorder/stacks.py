@@ -83,7 +83,6 @@ def _parse_py_spy(pid: int, dumped: Sequence[Mapping[str, Any]]) -> list[Stack]:
                 for each in thread["frames"]
             ),
             is_main=thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread",
-            holds_gil=bool(thread.get("owns_gil")),
         )
         for thread in dumped
     ]

@@ -48,26 +48,12 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """A TCP connection of a process; queues in bytes."""
+    """A TCP connection of a process."""
 
     local: str
     remote: str
     unsent_bytes: int
-    unread_bytes: int
     retransmissions: int
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Memory of the process's cgroup and of the machine.
-
-    Attributes:
-        kills: processes that the kernel has ended in the cgroup for want of memory; None: unknown.
-        stalled: the share of the last 10 s in which all tasks waited for memory, from 0 to 1.
-    """
-
-    kills: int | None
-    stalled: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +64,7 @@ class Process:
         state: of its main thread; "" if the process is gone.
         status: how a zombie ended, as `os.waitpid` gives it; None if it runs or is gone.
         page_faults: pages that were read from the disk.
-        disk_bytes: bytes that were read from and written to devices.
+        memory_stall: the share of the last 10 s in which all tasks waited for memory, from 0 to 1.
         at_s: when this was seen, on the monotonic clock.
         notes: what could not be seen, and why.
     """
@@ -89,11 +75,10 @@ class Process:
     status: int | None = None
     cpu_s: float = 0.0
     page_faults: int = 0
-    disk_bytes: int = 0
     swapped_bytes: int = 0
     uses_gpu: bool = False
     threads: tuple[Thread, ...] = ()
-    memory: Memory = Memory(None, 0.0)
+    memory_stall: float = 0.0
     connections: tuple[Connection, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -137,11 +122,10 @@ def look_at(pid: int, started: int) -> Process:
         now_s,
         cpu_s=_cpu_s(fields),
         page_faults=int(fields[9]),
-        disk_bytes=look.number("io", "read_bytes") + look.number("io", "write_bytes"),
         swapped_bytes=look.number("status", "VmSwap") * 1024,
         uses_gpu=any(file.startswith("/dev/nvidia") for file in look.files().values()),
         threads=tuple(look.threads()),
-        memory=Memory(look.out_of_memory_kills(), look.memory_stall()),
+        memory_stall=look.memory_stall(),
         connections=tuple(look.connections()),
         notes=tuple(look.notes),
     )
@@ -162,6 +146,23 @@ def state_of(pid: int) -> str:
         return _stat(Path(f"/proc/{pid}/stat"))[0]
     except (OSError, ValueError, IndexError):
         return "X"
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return the processes from which a process descends, beginning with its parent."""
+    found: list[int] = []
+    while pid > 1:
+        try:
+            pid = int(_stat(Path(f"/proc/{pid}/stat"))[1])
+        except (OSError, IndexError):
+            break
+        found.append(pid)
+    return found
+
+
+def out_of_memory_kills() -> int:
+    """Count the processes of this one's cgroup that the kernel has ended for want of memory."""
+    return _Look(Path("/proc/self")).out_of_memory_kills()
 
 
 def owner_of(pid: int) -> int | None:
@@ -275,13 +276,13 @@ class _Look:
             return self.files().get(argument, ""), 0
         return "", argument if number == _FUTEX_CALL else 0
 
-    def out_of_memory_kills(self) -> int | None:
+    def out_of_memory_kills(self) -> int:
         for folder in self._cgroups():
             for file in (folder / "memory.events", folder / "memory.oom_control"):
                 found = re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE)
                 if found:
                     return int(found[1])
-        return None
+        return 0
 
     def memory_stall(self) -> float:
         files = [folder / "memory.pressure" for folder in self._cgroups()]
@@ -299,7 +300,7 @@ class _Look:
                 yield Path("/sys/fs/cgroup", controllers, name.lstrip("/"))
 
     def connections(self) -> Iterator[Connection]:
-        """Yield the TCP connections with unsent or unread bytes or retransmissions."""
+        """Yield the TCP connections with unsent bytes or retransmissions."""
         own = {name[8:-1] for name in self.files().values() if name.startswith("socket:[")}
         if not own:
             return
@@ -308,11 +309,10 @@ class _Look:
                 words = line.split()
                 if words[9] not in own or words[3] == "0A":  # 0A: it listens
                     continue
-                unsent, unread = (int(part, 16) for part in words[4].split(":"))
-                if unsent or unread or int(words[6], 16):
-                    yield Connection(
-                        _address(words[1]), _address(words[2]), unsent, unread, int(words[6], 16)
-                    )
+                unsent, retransmissions = int(words[4].split(":")[0], 16), int(words[6], 16)
+                if unsent or retransmissions:
+                    ends = _address(words[1]), _address(words[2])
+                    yield Connection(*ends, unsent, retransmissions)
 
     def _note(self, name: str, error: OSError) -> None:
         self.notes.append(f"{self.folder}/{name}: {error.strerror}")

@@ -1,4 +1,4 @@
-"""What the ranks of a job did when: phases and calls on one clock, and who waited for whom."""
+"""Timelines of ranks: their phases and calls on one clock, and who waited for whom."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class TracedCall:
 
 @dataclass(slots=True)
 class RankTimeline:
-    """What one rank did.
+    """The phases and calls of one rank.
 
     Attributes:
         label: the rank's host and process.
@@ -91,7 +91,7 @@ class RankTimeline:
         return [end - begin for begin, end in itertools.pairwise(begins)]
 
     def phases_s(self) -> dict[str, float]:
-        """Return the seconds of each phase, without the time that calls waited for other ranks."""
+        """Return the seconds of each phase, with the time that its calls waited for other ranks."""
         sums: dict[str, float] = defaultdict(float)
         for span in self.spans:
             sums[span.phase] += span.end_s - span.begin_s
@@ -104,7 +104,7 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """How often a rank was the last of a communicator's ranks to arrive.
+    """A rank that came last, and what that cost the others.
 
     Attributes:
         rank: the rank.

@@ -1,4 +1,4 @@
-"""Who waits for whom: by the numbers of calls, which are the same on all ranks of a communicator.
+"""Finds who waits for whom, by the numbers of calls: all ranks of a communicator number them alike.
 
 A rank waits for the ranks of its communicator that have not begun the call that it is in. They may
 wait themselves, in a call of another communicator; the ranks at the ends of such chains are the
@@ -61,7 +61,7 @@ def _waiting(rank: ObservedRank) -> Iterator[Call]:
 
 
 class _Progress:
-    """How far each rank is in each communicator."""
+    """The last call of each rank in each communicator."""
 
     def __init__(self, ranks: Sequence[ObservedRank], missing: Sequence[int]) -> None:
         self._missing = missing

@@ -21,7 +21,7 @@ _TITLES = ("rank", "pid", "state", "phase", "last call", "since", "stack")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the table shows of a rank. `since_s`: seconds in its call, or since its last call."""
+    """A row of the table of ranks. `since_s`: seconds in its call, or since its last call."""
 
     rank: int
     pid: int

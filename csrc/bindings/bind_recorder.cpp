@@ -29,6 +29,9 @@ void bind_recorder(py::module_& m) {
   m.def("set_phase", [](int phase) {
     return static_cast<int>(recorder::set_phase(static_cast<recorder::Phase>(phase)));
   });
+  m.def("end_phase", [](int phase, int before) {
+    recorder::end_phase(static_cast<recorder::Phase>(phase), static_cast<recorder::Phase>(before));
+  });
 }
 
 }  // namespace fastdist::bindings

@@ -168,6 +168,14 @@ class Places {
   std::uint64_t next_ = 0;
 };
 
+// Goes back to the phase before, unless another thread has begun one meanwhile.
+inline void end_phase(Phase phase, Phase before) noexcept {
+  File* const f = file.load(std::memory_order_acquire);
+  if (f != nullptr && f->header.phase.load() == static_cast<std::uint64_t>(phase)) {
+    (void)set_phase(before);
+  }
+}
+
 // A call that is being recorded. The ring may have come round before it ends.
 class Record {
  public:

@@ -177,6 +177,9 @@ def ticks() -> int: ...
 # Takes and returns a recorder.phases.Phase: the new one, and that before.
 def set_phase(phase: int, /) -> int: ...
 
+# Goes back to the phase before, unless another thread has begun one meanwhile.
+def end_phase(phase: int, before: int, /) -> None: ...
+
 # bind_table.cpp
 #
 # Ids are int64 or uint64 arrays and values are float32 arrays; only their sizes are checked, not

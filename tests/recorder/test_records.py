@@ -157,6 +157,16 @@ def test_phases_are_those_of_their_calls() -> None:
         rank.close()
 
 
+def test_phases_of_two_threads_do_not_stay() -> None:
+    first, second = phase(Phase.DATA), phase(Phase.DATA)
+    with phase(Phase.FORWARD):
+        first.__enter__()
+        second.__enter__()  # as if in another thread
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        assert own_records().phase is Phase.FORWARD
+
+
 def test_a_forked_child_writes_nothing_into_its_parents_records() -> None:
     fd.local_group(2)
     before = own_records()

@@ -31,4 +31,4 @@ def phase(which: Phase) -> Iterator[None]:
     try:
         yield
     finally:
-        enter(before)
+        _core.end_phase(which, before)

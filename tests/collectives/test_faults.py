@@ -364,7 +364,7 @@ resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
 try:
     comm.all_reduce(np.ones(3), async_op=True)
 except OSError as error:
-    print(error)
+    print(error, flush=True)
 comm.all_reduce(np.ones(3))
 os._exit(0)
 """

@@ -13,7 +13,9 @@ import sys
 import fastdist._core as _core
 from fastdist._version import __version__
 from fastdist.recorder.place import RecordPath, new_path, record_paths
+from fastdist.recorder.ring import identity
 from fastdist.recorder.stack_signal import write_on_signal
+from fastdist.recorder.system import start_of
 
 _log = logging.getLogger("fastdist")
 
@@ -91,9 +93,6 @@ def _end(own: RecordPath) -> None:
 
 def _remove_old(job: str) -> None:
     """Remove the records of dead processes, but for those of the job that was last alive."""
-    from fastdist.recorder.ring import identity
-    from fastdist.recorder.system import start_of
-
     dead: dict[str, list[tuple[float, RecordPath]]] = {}
     for found in record_paths():
         who = identity(found.path) if found.is_here else None

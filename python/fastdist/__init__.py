@@ -37,6 +37,7 @@ __all__ = [
     "CommunicationOptions",
     "Communicator",
     "DefaultStrategy",
+    "Elastic",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from fastdist.checkpoints import (
         Checkpoint,
         CheckpointManager,
+        Elastic,
         PreemptionCheckpointHandler,
         checkpoints_iterator,
     )
@@ -123,6 +125,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "Checkpoint": "fastdist.checkpoints",
     "CheckpointManager": "fastdist.checkpoints",
+    "Elastic": "fastdist.checkpoints",
     "PreemptionCheckpointHandler": "fastdist.checkpoints",
     "checkpoints_iterator": "fastdist.checkpoints",
     "ClusterCoordinator": "fastdist.ps.coordinator",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastdist.checkpoints.checkpoint import Checkpoint
+from fastdist.checkpoints.elastic import Elastic
 from fastdist.checkpoints.manager import CheckpointManager
 from fastdist.checkpoints.preemption import PreemptionCheckpointHandler
 from fastdist.checkpoints.watching import checkpoints_iterator
@@ -10,6 +11,7 @@ from fastdist.checkpoints.watching import checkpoints_iterator
 __all__ = [
     "Checkpoint",
     "CheckpointManager",
+    "Elastic",
     "PreemptionCheckpointHandler",
     "checkpoints_iterator",
 ]

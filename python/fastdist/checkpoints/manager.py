@@ -10,23 +10,21 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-
-import torch
 
 from fastdist.checkpoints import files
 from fastdist.checkpoints.agreement import Ranks, broadcast_result, run_on_all
 from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu
 from fastdist.checkpoints.directory_lock import DirectoryLock
 from fastdist.checkpoints.files import PartFiles
+from fastdist.checkpoints.staging import Staging
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import exit_with
 from fastdist.errors import DamagedCheckpointError
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _ENDED = ".ended"
-_COPY_THREADS = 4  # one thread does not reach the memory's bandwidth
 
 
 class CheckpointManager:
@@ -64,7 +62,7 @@ class CheckpointManager:
         self._ranks: Ranks | None = None  # of the last checkpoint
         self._lock: DirectoryLock | None = None
         self._writing: Future[None] | None = None
-        self._staged: dict[tuple[str, str], torch.Tensor] = {}
+        self._staged = Staging()
 
     def __repr__(self) -> str:
         return f"<fastdist.CheckpointManager of {self.directory}>"
@@ -127,7 +125,7 @@ class CheckpointManager:
                 elif old := self._write(write_all):
                     self._later(lambda: _delete(old))
 
-            checkpoint.collect(workers, self._stage if async_op else copy_to_cpu, write)
+            checkpoint.collect(workers, self._staged.copy if async_op else copy_to_cpu, write)
         return path
 
     def restore(self, checkpoint: Checkpoint) -> Path | None:
@@ -253,23 +251,6 @@ class CheckpointManager:
         threading.Thread(
             target=_run, args=[task, self._writing], name="fastdist-checkpoint"
         ).start()
-
-    def _stage(self, part: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Copy tensors into memory that is kept between calls, since allocating it is slow."""
-        staged = {}
-        copies = []
-        for name, tensor in tensors.items():
-            kept = self._staged.get((part, name))
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
-                )
-                self._staged[part, name] = kept
-            staged[name] = kept
-            copies.append((kept, tensor))
-        with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            list(pool.map(lambda pair: pair[0].copy_(pair[1]), copies))
-        return staged
 
     def _restore(self, checkpoint: Checkpoint, workers: Communicator | None) -> Path | None:
         parts: dict[str, PartFiles] = {}

@@ -18,6 +18,7 @@ from fastdist.cli.slow_ranks import slow_ranks_told
 from fastdist.cli.tasks import (
     Machines,
     VariableError,
+    elastic_tasks,
     host_tasks,
     rank_tasks,
     role_tasks,
@@ -25,6 +26,7 @@ from fastdist.cli.tasks import (
 )
 from fastdist.cluster.address import split_address
 from fastdist.cluster.ports import reserved_ports
+from fastdist.cluster.roster import Roster
 from fastdist.processes.job import GRACE_S, Job, Task
 from fastdist.processes.process import StartError
 from fastdist.processes.supervisor import Outcome, supervise
@@ -57,6 +59,10 @@ wait for it fail too.
 With --hosts, does that on all machines, by ssh: N ranks on each, in this directory and with this
 Python, which all machines must have. When a machine's ranks fail, those of the others are stopped.
 
+With --min and --max, starts an elastic job: a process that fails is started again, and the others
+go on without it meanwhile, if at least --min are left. The program must be made for it, by
+fastdist.Elastic or fastdist.init(elastic=True).
+
 With --workers and --ps, starts a job with parameter servers instead: a chief, W workers, P
 parameter servers and, with --evaluator, an evaluator. All tasks run the same script. The
 environment of each task has TF_CONFIG and, in FASTDIST_PS_KEYS, the keys of this job. The chief
@@ -79,6 +85,7 @@ examples:
   fastdist run --env OMP_NUM_THREADS=4 ./program
   fastdist run --nnodes 2 --node-rank 0 --rdzv 10.0.0.1:29500 -n 4 train.py  # and so on node 1
   fastdist run --hosts node1,node2 -n 4 train.py
+  fastdist run --min 2 --max 4 train.py
   fastdist run --workers 4 --ps 2 --evaluator train.py
 """
 
@@ -109,6 +116,7 @@ def add_parser(subparsers: "_Subparsers") -> None:
         help=f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})",
     )
     _add_machines(parser)
+    _add_elastic(parser)
     _add_roles(parser)
     parser.add_argument(
         "--grace-s",
@@ -189,6 +197,19 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--min",
+        metavar="N",
+        type=_count("ranks"),
+        help="ranks may come and go; with fewer than N the job waits, or fails if no restarts are "
+        "left; needs --max",
+    )
+    parser.add_argument(
+        "--max", metavar="N", type=_count("ranks"), help="number of ranks to start; needs --min"
+    )
+
+
 def _add_roles(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", metavar="W", type=_count("workers"), help="number of workers; needs --ps"
@@ -206,7 +227,8 @@ def _add_roles(parser: argparse.ArgumentParser) -> None:
         "--max-restarts",
         metavar="N",
         type=_count("restarts", least=0),
-        help="how often to start all ranks again when a rank has failed (default: 0); with "
+        help="how often to start all ranks again when a rank has failed (default: 0); with --min, "
+        f"how often a rank, in total (default: {_MAX_RESTARTS} for each); with "
         "--workers, the number of restarts, in total, of workers, parameter servers and the "
         f"evaluator that fail (default: {_MAX_RESTARTS})",
     )
@@ -218,7 +240,7 @@ def _run(arguments: argparse.Namespace) -> int:
         _say_what_comes_first(arguments)
         if arguments.hosts is not None:
             return _repeat(arguments, lambda: _run_on_hosts(arguments))
-        if arguments.workers is None:
+        if arguments.workers is None and arguments.min is None:
             return _repeat(arguments, lambda: _run_here(arguments))
         return _run_here(arguments).exit_code
     except (_OptionError, VariableError, ProgramError, StartError) as error:
@@ -241,12 +263,15 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
     with _tasks(arguments) as tasks:
         command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
         restarts = arguments.max_restarts
+        if restarts is None:
+            restarts = _MAX_RESTARTS * (arguments.max or 1)
         job = Job(
             _NAME,
             command,
             tasks,
             len(tasks) * arguments.nnodes,
-            max_restarts=_MAX_RESTARTS if restarts is None else restarts,
+            max_restarts=restarts,
+            least=arguments.min or 0,
             grace_s=arguments.grace_s,
             prefix=arguments.prefix,
             colour=_has_colour(),
@@ -331,7 +356,9 @@ def _has_colour() -> bool:
 
 def _check_options(arguments: argparse.Namespace) -> None:
     workers, servers = arguments.workers, arguments.ps
-    if workers is None and servers is None:
+    if arguments.min is not None or arguments.max is not None:
+        _check_elastic(arguments)
+    elif workers is None and servers is None:
         if arguments.evaluator:
             raise _OptionError("--evaluator needs --workers and --ps")
         _check_machines(arguments)
@@ -346,10 +373,28 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise _OptionError(f"--ps {servers} needs --workers, the number of workers")
 
 
+def _check_elastic(arguments: argparse.Namespace) -> None:
+    least, most = arguments.min, arguments.max
+    if least is None or most is None:
+        raise _OptionError("--min and --max belong together: the least and the most ranks")
+    if least > most:
+        raise _OptionError(f"--min must be at most --max, got {least} and {most}")
+    others = {
+        "-n": arguments.ranks,
+        "--workers": arguments.workers,
+        "--ps": arguments.ps,
+        "--hosts": arguments.hosts,
+        "--nnodes": arguments.nnodes if arguments.nnodes > 1 else None,
+    }
+    for option, value in others.items():
+        if value is not None:
+            raise _OptionError(f"--min and --max start an elastic job on one machine, not {option}")
+
+
 def _say_what_comes_first(arguments: argparse.Namespace) -> None:
     """Note an option that seems to be for this command, and is the program's."""
     target, *rest = arguments.command or ["--"]
-    if arguments.ranks is not None or arguments.workers is not None or target == "--":
+    if (arguments.ranks, arguments.workers, arguments.max) != (None,) * 3 or target == "--":
         return
     for option, value in itertools.pairwise(rest):
         if option in _STARTS and value.isdigit():
@@ -394,6 +439,11 @@ def _check_machines(arguments: argparse.Namespace) -> None:
 def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
     """Yield the tasks of the job; reserve their ports until the context is closed."""
     user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
+    if arguments.max is not None:
+        _check_limits(arguments.max, f"{arguments.max} ranks", files_each=_OUTPUTS + 2)
+        with Roster(arguments.min, arguments.max) as roster:
+            yield elastic_tasks(arguments.max, roster.name, user)
+        return
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))
         _check_limits(ranks, f"{ranks} ranks", files_each=_OUTPUTS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fastdist._config import SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
 from fastdist.cluster.address import join_address
 from fastdist.cluster.launch import JOB_VARIABLE, without_rank
+from fastdist.cluster.roster import ROSTER_VARIABLE, RosterPlace
 from fastdist.processes.job import Ending, Task
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
@@ -79,6 +80,34 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
             environment | {"RANK": str(rank), "LOCAL_RANK": str(local)},
         )
         for local, rank in enumerate(range(machines.own * ranks, (machines.own + 1) * ranks))
+    ]
+
+
+def elastic_tasks(most: int, roster: str, user: Mapping[str, str]) -> list[Task]:
+    """Return the tasks of an elastic job, whose ranks get their numbers from a roster.
+
+    Args:
+        most: number of tasks.
+        roster: the roster's name.
+        user: variables that override inherited ones.
+
+    Raises:
+        VariableError: `user` has a variable that makes a rank.
+    """
+    for variable in (*_RANK_VARIABLES, ROSTER_VARIABLE):
+        if variable in user:
+            raise VariableError(f"--env {variable}: ranks of an elastic job change")
+    environment = {**without_rank(os.environ), **user}
+    _set_defaults(environment, most)
+    width = len(str(most - 1))
+    return [
+        Task(
+            f"process {slot}",
+            f"{slot:{width}}",
+            environment | RosterPlace(roster, slot).environment(),
+            Ending.RESTARTED,
+        )
+        for slot in range(most)
     ]
 
 

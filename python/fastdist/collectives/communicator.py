@@ -78,9 +78,11 @@ class Communicator:
         engine: Engine,
         timeout_s: float,
         on_end: Callable[[Communicator, Communicator | None], None] | None = None,
+        regroup: Callable[[Communicator, float], Communicator] | None = None,
     ) -> None:
         self.engine: Engine = engine
         self._on_end = on_end  # called with the communicator that takes this one's place
+        self._regroup = regroup  # makes the next communicator of an elastic job
         self._timeout_s = timeout_s
         self._is_grouping = False
         self._gpus = NcclEngine(engine) if engine.compiled is not None and is_possible() else None
@@ -764,6 +766,44 @@ class Communicator:
         with suppress(FastdistError):
             self.close()
         return made
+
+    def regroup(self, *, timeout: float | None = None) -> Communicator:
+        """Go on with the ranks that an elastic job has now. Every rank must call, between steps.
+
+        For `fastdist.init(elastic=True)`. Ranks that have come since are waiting for this call, and
+        after `PeerFailureError` it leaves out the ranks that have failed. The ranks that have been
+        there longest come first: broadcast from rank 0 what new ranks need. `fastdist.Elastic`
+        does so for strategies.
+
+        Args:
+            timeout: seconds to wait for the other ranks.
+
+        Returns:
+            This communicator if nobody has come or gone, which costs a small all_reduce; otherwise
+            its successor, which `fastdist.default_communicator` returns too.
+
+        Raises:
+            ClusterConfigError: the ranks did not come in time, or fewer than --min are left.
+            FastdistError: the job is not elastic.
+            SystemExit: the job has done its work, and this rank comes too late.
+
+        Examples:
+            >>> import fastdist as fd
+            >>> comm = fd.init(elastic=True)  # without a launcher: alone for ever
+            >>> comm.regroup() is comm
+            True
+        """
+        self._refuse_in_group("regroup")
+        if self._regroup is None:
+            raise FastdistError(
+                "regroup works on the communicator of fastdist.init(elastic=True); the number of "
+                "ranks of this one is fixed"
+            )
+        return self._regroup(self, self._timeout_s if timeout is None else timeout)
+
+    def succeeded_by(self, engine: Engine) -> Communicator:
+        """Return a communicator of an elastic job with the same settings."""
+        return Communicator(engine, self._timeout_s, self._on_end, self._regroup)
 
     def empty(
         self,

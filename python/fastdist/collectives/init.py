@@ -16,24 +16,34 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.environ import join_master
 from fastdist.cluster.launch import Launch, detect_launch, note_launch
 from fastdist.cluster.replicas import patience_s, started_replica
+from fastdist.cluster.roster import roster_place
 from fastdist.collectives.arguments import check_timeout, to_integer, to_rank
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.elastic import BrokenWorldError, Member
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import NetEngine
 from fastdist.collectives.secret import exchange, job_secret
-from fastdist.errors import ClusterConfigError, FastdistError
+from fastdist.errors import (
+    ClusterConfigError,
+    CollectiveTimeoutError,
+    FastdistError,
+    PeerFailureError,
+)
 
 if TYPE_CHECKING:
     from fastdist.collectives.engines.machine_rendezvous import Rendezvous
 
 _DEFAULT_PORT = 29500  # the same as torch's
+_WORLD_S = 10.0  # that the ranks of a new world of an elastic job have to connect
 _MAX_THREADS = 1024  # memory grows with the square of the number
 
 
@@ -70,6 +80,7 @@ class _World:
     """The default communicator, and the number of rendezvous of this process."""
 
     communicator: Communicator | None = None
+    member: Member | None = None  # of an elastic job
     rendezvous_count = 0
     process = 0  # id of the process that called init
 
@@ -81,6 +92,7 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     address: str | None = None,
+    elastic: bool = False,
     timeout: float | None = None,
 ) -> Communicator:
     """Return the communicator of all ranks of this job. Every rank must call.
@@ -98,11 +110,14 @@ def init(
         world_size: number of ranks.
         address: "host:port" of the machine of rank 0, the same on all ranks. The port must be
             free: rank 0 listens there. 127.0.0.1 if all ranks are on one machine.
+        elastic: ranks may come and go (`fastdist run --min 2 --max 4`). This process is a world
+            of one rank until it joins the others by `Communicator.regroup`.
         timeout: default number of seconds that each collective waits for other ranks; None:
             FASTDIST_TIMEOUT_S, or 600 if it is not set.
 
     Raises:
-        ClusterConfigError: the launcher's variables are invalid, or a rank did not arrive in time.
+        ClusterConfigError: the launcher's variables are invalid, a rank did not arrive in time, or
+            only one of launcher and program is elastic.
         ImportError: the job has several machines, and torch is not installed.
         ValueError: the ranks are defined twice, or rank, world_size and address are not all given
             and valid.
@@ -118,14 +133,16 @@ def init(
     if timeout is not None:
         check_timeout(timeout)
     is_named = (rank, world_size, address) != (None, None, None)
-    if is_named + (bootstrap is not None) + (cluster is not None) > 1:
-        raise ValueError("init takes one of bootstrap=, cluster= and rank=, got several")
+    if is_named + (bootstrap is not None) + (cluster is not None) + elastic > 1:
+        raise ValueError("init takes one of bootstrap=, cluster=, rank= and elastic=, got several")
     ranks = _named_ranks(rank, world_size, address) if is_named else None
     config = settings()
     started_replica()
     waits_s = config.rendezvous_timeout_s + patience_s()
     _World.rendezvous_count += 1  # also of a rendezvous that fails
-    if bootstrap is not None:
+    if elastic or roster_place() is not None:
+        engine = _elastic_alone(elastic)
+    elif bootstrap is not None:
         engine, _ = _from_bootstrap(bootstrap, waits_s)
     elif cluster is not None:
         engine = _from_cluster(cluster, waits_s)
@@ -137,9 +154,76 @@ def init(
     seconds = config.timeout_s if timeout is None else timeout
     atexit.unregister(_close)
     atexit.register(_close)  # first, hence last to run: others read before why this rank leaves
-    _World.communicator = Communicator(engine, seconds, _replace)
+    _World.communicator = Communicator(engine, seconds, _replace, _regroup if elastic else None)
     _World.process = os.getpid()
     return _World.communicator
+
+
+def elastic_member() -> Member | None:
+    """Return this process's membership in an elastic job; None if its job is not elastic."""
+    return _World.member if _World.process == os.getpid() else None
+
+
+def next_world(old: Communicator, timeout_s: float) -> Communicator:
+    """Leave a communicator of an elastic job, and join the ranks that are there now.
+
+    Raises:
+        ClusterConfigError: the ranks did not come in time.
+        SystemExit: the job has done its work.
+    """
+    member = _World.member
+    assert member is not None
+    deadline_s = time.monotonic() + timeout_s
+    old.abort()
+    while True:
+        member.join(deadline_s)
+        try:
+            engine, ranks_here = _from_bootstrap(member, _WORLD_S)
+        except BrokenWorldError:
+            continue
+        except ClusterConfigError:
+            if time.monotonic() > deadline_s:
+                raise
+            continue
+        launch = Launch("fastdist run", engine.rank, engine.size, engine.rank, ranks_here, "")
+        note_launch(launch)
+        made = old.succeeded_by(engine)
+        _World.communicator = made
+        return made
+
+
+def others_wait(comm: Communicator) -> bool:
+    """Return True if ranks of an elastic job must meet anew. Every rank of `comm` must call."""
+    member = _World.member
+    if member is None:
+        return False
+    try:
+        return bool(comm.all_reduce(np.array([not member.world or member.others_wait()]), "max")[0])
+    except (CollectiveTimeoutError, PeerFailureError):
+        return True
+
+
+def _regroup(comm: Communicator, timeout_s: float) -> Communicator:
+    return next_world(comm, timeout_s) if others_wait(comm) else comm
+
+
+def _elastic_alone(is_asked: bool) -> Engine:
+    """Make the engine of a process that has not joined the others yet."""
+    place, launch = roster_place(), detect_launch()
+    if not is_asked:
+        raise ClusterConfigError(
+            "fastdist run --min started this program, whose ranks may come and go; expected "
+            "fastdist.init(elastic=True), or start it without --min and --max"
+        )
+    if place is not None:
+        _World.member = Member(place)
+    elif launch is not None and launch.world_size > 1:
+        raise ClusterConfigError(
+            f"fastdist.init(elastic=True) works under fastdist run --min; {launch.launcher} "
+            f"started {launch.world_size} ranks, whose number cannot change"
+        )
+    alone = Launch("alone", 0, 1, 0, 1, secrets.token_hex(8))
+    return HostEngine.of_launch(alone, _World.rendezvous_count, 1.0)
 
 
 def local_group(size: int, *, timeout: float | None = None) -> list[Communicator]:
@@ -221,6 +305,10 @@ def _replace(ended: Communicator, successor: Communicator | None) -> None:
 
 
 def _close() -> None:
+    if _World.member is not None:
+        if getattr(sys, "last_value", None) is None:
+            _World.member.finish()
+        _World.member.close()
     if _World.communicator is None:
         return
     try:

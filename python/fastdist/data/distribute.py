@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -110,6 +111,10 @@ def distribute_dataset(
             prefetch,
         )
     )
+    return _build(request, layout)
+
+
+def _build(request: Request, layout: InputLayout) -> DistributedDataset[Any]:
     files = len(request.source.paths) if isinstance(request.source, Files) else None
     policy = resolve_policy(request.policy, files, layout.num_workers)
     if layout.num_workers == 1:
@@ -192,7 +197,14 @@ class _Builder:
         }
         if self._own_batches:
             identity["num_workers"] = self.layout.num_workers
-        return DistributedDataset(pipeline, self.layout, agreement, request.prefetch, identity)
+        return DistributedDataset(
+            pipeline,
+            self.layout,
+            agreement,
+            request.prefetch,
+            identity,
+            functools.partial(_build, request),
+        )
 
     @property
     def _own_batches(self) -> bool:
@@ -245,7 +257,7 @@ class _Builder:
                 "array, as many as a global batch has examples. distribute_dataset takes examples, "
                 "and makes the batches: if the list holds batches, join them, or pass their "
                 "Dataset",
-                stacklevel=6,  # the line that calls strategy.distribute_dataset
+                stacklevel=7,  # the line that calls strategy.distribute_dataset
             )
         collate_fn = self.request.collate_fn or collate
         return ExamplePipeline(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from fastdist.data.agreement import Agreement
@@ -11,6 +11,7 @@ from fastdist.data.devices import BatchCopy, DeviceCopy
 from fastdist.data.input_context import InputLayout
 from fastdist.data.pipelines import Batches, Part, Pipeline
 from fastdist.data.prefetch import Prefetcher
+from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import state
 
@@ -58,6 +59,7 @@ class DistributedDataset(Generic[B]):
         agreement: makes all workers take the same number of steps.
         prefetch: steps to read ahead in a thread; 0: no thread.
         identity: settings that must be equal for a saved position to select the same examples.
+        rebuild: makes the dataset for another layout; None if it is the work of user's code.
 
     Examples:
         >>> import fastdist as fd, torch
@@ -75,7 +77,9 @@ class DistributedDataset(Generic[B]):
         agreement: Agreement,
         prefetch: int,
         identity: Mapping[str, Any],
+        rebuild: Callable[[InputLayout], DistributedDataset[B]] | None = None,
     ) -> None:
+        self._rebuild = rebuild
         self._pipeline = pipeline
         self._copy: BatchCopy = DeviceCopy(layout.devices)
         if layout.make_copy is not None:
@@ -172,6 +176,21 @@ class DistributedDataset(Generic[B]):
                 )
         position = _Position(int(state["epoch"]), int(state["step"]), left=bool(state["left"]))
         self._position = position
+
+    def divide_anew(self, layout: InputLayout) -> None:
+        """Cut the global batches of later iterators for other replicas; the position is kept.
+
+        Raises:
+            UnsupportedError: each worker reads data of its own, whose division is not known.
+        """
+        other = None if self._rebuild is None else self._rebuild(layout)
+        if other is None or other._agreement.may_add_steps:
+            raise UnsupportedError(
+                "the ranks of an elastic job must read the same data: use distribute_dataset with "
+                "AutoShardPolicy.DATA"
+            )
+        self._pipeline, self._copy = other._pipeline, other._copy
+        self._agreement, self._identity = other._agreement, other._identity
 
     def _iterate(self, position: _Position, skip_empty: bool) -> Iterator[Any]:
         """Yield the batches of an epoch; of the next one if it was left and no batch remains."""

@@ -50,6 +50,8 @@ class Job:
         tasks: the tasks on this machine; the first task reads the launcher's stdin.
         size: number of tasks on all machines.
         max_restarts: maximum number of restarts, over all tasks.
+        least: the job fails when fewer of its restarted tasks are left; once one of them has ended
+            well, the others are not restarted. 0: restarted tasks are helpers of another task.
         grace_s: seconds that processes have to end after a signal, until they are killed.
         prefix: begin each line of output with the label of its task.
         colour: colour the labels on a terminal.
@@ -61,6 +63,7 @@ class Job:
     tasks: Sequence[Task]
     size: int
     max_restarts: int = 0
+    least: int = 0
     grace_s: float = GRACE_S
     prefix: bool = True
     colour: bool = True

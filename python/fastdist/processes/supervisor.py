@@ -103,6 +103,7 @@ class _Supervisor:
         self._failed: list[Process] = []
         self._left: list[str] = []  # names of tasks that ended well before one failed
         self._restarts = 0
+        self._restarting: set[Process] = set()  # ended, to be started again in a moment
         self._timers: dict[Callable[[], None], float] = {}  # functions to call, and when
         self._stopped_at_s: float | None = None
         self._stopped_by: signal.Signals | None = None
@@ -117,7 +118,7 @@ class _Supervisor:
 
     def wait(self) -> None:
         """Return when no process of any group is left."""
-        while any(process.status is None for process in self._processes):
+        while self._restarting or any(process.status is None for process in self._processes):
             self._run_once()
         if self._sessions.has_strays() and self._stopped_at_s is None:
             self._terminate()
@@ -297,15 +298,25 @@ class _Supervisor:
     def _schedule_restart(self, process: Process) -> None:
         most = self._job.max_restarts
         failure = f"{process.name} failed: {process.how_it_ended}"
-        if self._restarts == most:
+        if self._job.least and any(p.status == 0 for p in self._processes):
+            self._say(f"warning: {failure}; another has done the work, it is not restarted")
+        elif self._restarts < most:
+            self._restarts += 1
+            self._say(f"{failure}; restarting it (restart {self._restarts} of {most})")
+            self._restarting.add(process)
+            self._timers[partial(self._restart, process)] = time.monotonic() + _RESTART_DELAY_S
+        else:
             why = f"all {most} restarts are used up" if most else "--max-restarts is 0"
-            self._say(f"warning: {failure}; {why}, the job continues without it")
-            return
-        self._restarts += 1
-        self._say(f"{failure}; restarting it (restart {self._restarts} of {most})")
-        self._timers[partial(self._restart, process)] = time.monotonic() + _RESTART_DELAY_S
+            left = sum(p.status is None for p in self._processes) + len(self._restarting)
+            if left < self._job.least:
+                self._say(f"{failure}; {why}, and {left} of at least {self._job.least} are left")
+                self._failed.append(process)
+                self._terminate()
+            else:
+                self._say(f"warning: {failure}; {why}, the job continues without it")
 
     def _restart(self, process: Process) -> None:
+        self._restarting.discard(process)
         process.signal_group(signal.SIGKILL)  # its children may hold its address
         for stream in process.streams:
             stream.finish()
@@ -338,6 +349,7 @@ class _Supervisor:
 
     def _stop(self, number: signal.Signals) -> None:
         self._stopped_at_s = time.monotonic()
+        self._restarting.clear()
         self._timers = {self._kill: self._stopped_at_s + self._job.grace_s}
         self._sessions.signal(number)
 

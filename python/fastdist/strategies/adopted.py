@@ -254,6 +254,21 @@ class AdoptedModules:
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]
         self._steps.watch(self._optimizers, parameters, self.sync)
 
+    def move(self, replica_id: int, replicas: int) -> None:
+        """Belong to another number of replicas from now on; what is under way is dropped."""
+        self.use(None)
+        self.local_replica_ids = (replica_id,)
+        self.num_replicas_in_sync = replicas
+        self._communicators = None
+        self._accumulation = Accumulation()
+        self._buffers = BufferSync([], 0)
+        if replicas > 1:
+            self._steps.begin(has_one_copy=False)
+        for model in self._models:
+            for reduced in model.parameters:
+                if (parameter := reduced.ref()) is not None:
+                    parameter.grad = None
+
     def _reduced_parameter(
         self, number: int, name: str, parameter: nn.Parameter, is_sparse: bool
     ) -> ReducedParameter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, final, get_args, overload
@@ -89,6 +90,11 @@ class Strategy(ABC):
         self, devices: Sequence[torch.device], *, worker: int = 0, workers: int = 1
     ) -> None:
         self.devices = tuple(devices)
+        self._datasets: weakref.WeakSet[DistributedDataset[Any]] = weakref.WeakSet()
+        self._take_place(worker, workers)
+
+    def _take_place(self, worker: int, workers: int) -> None:
+        """Set the number of this process and of all, and what follows from them."""
         self.num_replicas_in_sync: int = workers * len(self.devices)
         first = worker * len(self.devices)
         self.local_replica_ids = tuple(range(first, first + len(self.devices)))
@@ -182,7 +188,7 @@ class Strategy(ABC):
 
         Every worker must call. See `fastdist.data.distribute_dataset` for the arguments.
         """
-        return distribute_dataset(
+        made = distribute_dataset(
             source,
             self._input_layout(),
             global_batch_size=global_batch_size,
@@ -194,6 +200,8 @@ class Strategy(ABC):
             num_workers=num_workers,
             prefetch=prefetch,
         )
+        self._datasets.add(made)
+        return made
 
     @final
     def distribute_datasets_from_function(
@@ -203,7 +211,9 @@ class Strategy(ABC):
 
         Every worker must call. See `fastdist.data.distribute_datasets_from_function`.
         """
-        return distribute_datasets_from_function(fn, self._input_layout(), prefetch=prefetch)
+        made = distribute_datasets_from_function(fn, self._input_layout(), prefetch=prefetch)
+        self._datasets.add(made)
+        return made
 
     @abstractmethod
     def _input_layout(self) -> InputLayout:

@@ -9,6 +9,7 @@ import torch
 
 from fastdist.cluster import detect_launch
 from fastdist.cluster.replicas import started_replica
+from fastdist.cluster.roster import RosterPlace, roster_place
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import refuse_keywords
 from fastdist.collectives.init import init
@@ -60,6 +61,12 @@ class MirroredStrategy(ReplicatedStrategy):
         super().__init__(device, world, options=options)
 
 
+def device_in_slot(place: RosterPlace, given: Sequence[torch.device] | None) -> torch.device:
+    """Return the device of a process of an elastic job."""
+    chosen = given or every_device()
+    return chosen[place.slot % len(chosen)]
+
+
 def replica_of_machine(
     strategy: str, given: Sequence[torch.device] | None, options: CommunicationOptions
 ) -> tuple[torch.device, Communicator | None]:
@@ -74,6 +81,9 @@ def replica_of_machine(
     Raises:
         ClusterConfigError: the processes do not fit the devices.
     """
+    place = roster_place()
+    if place is not None:
+        return device_in_slot(place, given), init(elastic=True, timeout=options.timeout_s)
     replica = started_replica()
     launch = detect_launch()
     if replica is not None or launch is None or launch.world_size == 1:
@@ -82,9 +92,9 @@ def replica_of_machine(
         own = given or every_device()
         if len(own) == 1 and replica is None:
             return own[0], None
-        place = join_replicas(strategy, own)
+        joined = join_replicas(strategy, own)
         use_own_cores(len(own))
-        return own[place.index], init(timeout=options.timeout_s)
+        return own[joined.index], init(timeout=options.timeout_s)
     if launch.local_world_size != launch.world_size:
         raise ClusterConfigError(
             f"{strategy} is for one machine; {launch.launcher} started {launch.world_size} "

@@ -12,12 +12,14 @@ import torch
 from fastdist.cluster import ClusterResolver, TFConfigClusterResolver, detect_launch
 from fastdist.cluster.launch import Launch
 from fastdist.cluster.replicas import started_replica
+from fastdist.cluster.roster import roster_place
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import refuse_keywords
 from fastdist.collectives.init import coordinator_of_launch, init
 from fastdist.errors import ClusterConfigError
 from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
 from fastdist.replicas.starting import join_replicas
+from fastdist.strategies.mirrored import device_in_slot
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.strategies.replicated import ReplicatedStrategy
 
@@ -80,6 +82,9 @@ def _join(
     timeout_s: float | None,
 ) -> tuple[torch.device, Communicator]:
     """Return this process's device and the communicator of all replicas."""
+    elastic = roster_place()
+    if elastic is not None:
+        return device_in_slot(elastic, given), init(elastic=True, timeout=timeout_s)
     started = started_replica()
     launch = detect_launch()
     if resolver is None and TFConfigClusterResolver.is_available(os.environ):

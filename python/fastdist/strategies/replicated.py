@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastdist._config import settings
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import default_communicator, elastic_member, next_world
 from fastdist.data import InputLayout
 from fastdist.errors import (
+    ClusterConfigError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
     FastdistError,
@@ -70,6 +73,12 @@ class ReplicatedStrategy(Strategy):
         self.options = options or CommunicationOptions()
         self._device = device
         self._world = world if replicas > 1 else None
+        self._is_elastic = world is not None and elastic_member() is not None
+        if self._is_elastic and (replicas > 1 or central is not None):
+            raise ClusterConfigError(
+                f"{type(self).__name__}: in an elastic job, make a MirroredStrategy or "
+                "MultiWorkerMirroredStrategy, before ranks meet by regroup"
+            )
         self._serve = None if serve is None else weakref.WeakMethod(serve)
         self._refuses_run = refuses_run
         self._communicators: ReplicaCommunicators | None = None
@@ -83,7 +92,7 @@ class ReplicatedStrategy(Strategy):
             central,
             self._connect,
         )
-        if replicas > 1:
+        if replicas > 1 or self.is_elastic:
             _leave_at_exit(self)
         self._is_running = False
         self._connect()
@@ -106,12 +115,37 @@ class ReplicatedStrategy(Strategy):
     @final
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         with self.communicator():
-            if self.num_replicas_in_sync > 1:
+            if self.num_replicas_in_sync > 1 or self.is_elastic:
                 adopt_metrics(roots, self)
             self._members.adopt(self._communicators, roots, made)
         serve = None if self._serve is None else self._serve()
         if serve is not None:
             serve(roots, made)
+
+    @property
+    def is_elastic(self) -> bool:
+        """True if the number of replicas can change."""
+        return self._is_elastic
+
+    def regroup(self) -> None:
+        """Go on with the replicas that an elastic job has now. Every replica must call.
+
+        The replicas' values differ until they are restored.
+
+        Raises:
+            ClusterConfigError: the replicas did not come in time.
+            UnsupportedError: a dataset cannot be divided among another number of replicas.
+        """
+        self._leave()
+        timeout_s = self.options.timeout_s or settings().timeout_s
+        world = next_world(default_communicator(), timeout_s)
+        self._world = world if world.world_size > 1 else None
+        self._take_place(world.rank, world.world_size)
+        self._communicators = None
+        self._members.move(world.rank, world.world_size)
+        self._connect()
+        for dataset in list(self._datasets):
+            dataset.divide_anew(self._input_layout())
 
     def _input_layout(self) -> InputLayout:
         return InputLayout(

@@ -44,6 +44,7 @@ class OptimizerSteps:
         self._foreign = weakref.WeakKeyDictionary()
         self._runs = 0
         self._is_running = False
+        self._has_begun = False
         self._has_one_copy = False
         self._sync: GradientSync | None = None
 
@@ -53,6 +54,9 @@ class OptimizerSteps:
         Args:
             has_one_copy: True if all replicas have one copy of the parameters.
         """
+        if self._has_begun:
+            return
+        self._has_begun = True
         self._has_one_copy = has_one_copy
         before = register_optimizer_step_pre_hook(_weakly(self._before_step))
         after = register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,178 @@
+"""Training that goes on when ranks come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from torch import nn
+
+from fastdist.checkpoints.checkpoint import Checkpoint
+from fastdist.checkpoints.files import PartFiles
+from fastdist.checkpoints.staging import Staging
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import default_communicator, elastic_member, others_wait
+from fastdist.errors import PeerFailureError
+from fastdist.strategies.replicated import ReplicatedStrategy
+
+T = TypeVar("T")
+_log = logging.getLogger("fastdist")
+_MOST_FAILURES = 3  # in a row, without a commit between
+
+
+class _WorldChangedError(BaseException):
+    """Leaves the training function; no Exception, which the function might handle."""
+
+
+class Elastic:
+    """Runs a training function again, from its last commit, when ranks come or go.
+
+    Used like this, under `fastdist run --min 2 --max 4`:
+
+        strategy = fd.MultiWorkerMirroredStrategy()
+        ...
+        checkpoint = fd.Checkpoint(model=model, optimizer=optimizer, data=batches, step=0)
+        elastic = fd.Elastic(strategy, checkpoint)
+
+        def train():
+            for batch in batches:
+                strategy.run(train_step, args=(batch,))
+                checkpoint.step += 1
+                elastic.commit()
+
+        elastic.run(train)
+
+    Until `run`, each rank is alone: it makes the strategy, model and data as a single replica, so
+    that no rank waits for another that starts. `run` joins the others and takes their state. When a
+    rank is lost, the others leave `train`, go back to the last commit, divide the same global
+    batches among fewer replicas, and call `train` again; a new rank joins at a commit. As global
+    batches stay what they are, results are those of one device, to rounding.
+
+    `train` must go on from where the checkpoint stands, as after `CheckpointManager.restore`, which
+    can be called before `run`: it saves the job from the loss of all ranks. Datasets must be parts
+    of the checkpoint to go on within an epoch.
+
+    Started otherwise, `run` only calls the function, and `commit` does nothing.
+
+    Args:
+        strategy: a `MirroredStrategy` or `MultiWorkerMirroredStrategy`.
+        checkpoint: what all ranks share, and what goes back when a step is lost. Gradients are not
+            part of it.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> strategy = fd.MirroredStrategy(["cpu:0"])
+        >>> with strategy.scope():
+        ...     model = torch.nn.Linear(2, 1)
+        >>> batches = strategy.distribute_dataset(torch.ones(8, 2), global_batch_size=4)
+        >>> checkpoint = fd.Checkpoint(model=model, data=batches, step=0)
+        >>> elastic = fd.Elastic(strategy, checkpoint)
+        >>> def train():
+        ...     for batch in batches:
+        ...         strategy.run(model, args=(batch,))
+        ...         checkpoint.step += 1
+        ...         elastic.commit()
+        >>> elastic.run(train)
+        >>> checkpoint.step
+        2
+    """
+
+    def __init__(self, strategy: ReplicatedStrategy, checkpoint: Checkpoint) -> None:
+        if not isinstance(strategy, ReplicatedStrategy):
+            raise TypeError(
+                "Elastic: expected a MirroredStrategy or MultiWorkerMirroredStrategy, got "
+                f"{type(strategy).__name__}"
+            )
+        self._strategy = strategy
+        self._checkpoint = checkpoint
+        self._staging = Staging()
+        self._saved: dict[str, PartFiles] = {}
+        self._commits = 0
+
+    def commit(self) -> None:
+        """Keep the checkpoint's state in memory, and let ranks that wait join.
+
+        Every replica must call, outside `run` of the strategy, between steps. Costs a copy of the
+        state, and twice its memory; where that is long beside a step, commit every few steps, and a
+        loss repeats as many.
+        """
+        if not self._strategy.is_elastic:
+            return
+        self._keep()
+        self._commits += 1
+        if others_wait(default_communicator()):
+            raise _WorldChangedError
+
+    def run(self, train: Callable[[], T]) -> T:
+        """Call `train` until it returns, from the last commit each time; return its result.
+
+        Raises:
+            PeerFailureError: ranks were lost three times in a row without a commit between.
+            Exception: what `train` raises on this rank, which leaves the job; the others go on.
+        """
+        if not self._strategy.is_elastic:
+            return train()
+        failures, reached = 0, 0
+        while True:
+            try:
+                self._join()
+                result = train()
+                default_communicator().barrier()  # a rank that is lost now needs the others again
+            except _WorldChangedError:
+                continue
+            except PeerFailureError as error:
+                failures = failures + 1 if self._commits == reached else 1
+                reached = self._commits
+                if failures == _MOST_FAILURES:
+                    raise
+                _log.info("going back to commit %d: %s", self._commits, error)
+            else:
+                return result
+
+    def _join(self) -> None:
+        """Join the ranks that are there, and take over the state of those that are furthest."""
+        member = elastic_member()
+        assert member is not None
+        before = self._strategy.num_replicas_in_sync
+        member.progress = self._commits
+        self._strategy.regroup()
+        world = default_communicator()
+        commits = world.all_gather(np.array([self._commits])).tolist()
+        newest = commits[0]  # the roster puts the furthest first
+        if not newest:
+            self._keep()
+        if newest and min(commits) == newest:
+            self._restore(None)
+        else:
+            self._restore(world)
+            self._keep()
+        self._commits = max(1, newest)
+        if self._strategy.is_chief and newest:
+            now = self._strategy.num_replicas_in_sync
+            _log.warning(
+                "%d replicas train now, %d before; they go on from commit %d", now, before, newest
+            )
+
+    def _keep(self) -> None:
+        """Copy the state of this rank."""
+        self._checkpoint.collect(None, self._staging.copy, self._note)
+
+    def _note(self, parts: Mapping[str, PartFiles]) -> None:
+        self._saved = dict(parts)
+
+    def _restore(self, workers: Communicator | None) -> None:
+        """Restore this rank's copy, or that of rank 0 of `workers`."""
+        self._checkpoint.load(workers, Path(), self._copies, with_random=True)
+
+    def _copies(self) -> dict[str, PartFiles]:
+        """Return the kept parts for restoring, which may keep tensors that it is given."""
+        copies = {}
+        for name, part in self._saved.items():
+            tensors = part.tensors
+            if not isinstance(getattr(self._checkpoint, name, None), nn.Module):
+                tensors = {key: tensor.clone() for key, tensor in tensors.items()}
+            copies[name] = PartFiles(part.encoded, tensors, part.class_name)
+        return copies

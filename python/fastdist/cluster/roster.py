@@ -1,0 +1,306 @@
+"""Who takes part in an elastic job, kept by its launcher.
+
+A rank that wants the next world asks to join, and how far it has come. When all ranks of the
+present world have asked, the roster makes a world of all that wait: those that have come furthest
+first. Ranks that have not asked learn that others wait. A rank leaves when its process ends.
+
+A message is a line of JSON with one key.
+
+| from a rank | meaning |
+|---|---|
+| join: PROGRESS | wants the next world, and has taken so many steps |
+| gather: VALUE | its contribution to a gathering of all ranks of its world |
+| finished: true | the job has done its work; nobody joins any more |
+
+| from the roster | meaning |
+|---|---|
+| waits: true | others wait for the next world |
+| place: [WORLD, RANK, SIZE] | its rank in a new world |
+| gathered: [VALUE, ...] | what all ranks have contributed, by rank |
+| broken: true | a rank has ended before it contributed |
+| ended: true | there is nothing left to do |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+ROSTER_VARIABLE = "FASTDIST_ROSTER"
+"""Set by `fastdist run --min` for each rank: JSON of a `RosterPlace`."""
+
+_LAST_CALL_S = 30.0
+_MOST_BYTES = 1 << 20  # of a message
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class RosterPlace:
+    """What a process needs in order to join an elastic job.
+
+    Attributes:
+        name: the roster's abstract Unix socket.
+        slot: number of the process among those of the launcher; it chooses the GPU.
+    """
+
+    name: str
+    slot: int
+
+    def environment(self) -> dict[str, str]:
+        """Return the variable that tells a process its place."""
+        return {ROSTER_VARIABLE: json.dumps(asdict(self))}
+
+
+def roster_place(environ: Mapping[str, str] = os.environ) -> RosterPlace | None:
+    """Return this process's place; None if its job is not elastic."""
+    text = environ.get(ROSTER_VARIABLE)
+    return None if text is None else RosterPlace(**json.loads(text))
+
+
+def is_own_user(connection: socket.socket) -> bool:
+    """Return True if the process at the other end runs as the same user."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
+
+
+class Line:
+    """A connection that carries lines of JSON.
+
+    Args:
+        connection: a connected stream socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._received = bytearray()
+
+    def send(self, **message: Any) -> None:
+        """Send one message.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[tuple[str, Any]]:
+        """Return the messages that have come, after a wait for bytes as the socket is set.
+
+        Raises:
+            EOFError: the other end is gone, or what it sends is no message.
+        """
+        try:
+            data = self.connection.recv(1 << 16)
+        except (BlockingIOError, TimeoutError):
+            return []
+        except ConnectionError:
+            data = b""
+        self._received += data
+        if not data or len(self._received) > _MOST_BYTES:
+            raise EOFError
+        *lines, rest = bytes(self._received).split(b"\n")
+        self._received = bytearray(rest)
+        try:
+            return [next(iter(json.loads(line).items())) for line in lines]
+        except (ValueError, AttributeError, StopIteration):
+            raise EOFError from None
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A process that has connected.
+
+    Attributes:
+        line: its connection.
+        pid_fd: becomes readable when the process ends; its children may keep the connection open.
+        number: counts the members in the order in which they came.
+        world: the number of the world of which it is a rank; 0 before the first.
+        rank: its rank there.
+        progress: how far it has come, while it waits for the next world; None otherwise.
+        is_told: True once it was told that others wait.
+        gathering: its contribution to a gathering that is not complete, in a list; else empty.
+    """
+
+    line: Line
+    pid_fd: int
+    number: int
+    world: int = 0
+    rank: int = 0
+    progress: int | None = None
+    is_told: bool = False
+    gathering: list[Any] = field(default_factory=list)
+
+
+class Roster:
+    """Makes the worlds of an elastic job, in a thread.
+
+    Args:
+        least: number of ranks below which the job waits for more.
+        most: number of ranks that the launcher starts; the first world waits for all of them, or,
+            once there are `least`, for half a minute.
+    """
+
+    def __init__(self, least: int, most: int) -> None:
+        self.name = f"fastdist-roster-{secrets.token_hex(16)}"
+        self._least = least
+        self._most = most
+        self._members: list[_Member] = []
+        self._came = 0
+        self._world = 0
+        self._size = 0  # of this world
+        self._last_call_s = 0.0  # when the first world begins without those that are missing
+        self._has_finished = False
+        self._selector = selectors.DefaultSelector()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(most)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._closing, ending = socket.socketpair()
+        self._is_closed = False
+        self._selector.register(ending, selectors.EVENT_READ, self._end)
+        self._thread = threading.Thread(target=self._run, name="fastdist roster", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Roster:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the thread, and all connections."""
+        self._closing.close()
+        self._thread.join()
+
+    def _end(self) -> None:
+        self._is_closed = True
+
+    def _run(self) -> None:
+        self._serve()
+        for member in list(self._members):
+            self._lose(member)
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            wait_s = self._last_call_s - time.monotonic() if self._last_call_s else None
+            for key, _ in self._selector.select(wait_s):
+                if key.fd in self._selector.get_map():  # not forgotten meanwhile
+                    key.data()
+            self._form()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        try:
+            if not is_own_user(connection):
+                raise PermissionError
+            pid_fd = os.pidfd_open(_CREDENTIALS.unpack(raw)[0])
+        except OSError:  # it has ended already, or is another user's
+            connection.close()
+            return
+        self._came += 1
+        member = _Member(Line(connection), pid_fd, self._came)
+        self._members.append(member)
+        self._watch(connection.fileno(), lambda: self._receive(member))
+        self._watch(pid_fd, lambda: self._lose(member))
+
+    def _watch(self, fd: int, act: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, act)
+
+    def _receive(self, member: _Member) -> None:
+        try:
+            for kind, value in member.line.receive():
+                self._take(member, kind, value)
+        except (EOFError, TypeError, ValueError):
+            self._lose(member)
+
+    def _take(self, member: _Member, kind: str, value: Any) -> None:
+        if kind == "join":
+            member.progress = int(value)
+            member.gathering = []
+            self._break_gathering(member.world)
+        elif kind == "gather":
+            member.gathering = [value]
+            self._gather(member.world)
+        elif kind == "finished":
+            self._has_finished = True
+
+    def _lose(self, member: _Member) -> None:
+        self._members.remove(member)
+        self._selector.unregister(member.line.connection)
+        self._selector.unregister(member.pid_fd)
+        member.line.connection.close()
+        os.close(member.pid_fd)
+        self._break_gathering(member.world)
+
+    def _send(self, member: _Member, **message: Any) -> None:
+        with suppress(OSError):  # it has ended, which its other descriptor tells
+            member.line.send(**message)
+
+    def _ranks(self, world: int) -> list[_Member]:
+        ranks = [member for member in self._members if member.world == world and world > 0]
+        return sorted(ranks, key=lambda member: member.rank)
+
+    def _gather(self, world: int) -> None:
+        ranks = self._ranks(world)
+        if len(ranks) < self._size or any(member.progress is not None for member in ranks):
+            self._break_gathering(world)
+        if not all(member.gathering for member in ranks):
+            return
+        values = [member.gathering[0] for member in ranks]
+        for member in ranks:
+            member.gathering = []
+            self._send(member, gathered=values)
+
+    def _break_gathering(self, world: int) -> None:
+        for member in self._ranks(world):
+            if member.gathering:
+                member.gathering = []
+                self._send(member, broken=True)
+
+    def _form(self) -> None:
+        """Make the next world, if all that take part in this one wait for it."""
+        waiting = [member for member in self._members if member.progress is not None]
+        if self._has_finished:
+            for member in [member for member in waiting if not member.world]:
+                waiting.remove(member)
+                member.progress = None
+                self._send(member, ended=True)
+        if not waiting:
+            return
+        missing = [member for member in self._ranks(self._world) if member.progress is None]
+        for member in missing:
+            if not member.is_told:
+                member.is_told = True
+                self._send(member, waits=True)
+        if missing or (len(waiting) < self._least and not self._has_finished):
+            return
+        if not self._world and len(waiting) < self._most:
+            self._last_call_s = self._last_call_s or time.monotonic() + _LAST_CALL_S
+            if time.monotonic() < self._last_call_s:
+                return
+        self._last_call_s = 0.0
+        self._world += 1
+        self._size = len(waiting)
+        waiting.sort(key=lambda member: (-(member.progress or 0), member.number))
+        for rank, member in enumerate(waiting):
+            member.world, member.rank = self._world, rank
+            member.progress, member.is_told = None, False
+            self._send(member, place=[self._world, rank, self._size])

@@ -1,0 +1,125 @@
+"""A rank's membership in an elastic job, whose ranks come and go."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+from typing import Any
+
+from fastdist.cluster.roster import Line, RosterPlace, is_own_user
+from fastdist.errors import ClusterConfigError
+
+
+class BrokenWorldError(Exception):
+    """A rank has ended while the ranks of a new world met."""
+
+
+class Member:
+    """This process's connection to the roster of its job (`fastdist.cluster.roster`).
+
+    In a world it is an mpi4py communicator as far as `fastdist.init` needs one.
+
+    Args:
+        place: where the roster is.
+
+    Attributes:
+        world: the number of the world of which this process is a rank; 0 before the first.
+        progress: how far this process has come; the ranks that have come furthest are the first of
+            the next world.
+
+    Raises:
+        ClusterConfigError: the launcher has ended.
+    """
+
+    def __init__(self, place: RosterPlace) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(f"\0{place.name}")
+            if not is_own_user(connection):
+                raise PermissionError
+        except OSError:
+            connection.close()
+            raise ClusterConfigError(
+                "the launcher of this elastic job has ended; start it by fastdist run --min"
+            ) from None
+        self._line = Line(connection)
+        self._others_wait = False
+        self._rank, self._size = 0, 1
+        self.world = 0
+        self.progress = 0
+
+    def others_wait(self) -> bool:
+        """Return True if others wait for the next world. Does not block."""
+        self._line.connection.setblocking(False)
+        with suppress(EOFError):  # the launcher is gone, and the kernel ends this process
+            self._others_wait |= any(kind == "waits" for kind, _ in self._line.receive())
+        return self._others_wait
+
+    def join(self, deadline_s: float) -> None:
+        """Wait for a place in the next world.
+
+        Args:
+            deadline_s: the moment at which to give up, on the monotonic clock.
+
+        Raises:
+            ClusterConfigError: the ranks did not come in time.
+            SystemExit: the job has done its work; this process is not needed.
+        """
+        self._line.send(join=self.progress)
+        kind, value = self._await(("place", "ended"), deadline_s)
+        if kind == "ended":
+            raise SystemExit(0)
+        self.world, self._rank, self._size = value
+
+    def finish(self) -> None:
+        """Tell the roster that the job has done its work."""
+        with suppress(OSError):  # the launcher is gone
+            self._line.send(finished=True)
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._line.connection.close()
+
+    def Get_rank(self) -> int:
+        """Return the rank in the present world."""
+        return self._rank
+
+    def Get_size(self) -> int:
+        """Return the number of ranks of the present world."""
+        return self._size
+
+    def allgather(self, obj: Any) -> list[Any]:
+        """Return the objects of all ranks, which are made of lists, strings and numbers.
+
+        Raises:
+            BrokenWorldError: a rank has ended.
+        """
+        self._line.send(gather=obj)
+        kind, values = self._await(("gathered", "broken"), None)
+        if kind == "broken":
+            raise BrokenWorldError
+        return list(values)
+
+    def _await(self, kinds: tuple[str, ...], deadline_s: float | None) -> tuple[str, Any]:
+        """Wait for a message of one of these kinds, and return it; drop others."""
+        while True:
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise ClusterConfigError(
+                    f"rank {self._rank} of {self._size} waited in vain for the other ranks of this "
+                    "elastic job: fewer than --min are left, or one does not reach regroup"
+                )
+            self._line.connection.settimeout(left_s)
+            try:
+                messages = self._line.receive()
+            except EOFError:
+                raise ClusterConfigError("the launcher of this elastic job has ended") from None
+            found = None
+            for message in messages:
+                if message[0] in kinds:
+                    found = message
+                if message[0] in ("waits", "place"):  # before a place it is about the world before
+                    self._others_wait = message[0] == "waits"
+            if found is not None:
+                return found

@@ -1,0 +1,205 @@
+"""Training that goes on when ranks come and go."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import fastdist as fd
+import torch
+from launched import Launcher
+
+Script = Callable[[str], Path]
+STEPS = 36
+# Trains for three epochs, and writes what came of it: parameters, and the examples of each step.
+TRAIN = """
+import json, os, signal, sys, time
+import torch
+import fastdist as fd
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+step_folder, elastic_job = os.environ.get("STEP"), "FASTDIST_ROSTER" in os.environ
+strategy = fd.MultiWorkerMirroredStrategy() if elastic_job else fd.OneDeviceStrategy("cpu")
+x = torch.randn(93, 8)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin(), torch.arange(93.0))
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+batches = strategy.distribute_dataset(data, global_batch_size=8, shuffle=True, seed=1)
+checkpoint = fd.Checkpoint(
+    model=model, optimizer=optimizer, schedule=schedule, batches=batches, epoch=0, step=0, seen=[],
+    sizes=[],
+)
+
+def once(name):
+    try:
+        os.mkdir(f"{step_folder}/{name}")
+    except FileExistsError:
+        return False
+    return True
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def step(batch):
+    x, y, number = batch
+    optimizer.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    HARM_IN_STEP
+    optimizer.step()
+    return number.sum()
+
+def train():
+    while checkpoint.epoch < 3:
+        for batch in batches:
+            rank, size = strategy.local_replica_ids[0], strategy.num_replicas_in_sync
+            HARM
+            result = strategy.run(step, args=(batch,))
+            checkpoint.seen = [*checkpoint.seen, float(strategy.reduce("sum", result))]
+            checkpoint.sizes = [*checkpoint.sizes, size]
+            schedule.step()
+            checkpoint.step += 1
+            commit()
+            PAUSE
+        checkpoint.epoch += 1
+    return "done"
+
+if elastic_job:
+    elastic = fd.Elastic(strategy, checkpoint)
+    commit = elastic.commit
+    assert elastic.run(train) == "done"
+    strategy.check_in_sync()
+else:
+    commit = lambda: None
+    train()
+if strategy.is_chief:
+    weights = [p.tolist() for p in model.parameters()]
+    print("RESULT", json.dumps([checkpoint.step, checkpoint.seen, checkpoint.sizes, weights]))
+"""
+
+
+def program(*, harm: str = "pass", in_step: str = "pass", pause: str = "pass") -> str:
+    return TRAIN.replace("HARM_IN_STEP", in_step).replace("HARM", harm).replace("PAUSE", pause)
+
+
+def result(output: str) -> list[Any]:
+    line = next(line for line in output.splitlines() if "RESULT" in line)
+    found: list[Any] = json.loads(line.partition("RESULT")[2])
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Any]:
+    done = subprocess.run([sys.executable, "-c", program()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return result(done.stdout)
+
+
+@pytest.mark.slow
+class TestTraining:
+    def run(
+        self, launcher: Launcher, script: Script, expected: list[Any], **harm: str
+    ) -> tuple[list[int], str]:
+        """Train, compare with one device; return the number of replicas of each step."""
+        done = launcher.run("--min", 2, "--max", 3, script(program(**harm)))
+        errors = done.stderr.decode()
+        assert done.returncode == 0, errors
+        steps, seen, sizes, weights = result(done.stdout.decode())
+        assert (steps, seen) == (STEPS, expected[1])  # no example left out, none twice
+        for own, theirs in zip(weights, expected[3], strict=True):
+            torch.testing.assert_close(
+                torch.tensor(own), torch.tensor(theirs), rtol=0, atol=1e-9, check_dtype=False
+            )
+        return sizes, errors
+
+    def test_as_one_device(self, launcher: Launcher, script: Script, expected: list[Any]) -> None:
+        sizes, errors = self.run(launcher, script, expected)
+        assert sizes == [3] * STEPS
+        assert errors == ""
+
+    @pytest.mark.parametrize("rank", [0, 2])
+    def test_a_killed_rank_comes_back(
+        self, launcher: Launcher, script: Script, step: Path, expected: list[Any], rank: int
+    ) -> None:
+        sizes, errors = self.run(
+            launcher,
+            script,
+            expected,
+            harm=f"if checkpoint.step == 7 and rank == {rank} and once('killed'): die()",
+            # Waits for the new rank, for a while.
+            pause="time.sleep(0.0 if checkpoint.step < 9 or size == 3 else 1.5)",
+        )
+        assert sizes[:7] == [3] * 7
+        assert sizes[7] == 2
+        assert sizes[-1] == 3
+        assert "2 replicas train now, 3 before; they go on from commit 8" in errors
+        assert "3 replicas train now, 2 before; they go on from commit" in errors
+
+    @pytest.mark.parametrize(
+        "harm",
+        [
+            {"in_step": "if checkpoint.step == 11 and rank() == 1 and once('killed'): die()"},
+            {"in_step": "if checkpoint.step == 11 and rank() == 1 and once('a'): raise OSError(9)"},
+            {"harm": "if checkpoint.step == 0 and rank == 0 and once('killed'): die()"},
+            {"harm": "if checkpoint.step == 35 and rank == 0 and once('killed'): die()"},
+            {"harm": "if checkpoint.step in (5, 20) and once(f'{checkpoint.step}'): die()"},
+        ],
+        ids=["within a step", "by an exception", "at once", "in the last step", "twice"],
+    )
+    def test_a_rank_is_lost(
+        self,
+        launcher: Launcher,
+        script: Script,
+        step: Path,
+        expected: list[Any],
+        harm: dict[str, str],
+    ) -> None:
+        replica = "fd.get_replica_context().replica_id_in_sync_group"
+        harm = {name: text.replace("rank()", replica) for name, text in harm.items()}
+        sizes, _ = self.run(launcher, script, expected, **harm)
+        assert 2 in sizes
+
+
+def test_elsewhere_it_only_calls_the_function() -> None:
+    strategy = fd.OneDeviceStrategy("cpu")
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+    elastic = fd.Elastic(strategy, fd.Checkpoint(model=model))
+    elastic.commit()
+    assert elastic.run(lambda: 3) == 3
+
+
+def test_of_other_strategies() -> None:
+    with pytest.raises(TypeError, match="expected a MirroredStrategy or MultiWorkerMirrored"):
+        fd.Elastic(object(), fd.Checkpoint(step=0))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ("fd.CentralStorageStrategy()", "make a MirroredStrategy or MultiWorkerMirroredStrategy"),
+        (
+            "fd.MirroredStrategy()\n"
+            "batches = strategy.distribute_datasets_from_function(lambda context: [])\n"
+            "fd.Elastic(strategy, fd.Checkpoint(batches=batches)).run(lambda: None)",
+            "the ranks of an elastic job must read the same data",
+        ),
+    ],
+)
+def test_what_is_not_elastic(launcher: Launcher, script: Script, made: str, said: str) -> None:
+    path = script(f"import fastdist as fd\nstrategy = {made}")
+    done = launcher.run("--min", 2, "--max", 2, "--max-restarts", 0, path)
+    assert done.returncode == 1
+    assert said in done.stderr.decode()

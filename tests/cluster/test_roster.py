@@ -1,0 +1,187 @@
+"""The roster of an elastic job, spoken to by members in threads."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing
+
+import pytest
+from fastdist.cluster import roster
+from fastdist.cluster.roster import Roster, RosterPlace, roster_place
+from fastdist.collectives.elastic import BrokenWorldError, Member
+from fastdist.errors import ClusterConfigError
+
+World = tuple[int, int, int]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
+def pool(stack: ExitStack) -> ThreadPoolExecutor:
+    return stack.enter_context(ThreadPoolExecutor(8))
+
+
+class Job:
+    """A roster, and members that connect to it."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def begin(self, least: int, most: int) -> Roster:
+        self.roster = self._stack.enter_context(Roster(least, most))
+        return self.roster
+
+    def member(self) -> Member:
+        return self._stack.enter_context(closing(Member(RosterPlace(self.roster.name, 0))))
+
+    def members(self, count: int) -> list[Member]:
+        return [self.member() for _ in range(count)]
+
+
+@pytest.fixture
+def job(stack: ExitStack) -> Job:
+    return Job(stack)
+
+
+def join(member: Member, seconds: float = 20) -> World:
+    member.join(time.monotonic() + seconds)
+    return member.world, member.Get_rank(), member.Get_size()
+
+
+def join_all(pool: ThreadPoolExecutor, *members: Member) -> list[World]:
+    return [each.result(30) for each in [pool.submit(join, member) for member in members]]
+
+
+def test_the_first_world_waits_for_all(job: Job, pool: ThreadPoolExecutor) -> None:
+    job.begin(1, 3)
+    members = job.members(3)
+    early = [pool.submit(join, member) for member in members[:2]]
+    time.sleep(0.2)
+    assert not any(future.done() for future in early)
+    worlds = [join(members[2]), *(future.result(20) for future in early)]
+    assert sorted(worlds) == [(1, 0, 3), (1, 1, 3), (1, 2, 3)]
+
+
+def test_or_for_the_last_call(
+    job: Job, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster, "_LAST_CALL_S", 0.3)
+    job.begin(2, 3)
+    assert sorted(join_all(pool, job.member(), job.member())) == [(1, 0, 2), (1, 1, 2)]
+
+
+def test_those_that_have_come_furthest_are_first(job: Job, pool: ThreadPoolExecutor) -> None:
+    job.begin(3, 3)
+    members = job.members(3)
+    for member, progress in zip(members, (4, 0, 5), strict=True):
+        member.progress = progress
+    assert [rank for _, rank, _ in join_all(pool, *members)] == [1, 2, 0]
+
+
+def test_ranks_learn_that_another_waits(job: Job, pool: ThreadPoolExecutor) -> None:
+    job.begin(2, 2)
+    members = job.members(2)
+    join_all(pool, *members)
+    assert not any(member.others_wait() for member in members)
+    late = pool.submit(join, job.member())
+    while not all(member.others_wait() for member in members):
+        time.sleep(0.01)
+    worlds = join_all(pool, *members)
+    assert sorted([*worlds, late.result(20)]) == [(2, 0, 3), (2, 1, 3), (2, 2, 3)]
+    assert late.result()[1] == 2  # it has done nothing yet
+    assert not any(member.others_wait() for member in members)
+
+
+def test_a_rank_that_leaves_is_not_waited_for(job: Job, pool: ThreadPoolExecutor) -> None:
+    job.begin(2, 3)
+    members = job.members(3)
+    join_all(pool, *members)
+    waits = [pool.submit(join, member) for member in members[:2]]
+    members[2].close()
+    assert sorted(future.result(20) for future in waits) == [(2, 0, 2), (2, 1, 2)]
+
+
+def test_fewer_than_the_least_wait(job: Job, pool: ThreadPoolExecutor) -> None:
+    job.begin(2, 2)
+    members = job.members(2)
+    join_all(pool, *members)
+    members[1].close()
+    with pytest.raises(ClusterConfigError, match="fewer than --min are left"):
+        join(members[0], 0.3)
+    waits = pool.submit(join, members[0])
+    assert join(job.member()) == (2, 1, 2)
+    assert waits.result(20) == (2, 0, 2)
+
+
+def test_ranks_gather(job: Job, pool: ThreadPoolExecutor) -> None:
+    job.begin(2, 2)
+    members = job.members(2)
+    worlds = join_all(pool, *members)
+    futures: list[Future[list[object]]] = [
+        pool.submit(member.allgather, ["é", rank])
+        for member, (_, rank, _) in zip(members, worlds, strict=True)
+    ]
+    assert [future.result(20) for future in futures] == [[["é", 0], ["é", 1]]] * 2
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_gathering_without_a_rank_is_broken(
+    job: Job, pool: ThreadPoolExecutor, before: bool
+) -> None:
+    job.begin(1, 3)
+    members = job.members(3)
+    join_all(pool, *members)
+    if before:
+        members[2].close()
+        time.sleep(0.1)
+    futures = [pool.submit(member.allgather, 0) for member in members[:2]]
+    if not before:
+        time.sleep(0.1)
+        members[2].close()
+    for future in futures:
+        with pytest.raises(BrokenWorldError):
+            future.result(20)
+    assert sorted(join_all(pool, *members[:2])) == [(2, 0, 2), (2, 1, 2)]
+
+
+def test_once_the_work_is_done_nobody_begins(job: Job, pool: ThreadPoolExecutor) -> None:
+    job.begin(2, 2)
+    members = job.members(2)
+    join_all(pool, *members)
+    members[0].finish()
+    with pytest.raises(SystemExit):
+        join(job.member())
+    waits = pool.submit(join, members[1])
+    members[0].close()
+    assert waits.result(20) == (2, 0, 1)  # goes on with what is left to do
+
+
+@pytest.mark.parametrize("said", [b"\n", b"[]\n", b"{}\n", b'{"join": "x"}\n', b"\xff\n"])
+def test_what_is_no_message_ends_the_connection(job: Job, said: bytes) -> None:
+    job.begin(1, 1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0{job.roster.name}")
+        stranger.sendall(said)
+        stranger.settimeout(20)
+        assert stranger.recv(1) == b""
+    assert join(job.member()) == (1, 0, 1)
+
+
+def test_a_place_in_the_environment() -> None:
+    place = RosterPlace("a", 3)
+    assert roster_place(place.environment()) == place
+    assert json.loads(place.environment()[roster.ROSTER_VARIABLE]) == {"name": "a", "slot": 3}
+    assert roster_place({}) is None
+
+
+def test_without_a_roster() -> None:
+    with pytest.raises(ClusterConfigError, match="launcher of this elastic job has ended"):
+        Member(RosterPlace("nobody", 0))

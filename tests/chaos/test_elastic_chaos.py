@@ -1,0 +1,64 @@
+"""Elastic jobs whose ranks are killed at random moments: no step is lost, none counts twice.
+
+FASTDIST_CHAOS_ELASTIC is the number of jobs, 6 if it is not set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launched import Launcher
+
+Script = Callable[[str], Path]
+COUNT = int(os.environ.get("FASTDIST_CHAOS_ELASTIC", "6"))
+# Each process may be killed soon, also while it starts, meets others or gets their state.
+STEPS = """
+import os, random, signal, sys, threading, time
+chance = random.Random(f"{sys.argv[1]}/{os.environ['FASTDIST_ROSTER']}/{time.time_ns()}")
+if chance.random() < 0.6:
+    kill = threading.Timer(chance.expovariate(1.5), os.kill, (os.getpid(), signal.SIGKILL))
+    kill.daemon = True
+    kill.start()
+import numpy as np
+import fastdist as fd
+from fastdist.errors import PeerFailureError
+comm = fd.init(elastic=True)
+state = np.zeros(3)  # steps, sum of their numbers, sum of the numbers of ranks
+work = np.zeros(50_000)
+while state[0] < 150:
+    try:
+        before, comm = comm, comm.regroup()
+        if comm is not before:
+            comm.broadcast(state, root=0)
+        work[:] = state[0] + comm.rank
+        comm.all_reduce(work)
+        n = comm.world_size
+        assert (work == n * state[0] + n * (n - 1) / 2).all(), (work[0], state, n)
+        state += 1, state[0], n
+    except PeerFailureError:
+        pass
+    time.sleep(0.01)
+print([*state.astype(int).tolist()], flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_random_kills(launcher: Launcher, script: Script, seed: int) -> None:
+    least = 1 + seed % 3
+    done = launcher.run(
+        *("--min", least, "--max", 4, "--max-restarts", 999, "--no-prefix"), script(STEPS), seed
+    )
+    errors = done.stderr.decode()
+    assert done.returncode == 0, errors
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert results, errors
+    for steps, numbers, ranks in results:
+        assert (steps, numbers) == (150, 149 * 150 // 2)
+        assert least * 150 <= ranks <= 4 * 150
+    assert len({ranks for *_, ranks in results}) == 1
+    assert "Error" not in errors

@@ -14,7 +14,7 @@ from fastdist.checkpoints.checkpoint import Checkpoint
 from fastdist.checkpoints.files import PartFiles
 from fastdist.checkpoints.staging import Staging
 from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.init import default_communicator, elastic_member, others_wait
+from fastdist.collectives.init import default_communicator, elastic_member, must_regroup
 from fastdist.errors import PeerFailureError
 from fastdist.strategies.replicated import ReplicatedStrategy
 
@@ -103,7 +103,7 @@ class Elastic:
             return
         self._keep()
         self._commits += 1
-        if others_wait(default_communicator()):
+        if must_regroup(default_communicator()):
             raise _WorldChangedError
 
     def run(self, train: Callable[[], T]) -> T:

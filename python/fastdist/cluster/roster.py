@@ -2,7 +2,7 @@
 
 A rank that wants the next world asks to join, and how far it has come. When all ranks of the
 present world have asked, the roster makes a world of all that wait: those that have come furthest
-first. Ranks that have not asked learn that others wait. A rank leaves when its process ends.
+first. Ranks that have not asked are told to. A rank leaves when its process ends.
 
 A message is a line of JSON with one key.
 
@@ -14,10 +14,9 @@ A message is a line of JSON with one key.
 
 | from the roster | meaning |
 |---|---|
-| waits: true | others wait for the next world |
+| anew: true | a rank of this world has ended, or others wait for the next one |
 | place: [WORLD, RANK, SIZE] | its rank in a new world |
 | gathered: [VALUE, ...] | what all ranks have contributed, by rank |
-| broken: true | a rank has ended before it contributed |
 | ended: true | there is nothing left to do |
 """
 
@@ -126,7 +125,7 @@ class _Member:
         world: the number of the world of which it is a rank; 0 before the first.
         rank: its rank there.
         progress: how far it has come, while it waits for the next world; None otherwise.
-        is_told: True once it was told that others wait.
+        is_told: True once it was told to ask for the next world.
         gathering: its contribution to a gathering that is not complete, in a list; else empty.
     """
 
@@ -235,10 +234,9 @@ class Roster:
         if kind == "join":
             member.progress = int(value)
             member.gathering = []
-            self._break_gathering(member.world)
         elif kind == "gather":
             member.gathering = [value]
-            self._gather(member.world)
+            self._gather()
         elif kind == "finished":
             self._has_finished = True
 
@@ -248,32 +246,34 @@ class Roster:
         self._selector.unregister(member.pid_fd)
         member.line.connection.close()
         os.close(member.pid_fd)
-        self._break_gathering(member.world)
+        if member.world == self._world:
+            self._tell_ranks()
 
     def _send(self, member: _Member, **message: Any) -> None:
         with suppress(OSError):  # it has ended, which its other descriptor tells
             member.line.send(**message)
 
-    def _ranks(self, world: int) -> list[_Member]:
-        ranks = [member for member in self._members if member.world == world and world > 0]
+    def _ranks(self) -> list[_Member]:
+        """Return those that take part in the present world, by rank."""
+        ranks = [member for member in self._members if 0 < member.world == self._world]
         return sorted(ranks, key=lambda member: member.rank)
 
-    def _gather(self, world: int) -> None:
-        ranks = self._ranks(world)
-        if len(ranks) < self._size or any(member.progress is not None for member in ranks):
-            self._break_gathering(world)
-        if not all(member.gathering for member in ranks):
-            return
-        values = [member.gathering[0] for member in ranks]
-        for member in ranks:
-            member.gathering = []
-            self._send(member, gathered=values)
+    def _tell_ranks(self) -> list[_Member]:
+        """Tell the ranks that have not asked for the next world to do so; return them."""
+        missing = [member for member in self._ranks() if member.progress is None]
+        for member in missing:
+            if not member.is_told:
+                member.is_told = True
+                self._send(member, anew=True)
+        return missing
 
-    def _break_gathering(self, world: int) -> None:
-        for member in self._ranks(world):
-            if member.gathering:
+    def _gather(self) -> None:
+        ranks = self._ranks()
+        if len(ranks) == self._size and all(member.gathering for member in ranks):
+            values = [member.gathering[0] for member in ranks]
+            for member in ranks:
                 member.gathering = []
-                self._send(member, broken=True)
+                self._send(member, gathered=values)
 
     def _form(self) -> None:
         """Make the next world, if all that take part in this one wait for it."""
@@ -285,12 +285,7 @@ class Roster:
                 self._send(member, ended=True)
         if not waiting:
             return
-        missing = [member for member in self._ranks(self._world) if member.progress is None]
-        for member in missing:
-            if not member.is_told:
-                member.is_told = True
-                self._send(member, waits=True)
-        if missing or (len(waiting) < self._least and not self._has_finished):
+        if self._tell_ranks() or (len(waiting) < self._least and not self._has_finished):
             return
         if not self._world and len(waiting) < self._most:
             self._last_call_s = self._last_call_s or time.monotonic() + _LAST_CALL_S

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastdist.cluster.roster import Line, RosterPlace, is_own_user
+from fastdist.collectives.rendezvous import check_while_waiting
 from fastdist.errors import ClusterConfigError
 
 
 class BrokenWorldError(Exception):
-    """A rank has ended while the ranks of a new world met."""
+    """A rank has ended, or another has come, while the ranks of a new world met."""
 
 
 class Member:
@@ -44,17 +46,36 @@ class Member:
                 "the launcher of this elastic job has ended; start it by fastdist run --min"
             ) from None
         self._line = Line(connection)
-        self._others_wait = False
+        self._is_over = False  # the present world
+        self._is_meeting = False
         self._rank, self._size = 0, 1
         self.world = 0
         self.progress = 0
+        check_while_waiting(self._check)
 
-    def others_wait(self) -> bool:
-        """Return True if others wait for the next world. Does not block."""
+    def must_join(self) -> bool:
+        """Return True if this process must join the next world. Does not block."""
         self._line.connection.setblocking(False)
         with suppress(EOFError):  # the launcher is gone, and the kernel ends this process
-            self._others_wait |= any(kind == "waits" for kind, _ in self._line.receive())
-        return self._others_wait
+            self._is_over |= any(kind == "anew" for kind, _ in self._line.receive())
+        return self._is_over or not self.world
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Return a context manager: ranks that meet inside raise if their world is over.
+
+        Raises:
+            BrokenWorldError: in whatever waits for other ranks.
+        """
+        self._is_meeting = True
+        try:
+            yield
+        finally:
+            self._is_meeting = False
+
+    def _check(self) -> None:
+        if self._is_meeting and self.must_join():
+            raise BrokenWorldError
 
     def join(self, deadline_s: float) -> None:
         """Wait for a place in the next world.
@@ -93,11 +114,12 @@ class Member:
         """Return the objects of all ranks, which are made of lists, strings and numbers.
 
         Raises:
-            BrokenWorldError: a rank has ended.
+            BrokenWorldError: a rank has ended, or another has come.
         """
+        self._check()
         self._line.send(gather=obj)
-        kind, values = self._await(("gathered", "broken"), None)
-        if kind == "broken":
+        kind, values = self._await(("gathered", "anew"), None)
+        if kind == "anew":
             raise BrokenWorldError
         return list(values)
 
@@ -119,7 +141,7 @@ class Member:
             for message in messages:
                 if message[0] in kinds:
                     found = message
-                if message[0] in ("waits", "place"):  # before a place it is about the world before
-                    self._others_wait = message[0] == "waits"
+                if message[0] in ("anew", "place"):  # before a place it is about the world before
+                    self._is_over = message[0] == "anew"
             if found is not None:
                 return found

@@ -178,7 +178,8 @@ def next_world(old: Communicator, timeout_s: float) -> Communicator:
     while True:
         member.join(deadline_s)
         try:
-            engine, ranks_here = _from_bootstrap(member, _WORLD_S)
+            with member.meeting():
+                engine, ranks_here = _from_bootstrap(member, _WORLD_S)
         except BrokenWorldError:
             continue
         except ClusterConfigError:
@@ -192,19 +193,19 @@ def next_world(old: Communicator, timeout_s: float) -> Communicator:
         return made
 
 
-def others_wait(comm: Communicator) -> bool:
+def must_regroup(comm: Communicator) -> bool:
     """Return True if ranks of an elastic job must meet anew. Every rank of `comm` must call."""
     member = _World.member
     if member is None:
         return False
     try:
-        return bool(comm.all_reduce(np.array([not member.world or member.others_wait()]), "max")[0])
+        return bool(comm.all_reduce(np.array([member.must_join()]), "max")[0])
     except (CollectiveTimeoutError, PeerFailureError):
         return True
 
 
 def _regroup(comm: Communicator, timeout_s: float) -> Communicator:
-    return next_world(comm, timeout_s) if others_wait(comm) else comm
+    return next_world(comm, timeout_s) if must_regroup(comm) else comm
 
 
 def _elastic_alone(is_asked: bool) -> Engine:

@@ -38,6 +38,8 @@ def run(name: str, *options: str) -> None:
     job = Start(is_forked=True, epochs=0)
     if words[:3] == ["fastdist", "run", "-n"]:
         job.ranks(words[-1], *options, count=int(words[3]))
+    elif "--min" in words:
+        start([sys.executable, "-m", *words])
     elif words[0] == "fastdist":
         assert words[2::2] == ["--workers", "--ps", words[-1]]
         job.roles(int(words[3]), int(words[5]), words[-1])

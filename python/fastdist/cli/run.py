@@ -260,7 +260,11 @@ def _repeat(arguments: argparse.Namespace, run: Callable[[], Outcome]) -> int:
 
 
 def _run_here(arguments: argparse.Namespace) -> Outcome:
-    with _tasks(arguments) as tasks:
+    with ExitStack() as stack:
+        roster = None
+        if arguments.min is not None:
+            roster = stack.enter_context(Roster(arguments.min, arguments.max))
+        tasks = stack.enter_context(_tasks(arguments, roster))
         command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
         restarts = arguments.max_restarts
         if restarts is None:
@@ -271,6 +275,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             tasks,
             len(tasks) * arguments.nnodes,
             max_restarts=restarts,
+            has_begun=None if roster is None else roster.has_begun,
             least=arguments.min or 0,
             grace_s=arguments.grace_s,
             prefix=arguments.prefix,
@@ -436,13 +441,12 @@ def _check_machines(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _tasks(arguments: argparse.Namespace) -> Iterator[list[Task]]:
+def _tasks(arguments: argparse.Namespace, roster: Roster | None) -> Iterator[list[Task]]:
     """Yield the tasks of the job; reserve their ports until the context is closed."""
     user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
-    if arguments.max is not None:
+    if roster is not None:
         _check_limits(arguments.max, f"{arguments.max} ranks", files_each=_OUTPUTS + 2)
-        with Roster(arguments.min, arguments.max) as roster:
-            yield elastic_tasks(arguments.max, roster.name, user)
+        yield elastic_tasks(arguments.max, roster.name, user)
         return
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))

@@ -176,6 +176,10 @@ class Roster:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def has_begun(self) -> bool:
+        """Return True once there was a world."""
+        return self._world > 0
+
     def close(self) -> None:
         """End the thread, and all connections."""
         self._closing.close()

@@ -1,7 +1,7 @@
 """The tasks of a job."""
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 GRACE_S = 5.0  # seconds between a signal and SIGKILL
@@ -50,6 +50,8 @@ class Job:
         tasks: the tasks on this machine; the first task reads the launcher's stdin.
         size: number of tasks on all machines.
         max_restarts: maximum number of restarts, over all tasks.
+        has_begun: returns True once tasks that fail with an exit code are restarted; before, one
+            ends the job. None: they always are.
         least: the job fails when fewer of its restarted tasks are left; once one of them has ended
             well, the others are not restarted. 0: restarted tasks are helpers of another task.
         grace_s: seconds that processes have to end after a signal, until they are killed.
@@ -63,6 +65,7 @@ class Job:
     tasks: Sequence[Task]
     size: int
     max_restarts: int = 0
+    has_begun: Callable[[], bool] | None = None
     least: int = 0
     grace_s: float = GRACE_S
     prefix: bool = True

@@ -278,6 +278,12 @@ class _Supervisor:
             self._failed += by_ending[Ending.ENDS_JOB]
             self._terminate()
             return
+        if self._job.has_begun is not None and not self._job.has_begun():
+            too_early = [p for p in by_ending[Ending.RESTARTED] if (p.status or 0) > 0]
+            if too_early:
+                self._failed += too_early
+                self._terminate()
+                return
         for process in by_ending[Ending.RESTARTED]:
             self._schedule_restart(process)
         if by_ending[Ending.ONE_OF_ALL]:

@@ -143,7 +143,7 @@ class TestTraining:
         assert sizes[:7] == [3] * 7
         assert sizes[7] == 2
         assert sizes[-1] == 3
-        assert "2 replicas train now, 3 before; they go on from commit 8" in errors
+        assert "2 replicas train now, 3 before; they go on from commit 7" in errors
         assert "3 replicas train now, 2 before; they go on from commit" in errors
 
     @pytest.mark.parametrize(

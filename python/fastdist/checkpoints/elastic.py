@@ -153,7 +153,10 @@ class Elastic:
         if self._strategy.is_chief and newest:
             now = self._strategy.num_replicas_in_sync
             _log.warning(
-                "%d replicas train now, %d before; they go on from commit %d", now, before, newest
+                "%d replicas train now, %d before; they go on from commit %d",
+                now,
+                before,
+                newest - 1,  # the first is that of the state with which all began
             )
 
     def _keep(self) -> None:

@@ -189,7 +189,12 @@ def test_of_other_strategies() -> None:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ("fd.CentralStorageStrategy()", "make a MirroredStrategy or MultiWorkerMirroredStrategy"),
+        ("fd.CentralStorageStrategy()", "an elastic job has one strategy, a MirroredStrategy or"),
+        ("fd.MirroredStrategy()\nother = fd.MirroredStrategy()", "an elastic job has one strategy"),
+        (
+            "fd.MirroredStrategy()\ndel strategy\nother = fd.MirroredStrategy()\nraise OSError(2)",
+            "OSError",
+        ),
         (
             "fd.MirroredStrategy()\n"
             "batches = strategy.distribute_datasets_from_function(lambda context: [])\n"
@@ -203,3 +208,21 @@ def test_what_is_not_elastic(launcher: Launcher, script: Script, made: str, said
     done = launcher.run("--min", 2, "--max", 2, "--max-restarts", 0, path)
     assert done.returncode == 1
     assert said in done.stderr.decode()
+
+
+@pytest.mark.slow
+def test_a_second_run_goes_on_from_the_first(launcher: Launcher, script: Script) -> None:
+    path = script(
+        "import fastdist as fd\n"
+        "checkpoint = fd.Checkpoint(step=0)\n"
+        "elastic = fd.Elastic(fd.MirroredStrategy(), checkpoint)\n"
+        "def train():\n"
+        "    checkpoint.step += 1\n"
+        "    elastic.commit()\n"
+        "    checkpoint.step += 1\n"
+        "elastic.run(train)\n"
+        "elastic.run(train)\n"
+        "print(checkpoint.step)\n"
+    )
+    done = launcher.run("--min", 2, "--max", 2, "--no-prefix", path)
+    assert (done.returncode, done.stdout) == (0, b"4\n4\n"), done.stderr

@@ -115,6 +115,9 @@ class Elastic:
         """
         if not self._strategy.is_elastic:
             return train()
+        if self._commits:  # again: what was done since the last commit counts
+            self._keep()
+            self._commits += 1
         failures, reached = 0, 0
         while True:
             try:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from fastdist._config import SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
 from fastdist.cluster.address import join_address
-from fastdist.cluster.launch import JOB_VARIABLE, without_rank
-from fastdist.cluster.roster import ROSTER_VARIABLE, RosterPlace
+from fastdist.cluster.launch import JOB_VARIABLE, ROSTER_VARIABLE, without_rank
+from fastdist.cluster.roster import RosterPlace
 from fastdist.processes.job import Ending, Task
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
@@ -67,6 +67,7 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
         machines = Machines(1, 0, _HOST, _free_port())
     # With the variables of an outer torchrun, torch would look for the store of that torchrun.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    environment.pop(ROSTER_VARIABLE, None)
     environment |= {"MASTER_ADDR": machines.host, "MASTER_PORT": str(machines.port), **user}
     _set_defaults(environment, ranks)
     world = machines.count * ranks

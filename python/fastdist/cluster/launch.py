@@ -26,6 +26,9 @@ from fastdist.errors import ClusterConfigError
 JOB_VARIABLE = "FASTDIST_JOB"
 """The variable that `fastdist run` sets to a random string, the same for all ranks of a job."""
 
+ROSTER_VARIABLE = "FASTDIST_ROSTER"
+"""Set by `fastdist run --min` for each rank: JSON of a `RosterPlace`."""
+
 REPLICAS_VARIABLE = "FASTDIST_REPLICAS"
 """Set by a strategy for the processes that it starts: JSON of a `StartedReplica`."""
 
@@ -34,6 +37,7 @@ _RANK_VARIABLES = frozenset(
     (
         JOB_VARIABLE,
         REPLICAS_VARIABLE,
+        ROSTER_VARIABLE,
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
         *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),

@@ -35,8 +35,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-ROSTER_VARIABLE = "FASTDIST_ROSTER"
-"""Set by `fastdist run --min` for each rank: JSON of a `RosterPlace`."""
+from fastdist.cluster.launch import ROSTER_VARIABLE
 
 _LAST_CALL_S = 30.0
 _MOST_BYTES = 1 << 20  # of a message

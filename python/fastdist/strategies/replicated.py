@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -74,11 +75,8 @@ class ReplicatedStrategy(Strategy):
         self._device = device
         self._world = world if replicas > 1 else None
         self._is_elastic = world is not None and elastic_member() is not None
-        if self._is_elastic and (replicas > 1 or central is not None):
-            raise ClusterConfigError(
-                f"{type(self).__name__}: in an elastic job, make a MirroredStrategy or "
-                "MultiWorkerMirroredStrategy, before ranks meet by regroup"
-            )
+        if self._is_elastic:
+            self._require_first(replicas, central)
         self._serve = None if serve is None else weakref.WeakMethod(serve)
         self._refuses_run = refuses_run
         self._communicators: ReplicaCommunicators | None = None
@@ -121,6 +119,15 @@ class ReplicatedStrategy(Strategy):
         serve = None if self._serve is None else self._serve()
         if serve is not None:
             serve(roots, made)
+
+    def _require_first(self, replicas: int, central: CentralParameters | None) -> None:
+        if any(other.is_elastic for other in _connected):
+            gc.collect()  # collects unreferenced strategies
+        if replicas > 1 or central is not None or any(other.is_elastic for other in _connected):
+            raise ClusterConfigError(
+                f"{type(self).__name__}: an elastic job has one strategy, a MirroredStrategy or "
+                "MultiWorkerMirroredStrategy that is made before its ranks meet by regroup"
+            )
 
     @property
     def is_elastic(self) -> bool:

@@ -31,6 +31,10 @@ step_folder, elastic_job = os.environ.get("STEP"), "FASTDIST_ROSTER" in os.envir
 strategy = fd.MultiWorkerMirroredStrategy() if elastic_job else fd.OneDeviceStrategy("cpu")
 x = torch.randn(93, 8)
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin(), torch.arange(93.0))
+torch.manual_seed(0 if not elastic_job else os.getpid())
+with strategy.scope():
+    teacher = torch.nn.Linear(8, 1)
+torch.manual_seed(0)
 with strategy.scope():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -47,6 +51,9 @@ def once(name):
     except FileExistsError:
         return False
     return True
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -76,7 +83,7 @@ def train():
     return "done"
 
 if elastic_job:
-    elastic = fd.Elastic(strategy, checkpoint)
+    elastic = fd.Elastic(strategy, checkpoint, MANAGER)
     commit = elastic.commit
     assert elastic.run(train) == "done"
     strategy.check_in_sync()
@@ -89,8 +96,11 @@ if strategy.is_chief:
 """
 
 
-def program(*, harm: str = "pass", in_step: str = "pass", pause: str = "pass") -> str:
-    return TRAIN.replace("HARM_IN_STEP", in_step).replace("HARM", harm).replace("PAUSE", pause)
+def program(
+    *, harm: str = "pass", in_step: str = "pass", pause: str = "pass", manager: str = "None"
+) -> str:
+    text = TRAIN.replace("HARM_IN_STEP", in_step).replace("HARM", harm).replace("PAUSE", pause)
+    return text.replace("MANAGER", manager)
 
 
 def result(output: str) -> list[Any]:
@@ -154,8 +164,9 @@ class TestTraining:
             {"harm": "if checkpoint.step == 0 and rank == 0 and once('killed'): die()"},
             {"harm": "if checkpoint.step == 35 and rank == 0 and once('killed'): die()"},
             {"harm": "if checkpoint.step in (5, 20) and once(f'{checkpoint.step}'): die()"},
+            {"harm": "if checkpoint.step == 5 and rank == 1 and once('stopped'): stop()"},
         ],
-        ids=["within a step", "by an exception", "at once", "in the last step", "twice"],
+        ids=["within a step", "by an exception", "at once", "in the last step", "twice", "stopped"],
     )
     def test_a_rank_is_lost(
         self,
@@ -167,8 +178,36 @@ class TestTraining:
     ) -> None:
         replica = "fd.get_replica_context().replica_id_in_sync_group"
         harm = {name: text.replace("rank()", replica) for name, text in harm.items()}
+        if "stop()" in str(harm):
+            launcher.environ["FASTDIST_TIMEOUT_S"] = "4"
         sizes, _ = self.run(launcher, script, expected, **harm)
         assert 2 in sizes
+
+    def test_an_error_that_the_function_handles(
+        self, launcher: Launcher, script: Script, step: Path, expected: list[Any]
+    ) -> None:
+        text = program(harm="if checkpoint.step == 7 and rank == 1 and once('killed'): die()")
+        handled = "try: result = strategy.run(step, args=(batch,))\n"
+        handled += "            except Exception: commit()"
+        text = text.replace("result = strategy.run(step, args=(batch,))", handled)
+        done = launcher.run("--min", 2, "--max", 3, script(text))
+        assert done.returncode == 0, done.stderr
+        assert result(done.stdout.decode())[:2] == [STEPS, expected[1]]
+
+    def test_all_are_lost(
+        self, launcher: Launcher, script: Script, step: Path, expected: list[Any], tmp_path: Path
+    ) -> None:
+        _, errors = self.run(
+            launcher,
+            script,
+            expected,
+            harm="if checkpoint.step == 11 and once(f'killed{rank}'): die()",
+            pause="if checkpoint.step % 5 == 0: elastic._manager.save(checkpoint)",
+            manager=f"fd.CheckpointManager({str(tmp_path / 'saved')!r})",
+        )
+        assert errors.count("restarting it") == 3
+        names = [path.name for path in (tmp_path / "saved").glob("checkpoint-*")]
+        assert sorted(names)[-1] == "checkpoint-35"
 
 
 def test_elsewhere_it_only_calls_the_function() -> None:
@@ -210,19 +249,48 @@ def test_what_is_not_elastic(launcher: Launcher, script: Script, made: str, said
     assert said in done.stderr.decode()
 
 
+METRIC = """
+import os, signal
+import torch, torchmetrics
+import fastdist as fd
+strategy = fd.MirroredStrategy()
+with strategy.scope():
+    metric = torchmetrics.SumMetric()
+checkpoint = fd.Checkpoint(metric=metric, step=0)
+elastic = fd.Elastic(strategy, checkpoint)
+def update(x):
+    metric.update(x)
+def train():
+    while checkpoint.step < 12:
+        strategy.run(update, args=(torch.tensor(1.0) / strategy.num_replicas_in_sync,))
+        name = f"{os.environ['STEP']}/{checkpoint.step}"
+        if checkpoint.step % 3 and strategy.local_replica_ids == (1,) and not os.path.exists(name):
+            os.mkdir(name)
+            os.kill(os.getpid(), signal.SIGKILL)
+        checkpoint.step += 1
+        if checkpoint.step % 3 == 0:
+            elastic.commit()
+elastic.run(train)
+print(float(metric.compute()))
+"""
+
+
 @pytest.mark.slow
-def test_a_second_run_goes_on_from_the_first(launcher: Launcher, script: Script) -> None:
+def test_metrics_go_back(launcher: Launcher, script: Script, step: Path) -> None:
+    pytest.importorskip("torchmetrics")
+    done = launcher.run("--min", 1, "--max", 2, "--no-prefix", script(METRIC))
+    assert done.returncode == 0, done.stderr
+    assert {float(line) for line in done.stdout.split()} == {12.0}
+
+
+@pytest.mark.slow
+def test_a_second_run(launcher: Launcher, script: Script) -> None:
     path = script(
         "import fastdist as fd\n"
-        "checkpoint = fd.Checkpoint(step=0)\n"
-        "elastic = fd.Elastic(fd.MirroredStrategy(), checkpoint)\n"
-        "def train():\n"
-        "    checkpoint.step += 1\n"
-        "    elastic.commit()\n"
-        "    checkpoint.step += 1\n"
-        "elastic.run(train)\n"
-        "elastic.run(train)\n"
-        "print(checkpoint.step)\n"
+        "elastic = fd.Elastic(fd.MirroredStrategy(), fd.Checkpoint(step=0))\n"
+        "elastic.run(lambda: None)\n"
+        "elastic.run(lambda: None)\n"
     )
-    done = launcher.run("--min", 2, "--max", 2, "--no-prefix", path)
-    assert (done.returncode, done.stdout) == (0, b"4\n4\n"), done.stderr
+    done = launcher.run("--min", 2, "--max", 2, "--max-restarts", 0, path)
+    assert done.returncode == 1
+    assert b"put all that trains into one function" in done.stderr

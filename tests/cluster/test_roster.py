@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,7 +55,7 @@ def job(stack: ExitStack) -> Job:
 
 
 def join(member: Member, seconds: float = 20) -> World:
-    member.join(time.monotonic() + seconds)
+    member.join(seconds)
     return member.world, member.Get_rank(), member.Get_size()
 
 
@@ -119,9 +122,9 @@ def test_fewer_than_the_least_wait(job: Job, pool: ThreadPoolExecutor) -> None:
     members = job.members(2)
     join_all(pool, *members)
     members[1].close()
-    with pytest.raises(ClusterConfigError, match="fewer than --min are left"):
-        join(members[0], 0.3)
-    waits = pool.submit(join, members[0])
+    waits = pool.submit(join, members[0], 0.1)
+    time.sleep(0.3)
+    assert not waits.done()
     assert join(job.member()) == (2, 1, 2)
     assert waits.result(20) == (2, 0, 2)
 
@@ -157,11 +160,17 @@ def test_a_gathering_without_a_rank_is_broken(
     assert sorted(join_all(pool, *members[:2])) == [(2, 0, 2), (2, 1, 2)]
 
 
-def test_once_the_work_is_done_nobody_begins(job: Job, pool: ThreadPoolExecutor) -> None:
-    job.begin(2, 2)
+@pytest.mark.parametrize("by_launcher", [True, False])
+def test_once_the_work_is_done_nobody_begins(
+    job: Job, pool: ThreadPoolExecutor, by_launcher: bool
+) -> None:
+    made = job.begin(2, 2)
     members = job.members(2)
     join_all(pool, *members)
-    members[0].finish()
+    if by_launcher:
+        made.finish()
+    else:
+        members[0].finish()
     with pytest.raises(SystemExit):
         join(job.member())
     waits = pool.submit(join, members[1])
@@ -169,7 +178,13 @@ def test_once_the_work_is_done_nobody_begins(job: Job, pool: ThreadPoolExecutor)
     assert waits.result(20) == (2, 0, 1)  # goes on with what is left to do
 
 
-@pytest.mark.parametrize("said", [b"\n", b"[]\n", b"{}\n", b'{"join": "x"}\n', b"\xff\n"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(b"\n", b"[]\n", b"{}\n", b"\xff\n", b"[" * 100_000 + b"\n"),
+        *(b'{"join": "x"}\n', b'{"join": Infinity}\n', b'{"late": 3}\n{"join": []}\n'),
+    ],
+)
 def test_what_is_no_message_ends_the_connection(job: Job, said: bytes) -> None:
     job.begin(1, 1)
     with socket.socket(socket.AF_UNIX) as stranger:
@@ -190,3 +205,65 @@ def test_a_place_in_the_environment() -> None:
 def test_without_a_roster() -> None:
     with pytest.raises(ClusterConfigError, match="launcher of this elastic job has ended"):
         Member(RosterPlace("nobody", 0))
+
+
+WAITS = """
+import sys, time
+from fastdist.cluster.roster import RosterPlace
+from fastdist.collectives.elastic import Member
+member = Member(RosterPlace(sys.argv[1], 0))
+member.join(60)
+print(member.Get_rank(), flush=True)
+if sys.argv[2] == "gather":
+    member.allgather(0)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def other(job: Job, pool: ThreadPoolExecutor) -> Iterator[tuple[Member, subprocess.Popen[str]]]:
+    """A member, and a process that is a rank of the same world and does nothing more."""
+    made = job.begin(1, 2)
+    member = job.member()
+    place = pool.submit(join, member)
+    command = [sys.executable, "-c", WAITS, made.name, "wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert place.result(30)[2] == 2
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield member, process
+        process.kill()
+
+
+class TestLateRanks:
+    @pytest.fixture(autouse=True)
+    def soon(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(roster, "_LATE_S", 0.3)
+        monkeypatch.setattr(roster, "_GATHERING_S", 0.3)
+
+    def test_are_killed(self, other: tuple[Member, subprocess.Popen[str]]) -> None:
+        member, process = other
+        member.report([1 - member.Get_rank()])
+        assert join(member) == (2, 0, 1)
+        assert process.wait(20) == -signal.SIGKILL
+
+    def test_also_stopped_and_unnamed(self, other: tuple[Member, subprocess.Popen[str]]) -> None:
+        member, process = other
+        process.send_signal(signal.SIGSTOP)
+        assert join(member, 0.2) == (2, 0, 1)
+        assert process.wait(20) == -signal.SIGKILL
+
+    def test_in_a_gathering(self, other: tuple[Member, subprocess.Popen[str]]) -> None:
+        member, process = other
+        with pytest.raises(BrokenWorldError):
+            gather(member)
+        assert process.wait(20) == -signal.SIGKILL
+
+    def test_that_come_after_all_live(self, job: Job, pool: ThreadPoolExecutor) -> None:
+        job.begin(2, 2)
+        members = job.members(2)
+        join_all(pool, *members)
+        members[0].report([members[1].Get_rank()])
+        assert sorted(join_all(pool, *members)) == [(2, 0, 2), (2, 1, 2)]
+        time.sleep(0.5)
+        assert not members[1].must_join()

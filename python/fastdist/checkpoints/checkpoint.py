@@ -257,7 +257,7 @@ class Checkpoint:
                 if isinstance(part, nn.Module):
                     own = _state_of(part)
                     require_same_tensors(name, own, given)
-                    if _may_refuse(part):
+                    if may_refuse(part):
                         before[name] = copy.deepcopy(own)
                 else:
                     require_match(name, part, given, class_name)
@@ -334,7 +334,7 @@ def _state_of(part: Any) -> Any:
     return part.state_dict() if _has_state(part) else part
 
 
-def _may_refuse(module: nn.Module) -> bool:
+def may_refuse(module: nn.Module) -> bool:
     """Return True if code other than torch's own takes part when the module loads its state."""
     return any(
         part._load_state_dict_pre_hooks

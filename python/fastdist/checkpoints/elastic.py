@@ -10,12 +10,14 @@ from typing import TypeVar
 import numpy as np
 from torch import nn
 
-from fastdist.checkpoints.checkpoint import Checkpoint
+from fastdist.checkpoints.checkpoint import Checkpoint, may_refuse
 from fastdist.checkpoints.files import PartFiles
+from fastdist.checkpoints.manager import CheckpointManager
 from fastdist.checkpoints.staging import Staging
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.elastic import Member
 from fastdist.collectives.init import default_communicator, elastic_member, must_regroup
-from fastdist.errors import PeerFailureError
+from fastdist.errors import CollectiveTimeoutError, PeerFailureError
 from fastdist.strategies.replicated import ReplicatedStrategy
 
 T = TypeVar("T")
@@ -23,7 +25,7 @@ _log = logging.getLogger("fastdist")
 _MOST_FAILURES = 100  # in a row, without a commit between; the launcher limits lost ranks
 
 
-class _WorldChangedError(BaseException):
+class WorldChangedError(BaseException):
     """Leaves the training function; no Exception, which the function might handle."""
 
 
@@ -51,9 +53,8 @@ class Elastic:
     batches among fewer replicas, and call `train` again; a new rank joins at a commit. As global
     batches stay what they are, results are those of one device, to rounding.
 
-    `train` must go on from where the checkpoint stands, as after `CheckpointManager.restore`, which
-    can be called before `run`: it saves the job from the loss of all ranks. Datasets must be parts
-    of the checkpoint to go on within an epoch.
+    `train` must go on from where the checkpoint stands. Datasets must be parts of the checkpoint to
+    go on within an epoch. `run` is called once; what follows it is not protected.
 
     Started otherwise, `run` only calls the function, and `commit` does nothing.
 
@@ -61,6 +62,8 @@ class Elastic:
         strategy: a `MirroredStrategy` or `MultiWorkerMirroredStrategy`.
         checkpoint: what all ranks share, and what goes back when a step is lost. Gradients are not
             part of it.
+        manager: restored when the job begins; saves the work from the loss of all ranks, if `train`
+            saves by it.
 
     Examples:
         >>> import fastdist as fd, torch
@@ -80,7 +83,12 @@ class Elastic:
         2
     """
 
-    def __init__(self, strategy: ReplicatedStrategy, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self,
+        strategy: ReplicatedStrategy,
+        checkpoint: Checkpoint,
+        manager: CheckpointManager | None = None,
+    ) -> None:
         if not isinstance(strategy, ReplicatedStrategy):
             raise TypeError(
                 "Elastic: expected a MirroredStrategy or MultiWorkerMirroredStrategy, got "
@@ -88,6 +96,7 @@ class Elastic:
             )
         self._strategy = strategy
         self._checkpoint = checkpoint
+        self._manager = manager
         self._staging = Staging()
         self._saved: dict[str, PartFiles] = {}
         self._commits = 0
@@ -101,55 +110,68 @@ class Elastic:
         """
         if not self._strategy.is_elastic:
             return
+        if self._strategy.has_left:  # the function has gone on after an error
+            raise WorldChangedError("a collective has failed since the last commit")
         self._keep()
         self._commits += 1
         if must_regroup(default_communicator()):
-            raise _WorldChangedError
+            raise WorldChangedError
 
     def run(self, train: Callable[[], T]) -> T:
         """Call `train` until it returns, from the last commit each time; return its result.
 
         Raises:
-            PeerFailureError: it was raised 100 times in a row without a commit between.
+            PeerFailureError: it was raised 100 times in a row without a commit between; likewise
+                the error that says so of a function that handles it.
+            RuntimeError: `run` was called before; a rank that comes later would not know that.
             Exception: what `train` raises on this rank, which leaves the job; the others go on.
         """
-        if not self._strategy.is_elastic:
+        member = elastic_member()
+        if member is None or not self._strategy.is_elastic:
+            if self._manager is not None:
+                self._manager.restore(self._checkpoint)
             return train()
-        if self._commits:  # again: what was done since the last commit counts
-            self._keep()
-            self._commits += 1
-        failures, reached = 0, 0
+        if member.has_run:
+            raise RuntimeError(
+                "Elastic.run was called twice; put all that trains into one function"
+            )
+        member.has_run = True
+        failures, reached = 0, -1
         while True:
             try:
-                self._join()
+                self._join(member)
                 result = train()
                 default_communicator().barrier()  # a rank that is lost now needs the others again
-            except _WorldChangedError:
-                continue
-            except PeerFailureError as error:
+            except (CollectiveTimeoutError, PeerFailureError, WorldChangedError) as error:
                 failures = failures + 1 if self._commits == reached else 1
                 reached = self._commits
                 if failures == _MOST_FAILURES:
                     raise
+                if isinstance(error, CollectiveTimeoutError):
+                    member.report(error.ranks)
                 _log.info("going back to commit %d: %s", self._commits, error)
             else:
+                member.finish()
                 return result
 
-    def _join(self) -> None:
+    def _join(self, member: Member) -> None:
         """Join the ranks that are there, and take over the state of those that are furthest."""
-        member = elastic_member()
-        assert member is not None
         before = self._strategy.num_replicas_in_sync
         member.progress = self._commits
         self._strategy.regroup()
         world = default_communicator()
         commits = world.all_gather(np.array([self._commits])).tolist()
         newest = commits[0]  # the roster puts the furthest first
+        if self._manager is not None and world.rank:
+            self._manager.release()  # of the lock, which rank 0 needs
         if not newest:
+            if self._manager is not None:
+                self._manager.restore(self._checkpoint)
             self._keep()
         if newest and min(commits) == newest:
             self._restore(None)
         else:
+            self._strategy.broadcast(self._own_tensors())
             self._restore(world)
             self._keep()
         self._commits = max(1, newest)
@@ -166,6 +188,12 @@ class Elastic:
         """Copy the state of this rank."""
         self._checkpoint.collect(None, self._staging.copy, self._note)
 
+    def _own_tensors(self) -> set[int]:
+        """Return the ids of the tensors of the checkpoint's modules."""
+        parts = (getattr(self._checkpoint, name) for name in self._checkpoint.names)
+        modules = [part for part in parts if isinstance(part, nn.Module)]
+        return {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
+
     def _note(self, parts: Mapping[str, PartFiles]) -> None:
         self._saved = dict(parts)
 
@@ -178,7 +206,8 @@ class Elastic:
         copies = {}
         for name, part in self._saved.items():
             tensors = part.tensors
-            if not isinstance(getattr(self._checkpoint, name, None), nn.Module):
+            restored = getattr(self._checkpoint, name, None)
+            if not isinstance(restored, nn.Module) or may_refuse(restored):
                 tensors = {key: tensor.clone() for key, tensor in tensors.items()}
             copies[name] = PartFiles(part.encoded, tensors, part.class_name)
         return copies

@@ -27,7 +27,7 @@ from fastdist.cli.tasks import (
 from fastdist.cluster.address import split_address
 from fastdist.cluster.ports import reserved_ports
 from fastdist.cluster.roster import Roster
-from fastdist.processes.job import GRACE_S, Job, Task
+from fastdist.processes.job import GRACE_S, Elastic, Job, Task
 from fastdist.processes.process import StartError
 from fastdist.processes.supervisor import Outcome, supervise
 
@@ -261,9 +261,10 @@ def _repeat(arguments: argparse.Namespace, run: Callable[[], Outcome]) -> int:
 
 def _run_here(arguments: argparse.Namespace) -> Outcome:
     with ExitStack() as stack:
-        roster = None
+        roster = elastic = None
         if arguments.min is not None:
             roster = stack.enter_context(Roster(arguments.min, arguments.max))
+            elastic = Elastic(arguments.min, roster.has_begun, roster.finish)
         tasks = stack.enter_context(_tasks(arguments, roster))
         command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
         restarts = arguments.max_restarts
@@ -275,8 +276,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             tasks,
             len(tasks) * arguments.nnodes,
             max_restarts=restarts,
-            has_begun=None if roster is None else roster.has_begun,
-            least=arguments.min or 0,
+            elastic=elastic,
             grace_s=arguments.grace_s,
             prefix=arguments.prefix,
             colour=_has_colour(),

@@ -2,13 +2,15 @@
 
 A rank that wants the next world asks to join, and how far it has come. When all ranks of the
 present world have asked, the roster makes a world of all that wait: those that have come furthest
-first. Ranks that have not asked are told to. A rank leaves when its process ends.
+first. Ranks that have not asked are told to. A rank leaves when its process ends. One that others
+report as late, and that does not ask soon, is killed.
 
 A message is a line of JSON with one key.
 
 | from a rank | meaning |
 |---|---|
 | join: PROGRESS | wants the next world, and has taken so many steps |
+| late: [RANK, ...] | ranks of its world that have not come; []: all that have not asked |
 | gather: VALUE | its contribution to a gathering of all ranks of its world |
 | finished: true | the job has done its work; nobody joins any more |
 
@@ -26,6 +28,7 @@ import json
 import os
 import secrets
 import selectors
+import signal
 import socket
 import struct
 import threading
@@ -38,6 +41,9 @@ from typing import Any
 from fastdist.cluster.launch import ROSTER_VARIABLE
 
 _LAST_CALL_S = 30.0
+_LATE_S = 5.0  # that a rank has left which others have reported as late
+_GATHERING_S = 30.0  # that a gathering may take
+_PAUSE_S = 0.05
 _MOST_BYTES = 1 << 20  # of a message
 _CREDENTIALS = struct.Struct("3i")
 
@@ -125,6 +131,7 @@ class _Member:
         rank: its rank there.
         progress: how far it has come, while it waits for the next world; None otherwise.
         is_told: True once it was told to ask for the next world.
+        ends_s: when it is killed, unless it asks for the next world before; None: never.
         gathering: its contribution to a gathering that is not complete, in a list; else empty.
     """
 
@@ -135,6 +142,7 @@ class _Member:
     rank: int = 0
     progress: int | None = None
     is_told: bool = False
+    ends_s: float | None = None
     gathering: list[Any] = field(default_factory=list)
 
 
@@ -156,6 +164,7 @@ class Roster:
         self._world = 0
         self._size = 0  # of this world
         self._last_call_s = 0.0  # when the first world begins without those that are missing
+        self._gathered_s: float | None = None  # when the gathering under way takes too long
         self._has_finished = False
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -163,9 +172,9 @@ class Roster:
         self._listener.listen(most)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._closing, ending = socket.socketpair()
+        self._orders, self._taken = socket.socketpair()
         self._is_closed = False
-        self._selector.register(ending, selectors.EVENT_READ, self._end)
+        self._selector.register(self._taken, selectors.EVENT_READ, self._obey)
         self._thread = threading.Thread(target=self._run, name="fastdist roster", daemon=True)
         self._thread.start()
 
@@ -179,13 +188,20 @@ class Roster:
         """Return True once there was a world."""
         return self._world > 0
 
+    def finish(self) -> None:
+        """Say that the job has done its work; nobody joins any more."""
+        self._orders.send(b"f")
+
     def close(self) -> None:
         """End the thread, and all connections."""
-        self._closing.close()
+        self._orders.close()
         self._thread.join()
 
-    def _end(self) -> None:
-        self._is_closed = True
+    def _obey(self) -> None:
+        if self._taken.recv(64):
+            self._has_finished = True
+        else:
+            self._is_closed = True
 
     def _run(self) -> None:
         self._serve()
@@ -198,16 +214,21 @@ class Roster:
 
     def _serve(self) -> None:
         while not self._is_closed:
-            wait_s = self._last_call_s - time.monotonic() if self._last_call_s else None
+            times_s = [member.ends_s for member in self._members]
+            times_s += [self._gathered_s, self._last_call_s or None]
+            next_s = min((at_s for at_s in times_s if at_s is not None), default=None)
+            wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
             for key, _ in self._selector.select(wait_s):
-                if key.fd in self._selector.get_map():  # not forgotten meanwhile
+                if self._selector.get_map().get(key.fd) is key:  # not forgotten meanwhile
                     key.data()
+            self._kill_late()
             self._form()
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:
+        except OSError:  # no descriptor is left, for example
+            time.sleep(_PAUSE_S)
             return
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         try:
@@ -230,20 +251,41 @@ class Roster:
         try:
             for kind, value in member.line.receive():
                 self._take(member, kind, value)
-        except (EOFError, TypeError, ValueError):
+        except Exception:  # whatever no rank sends
             self._lose(member)
 
     def _take(self, member: _Member, kind: str, value: Any) -> None:
         if kind == "join":
             member.progress = int(value)
+            member.ends_s = None
             member.gathering = []
+        elif kind == "late" and 0 < member.world == self._world:
+            self._note_late([int(rank) for rank in value])
         elif kind == "gather":
             member.gathering = [value]
             self._gather()
         elif kind == "finished":
             self._has_finished = True
 
+    def _note_late(self, ranks: list[int]) -> None:
+        for member in self._ranks():
+            if member.progress is None and (not ranks or member.rank in ranks):
+                member.ends_s = member.ends_s or time.monotonic() + _LATE_S
+
+    def _kill_late(self) -> None:
+        now_s = time.monotonic()
+        late = [m for m in self._members if m.ends_s is not None and m.ends_s <= now_s]
+        if self._gathered_s is not None and self._gathered_s <= now_s:
+            self._gathered_s = None
+            late += [member for member in self._ranks() if not member.gathering]
+        for member in late:
+            member.ends_s = None
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(member.pid_fd, signal.SIGKILL)
+
     def _lose(self, member: _Member) -> None:
+        if member not in self._members:
+            return
         self._members.remove(member)
         self._selector.unregister(member.line.connection)
         self._selector.unregister(member.pid_fd)
@@ -272,7 +314,9 @@ class Roster:
 
     def _gather(self) -> None:
         ranks = self._ranks()
+        self._gathered_s = self._gathered_s or time.monotonic() + _GATHERING_S
         if len(ranks) == self._size and all(member.gathering for member in ranks):
+            self._gathered_s = None
             values = [member.gathering[0] for member in ranks]
             for member in ranks:
                 member.gathering = []
@@ -294,11 +338,11 @@ class Roster:
             self._last_call_s = self._last_call_s or time.monotonic() + _LAST_CALL_S
             if time.monotonic() < self._last_call_s:
                 return
-        self._last_call_s = 0.0
+        self._last_call_s, self._gathered_s = 0.0, None
         self._world += 1
         self._size = len(waiting)
         waiting.sort(key=lambda member: (-(member.progress or 0), member.number))
         for rank, member in enumerate(waiting):
             member.world, member.rank = self._world, rank
-            member.progress, member.is_told = None, False
+            member.progress, member.is_told, member.ends_s = None, False, None
             self._send(member, place=[self._world, rank, self._size])

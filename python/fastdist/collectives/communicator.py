@@ -776,14 +776,14 @@ class Communicator:
         does so for strategies.
 
         Args:
-            timeout: seconds to wait for the other ranks.
+            timeout: seconds that the other ranks have to come; those that do not are killed.
 
         Returns:
             This communicator if nobody has come or gone, which costs a small all_reduce; otherwise
             its successor, which `fastdist.default_communicator` returns too.
 
         Raises:
-            ClusterConfigError: the ranks did not come in time, or fewer than --min are left.
+            ClusterConfigError: the launcher has ended.
             FastdistError: the job is not elastic.
             SystemExit: the job has done its work, and this rank comes too late.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,6 +30,7 @@ class Member:
         world: the number of the world of which this process is a rank; 0 before the first.
         progress: how far this process has come; the ranks that have come furthest are the first of
             the next world.
+        has_run: True once `fastdist.Elastic.run` was called.
 
     Raises:
         ClusterConfigError: the launcher has ended.
@@ -51,6 +53,8 @@ class Member:
         self._rank, self._size = 0, 1
         self.world = 0
         self.progress = 0
+        self.has_run = False
+        os.register_at_fork(after_in_child=self.close)
         check_while_waiting(self._check)
 
     def must_join(self) -> bool:
@@ -77,18 +81,25 @@ class Member:
         if self._is_meeting and self.must_join():
             raise BrokenWorldError
 
-    def join(self, deadline_s: float) -> None:
-        """Wait for a place in the next world.
+    def report(self, late: Sequence[int]) -> None:
+        """Say which ranks have not come to a call; if they do not join either, they are killed."""
+        self._line.send(late=list(late))
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for a place in the next world, as long as there are too few for one.
 
         Args:
-            deadline_s: the moment at which to give up, on the monotonic clock.
+            timeout_s: seconds that the ranks of this world have to come.
 
         Raises:
-            ClusterConfigError: the ranks did not come in time.
+            ClusterConfigError: the launcher has ended.
             SystemExit: the job has done its work; this process is not needed.
         """
         self._line.send(join=self.progress)
-        kind, value = self._await(("place", "ended"), deadline_s)
+        kind, value = self._await(("place", "ended"), timeout_s)
+        while kind == "late":
+            self.report([])
+            kind, value = self._await(("place", "ended"), None)
         if kind == "ended":
             raise SystemExit(0)
         self.world, self._rank, self._size = value
@@ -123,15 +134,13 @@ class Member:
             raise BrokenWorldError
         return list(values)
 
-    def _await(self, kinds: tuple[str, ...], deadline_s: float | None) -> tuple[str, Any]:
-        """Wait for a message of one of these kinds, and return it; drop others."""
+    def _await(self, kinds: tuple[str, ...], timeout_s: float | None) -> tuple[str, Any]:
+        """Return the next message of one of these kinds, or ("late", None); drop others."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            left_s = None if end_s is None else end_s - time.monotonic()
             if left_s is not None and left_s <= 0:
-                raise ClusterConfigError(
-                    f"rank {self._rank} of {self._size} waited in vain for the other ranks of this "
-                    "elastic job: fewer than --min are left, or one does not reach regroup"
-                )
+                return "late", None
             self._line.connection.settimeout(left_s)
             try:
                 messages = self._line.receive()

@@ -167,24 +167,26 @@ def elastic_member() -> Member | None:
 def next_world(old: Communicator, timeout_s: float) -> Communicator:
     """Leave a communicator of an elastic job, and join the ranks that are there now.
 
+    Args:
+        old: this rank's communicator.
+        timeout_s: seconds that the ranks of `old` have to come; those that do not are killed.
+
     Raises:
-        ClusterConfigError: the ranks did not come in time.
+        ClusterConfigError: the launcher has ended.
         SystemExit: the job has done its work.
     """
     member = _World.member
     assert member is not None
-    deadline_s = time.monotonic() + timeout_s
     old.abort()
     while True:
-        member.join(deadline_s)
+        member.join(timeout_s)
         try:
             with member.meeting():
                 engine, ranks_here = _from_bootstrap(member, _WORLD_S)
         except BrokenWorldError:
             continue
-        except ClusterConfigError:
-            if time.monotonic() > deadline_s:
-                raise
+        except ClusterConfigError as error:
+            member.report(error.ranks)
             continue
         launch = Launch("fastdist run", engine.rank, engine.size, engine.rank, ranks_here, "")
         note_launch(launch)
@@ -306,10 +308,6 @@ def _replace(ended: Communicator, successor: Communicator | None) -> None:
 
 
 def _close() -> None:
-    if _World.member is not None:
-        if getattr(sys, "last_value", None) is None:
-            _World.member.finish()
-        _World.member.close()
     if _World.communicator is None:
         return
     try:

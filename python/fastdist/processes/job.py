@@ -1,5 +1,7 @@
 """The tasks of a job."""
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,22 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
+class Elastic:
+    """Restarted tasks that do the job together. Once one has ended well, none is restarted.
+
+    Attributes:
+        least: the job fails when fewer tasks are left.
+        has_begun: returns True once the tasks work together; before, one that fails with an exit
+            code ends the job.
+        finish: is called when a task has ended well.
+    """
+
+    least: int
+    has_begun: Callable[[], bool]
+    finish: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """The processes that a launcher runs.
 
@@ -50,10 +68,8 @@ class Job:
         tasks: the tasks on this machine; the first task reads the launcher's stdin.
         size: number of tasks on all machines.
         max_restarts: maximum number of restarts, over all tasks.
-        has_begun: returns True once tasks that fail with an exit code are restarted; before, one
-            ends the job. None: they always are.
-        least: the job fails when fewer of its restarted tasks are left; once one of them has ended
-            well, the others are not restarted. 0: restarted tasks are helpers of another task.
+        elastic: tells of restarted tasks that are peers of each other. None: they are helpers of
+            another task.
         grace_s: seconds that processes have to end after a signal, until they are killed.
         prefix: begin each line of output with the label of its task.
         colour: colour the labels on a terminal.
@@ -65,8 +81,7 @@ class Job:
     tasks: Sequence[Task]
     size: int
     max_restarts: int = 0
-    has_begun: Callable[[], bool] | None = None
-    least: int = 0
+    elastic: Elastic | None = None
     grace_s: float = GRACE_S
     prefix: bool = True
     colour: bool = True

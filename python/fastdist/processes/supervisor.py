@@ -278,9 +278,12 @@ class _Supervisor:
             self._failed += by_ending[Ending.ENDS_JOB]
             self._terminate()
             return
-        if self._job.has_begun is not None and not self._job.has_begun():
+        elastic = self._job.elastic
+        if elastic is not None:
+            if any(process.status == 0 for process in ended):
+                elastic.finish()
             too_early = [p for p in by_ending[Ending.RESTARTED] if (p.status or 0) > 0]
-            if too_early:
+            if too_early and not elastic.has_begun():
                 self._failed += too_early
                 self._terminate()
                 return
@@ -304,7 +307,8 @@ class _Supervisor:
     def _schedule_restart(self, process: Process) -> None:
         most = self._job.max_restarts
         failure = f"{process.name} failed: {process.how_it_ended}"
-        if self._job.least and any(p.status == 0 for p in self._processes):
+        least = self._job.elastic.least if self._job.elastic is not None else 0
+        if least and any(p.status == 0 for p in self._processes):
             self._say(f"warning: {failure}; another has done the work, it is not restarted")
         elif self._restarts < most:
             self._restarts += 1
@@ -314,8 +318,8 @@ class _Supervisor:
         else:
             why = f"all {most} restarts are used up" if most else "--max-restarts is 0"
             left = sum(p.status is None for p in self._processes) + len(self._restarting)
-            if left < self._job.least:
-                self._say(f"{failure}; {why}, and {left} of at least {self._job.least} are left")
+            if left < least:
+                self._say(f"{failure}; {why}, and {left} of at least {least} are left")
                 self._failed.append(process)
                 self._terminate()
             else:

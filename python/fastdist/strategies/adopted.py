@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -355,6 +355,12 @@ class AdoptedModules:
         """Average the buffers that runs without backward have written. Every replica must call."""
         if self.sync is not None:
             self.sync.average_buffers()
+
+    def broadcast(self, workers: Communicator, but: Collection[int]) -> None:
+        """Take rank 0's values of all tensors but those with these ids. Every rank must call."""
+        roots = [root for model in self._models if (root := model.root()) is not None]
+        named = [*named_parameters(roots), *named_buffers(roots)]
+        broadcast_state(workers, [tensor for _, tensor in named if id(tensor) not in but])
 
     def update(self, variable: nn.Parameter | Variable, call: Callable[[Any], Any]) -> Any:
         """Call `call` with the component of a variable. Every replica must call.

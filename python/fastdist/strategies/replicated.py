@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -134,13 +134,28 @@ class ReplicatedStrategy(Strategy):
         """True if the number of replicas can change."""
         return self._is_elastic
 
+    @property
+    def has_left(self) -> bool:
+        """True after a failure, until the replicas have connected again."""
+        return self._world is not None and not self._is_connected
+
+    def broadcast(self, but: Collection[int]) -> None:
+        """Take replica 0's values of all parameters and buffers. Every replica must call.
+
+        Args:
+            but: ids of tensors to leave as they are.
+        """
+        with self.communicator() as workers:
+            if workers is not None:
+                self._members.broadcast(workers, but)
+
     def regroup(self) -> None:
         """Go on with the replicas that an elastic job has now. Every replica must call.
 
         The replicas' values differ until they are restored.
 
         Raises:
-            ClusterConfigError: the replicas did not come in time.
+            ClusterConfigError: the launcher has ended.
             UnsupportedError: a dataset cannot be divided among another number of replicas.
         """
         self._leave()

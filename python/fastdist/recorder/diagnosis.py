@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from fastdist.recorder.arrivals import last_to_come
 from fastdist.recorder.jobs import Job
 from fastdist.recorder.kinds import Kind
@@ -19,12 +17,11 @@ from fastdist.recorder.observation import (
 )
 from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
 from fastdist.recorder.ring import Call
-from fastdist.recorder.system import out_of_memory_kills
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
 from fastdist.recorder.words import at, how_it_ended, names, seconds, verb
 
 _YOUNG_S = 5.0
-_P99_TIMES = 5
+_FEW_CALLS = 20  # too few to tell before 5 s what is unusual
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,9 +264,7 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
 
 def _cause_of_death(rank: ObservedRank) -> str:
     if rank.ending is not None:
-        kills = out_of_memory_kills() if rank.ending.message == "killed by SIGKILL" else 0
-        why = ", perhaps by the kernel: memory has run out here before" if kills else ""
-        return f", {rank.ending.message}{why}"
+        return f", {rank.ending.message}"
     if rank.process is not None and rank.process.status is not None:
         return f", ended {how_it_ended(rank.process.status)}"
     return " without an exception, as after kill -9 or a crash"
@@ -361,10 +356,8 @@ def _is_overdue(case: _Case, wait: Wait) -> bool:
     if age_s > _YOUNG_S:
         return True
     rank = case.seen.rank(wait.rank)
-    took_s = rank.records.durations_s.get(wait.call.site) if rank is not None else None
-    if took_s is None or len(took_s) < 20:
-        return False
-    return age_s > max(_P99_TIMES * float(np.quantile(took_s, 0.99)), 1.0)
+    unusual_s = rank.records.unusual_s(wait.call, _FEW_CALLS) if rank is not None else None
+    return unusual_s is not None and age_s > max(unusual_s, 1.0)
 
 
 def _all_advance(ranks: Sequence[ObservedRank]) -> bool:

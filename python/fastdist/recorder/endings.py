@@ -12,6 +12,7 @@ from pathlib import Path
 from fastdist.errors import FastdistError
 from fastdist.recorder.frames import Frame, Stack
 from fastdist.recorder.place import record_paths
+from fastdist.recorder.system import out_of_memory_kills
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ def note_killed(pid: int, number: int) -> None:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
+    if number == signal.SIGKILL and out_of_memory_kills():
+        name += ", perhaps by the kernel: memory has run out here before"
     for found in record_paths():
         if found.is_here and found.pid == pid:
             _write(found.ending, Ending("", f"killed by {name}", (), "", was_first=True))

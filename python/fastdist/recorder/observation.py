@@ -12,10 +12,12 @@ from fastdist.recorder.jobs import Job, RecordedRank
 from fastdist.recorder.place import RecordPath
 from fastdist.recorder.ring import Call, Records, UnreadableError, read_records
 from fastdist.recorder.stacks import stacks_of
-from fastdist.recorder.system import Process, Thread, look_at
+from fastdist.recorder.system import Process, Thread, is_in_interpreter, look_at
 
 INTERVAL_S = 0.5
 _JUST_S = 2.0  # an error is told within that time
+# A thread that wants the GIL wakes every 5 ms to ask for it, later on a busy machine.
+_GIL_NAPS_PER_S = (20, 260)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class ObservedRank:
         process: at the second moment; None if it is in another container.
         earlier: the process at the first moment.
         ending: the exception that ended it, if that is known.
+        starved: the threads that want the GIL, in vain, by their ids.
         stacks: of its threads; empty if they were not asked for or could not be seen.
     """
 
@@ -37,6 +40,7 @@ class ObservedRank:
     process: Process | None
     earlier: Process | None
     ending: Ending | None
+    starved: tuple[int, ...] = ()
     stacks: tuple[Stack, ...] = ()
 
     @property
@@ -119,20 +123,11 @@ class ObservedRank:
             return 0.0
         return (self.process.page_faults - self.earlier.page_faults) / self._passed_s
 
-    def thread_before(self, thread: Thread) -> Thread:
-        """Return a thread at the first moment; as it is now if it did not exist."""
-        threads = self.earlier.threads if self.earlier else ()
-        return next((then for then in threads if then.tid == thread.tid), thread)
-
-    def naps_per_s(self, thread: Thread) -> float:
-        """How often a thread went to sleep between the two moments, per second."""
-        return (thread.switches - self.thread_before(thread).switches) / self._passed_s
-
     @property
     def _passed_s(self) -> float:
         assert self.process is not None
         assert self.earlier is not None
-        return max(self.process.at_s - self.earlier.at_s, 0.01)
+        return _passed_s(self.process, self.earlier)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +170,32 @@ def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
         if before is not None and now is not None:
             ending = read_ending(each.place.ending)
             pair = now.records, before.records, now.process, before.process
-            ranks.append(ObservedRank(each.place, *pair, ending))
+            ranks.append(ObservedRank(each.place, *pair, ending, _starved(now, before)))
     return Observation(job, tuple(ranks), _missing(job, ranks), time.monotonic(), tuple(notes))
+
+
+def _starved(now: _Look, before: _Look) -> tuple[int, ...]:
+    if now.process is None or before.process is None:
+        return ()
+    passed_s = _passed_s(now.process, before.process)
+    earlier = {thread.tid: thread for thread in before.process.threads}
+    return tuple(
+        thread.tid
+        for thread in now.process.threads
+        if _wants_gil(now.process.pid, thread, earlier.get(thread.tid, thread), passed_s)
+    )
+
+
+def _wants_gil(pid: int, thread: Thread, before: Thread, passed_s: float) -> bool:
+    least, most = _GIL_NAPS_PER_S
+    if not least < (thread.switches - before.switches) / passed_s < most:
+        return False
+    addresses = {thread.futex, before.futex} - {0}  # it may just be awake
+    return any(is_in_interpreter(pid, address) for address in addresses)
+
+
+def _passed_s(now: Process, before: Process) -> float:
+    return max(now.at_s - before.at_s, 0.01)
 
 
 def _missing(job: Job, ranks: Sequence[ObservedRank]) -> tuple[int, ...]:

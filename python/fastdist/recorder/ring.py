@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ _PHASES = 8192
 _BYTES = _CALLS_END + _PHASES * 8
 
 _KEPT = 256  # of the last calls, which are made into objects
+_P99_TIMES = 5
 
 
 class UnreadableError(Exception):
@@ -132,6 +134,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Usual:
+    """How long nearly all of some calls took."""
+
+    calls: int
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Records:
     """The records of a process.
 
@@ -141,7 +151,7 @@ class Records:
         call_count: about how many calls the process has made.
         phase_since_s: on the monotonic clock.
         calls: the last 256 calls, and those that have not ended, by the time when they began.
-        durations_s: of all recorded calls that have ended, by site.
+        usual: how long recorded calls that have ended took, by site.
     """
 
     path: Path
@@ -158,7 +168,12 @@ class Records:
     phase_since_s: float
     members: tuple[Member, ...]
     calls: tuple[Call, ...]
-    durations_s: dict[str, npt.NDArray[np.float64]]
+    usual: dict[str, Usual]
+
+    def unusual_s(self, call: Call, least_calls: int = 1) -> float | None:
+        """Return how long a call of its line would be unusual; None after fewer calls."""
+        usual = self.usual.get(call.site)
+        return None if usual is None or usual.calls < least_calls else _P99_TIMES * usual.p99_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +274,12 @@ class Snapshot:
             is_failed=int(each["outcome"]) == 2,
         )
 
-    def durations_s(self) -> dict[str, npt.NDArray[np.float64]]:
+    def usual(self) -> dict[str, Usual]:
         """Return how long the calls took that have ended, by site."""
         ended = self.calls[self.calls["done"] > 0]
         took_s = self.clock.difference_s((ended["done"] - ended["entered"]).astype(np.float64))
         numbers = np.unique(ended["site"]).tolist()
-        return {self.site(number): took_s[ended["site"] == number] for number in numbers}
+        return {self.site(number): _usual(took_s[ended["site"] == number]) for number in numbers}
 
     def phases(self, first: int) -> list[tuple[float, Phase]]:
         """Return when phases began, from the phase with the number `first` on, if it is kept."""
@@ -293,7 +308,7 @@ def _records(file: Snapshot) -> Records:
         phase_since_s=file.clock.seconds(header["phase_since"]),
         members=file.members,
         calls=tuple(map(file.call, kept)),
-        durations_s=file.durations_s(),
+        usual=file.usual(),
     )
 
 
@@ -358,6 +373,11 @@ def _whole_calls(data: bytes, again: bytes, members: int) -> npt.NDArray[np.void
     order = np.argsort(calls["entered"][whole], kind="stable")
     kept: npt.NDArray[np.void] = calls[whole][order]
     return kept
+
+
+def _usual(took_s: npt.NDArray[np.float64]) -> Usual:
+    place = math.ceil(0.99 * (len(took_s) - 1))
+    return Usual(len(took_s), float(np.partition(took_s, place)[place]))
 
 
 def _phase(number: int) -> Phase:

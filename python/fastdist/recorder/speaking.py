@@ -6,8 +6,6 @@ import logging
 import os
 import time
 
-import numpy as np
-
 import fastdist._core as _core
 from fastdist.errors import PeerFailureError
 from fastdist.recorder.diagnosis import diagnose
@@ -22,7 +20,6 @@ _log = logging.getLogger("fastdist")
 
 _LEAST_S = 5.0
 _SHORT_S = 2.0
-_P99_TIMES = 5
 _AGAIN = 6  # a wait is told again after so many times as long
 
 
@@ -106,7 +103,7 @@ def _tell(job: Job, waited_s: float) -> None:
         (rank.records.rank, call)
         for rank in job.ranks
         if rank.can_speak
-        for call in _overdue(rank.records)
+        for call in _worth_telling(rank.records)
     ]
     # One rank of a machine speaks for all.
     if not waiting or min(waiting, key=lambda each: each[0])[0] != own.rank:
@@ -123,15 +120,12 @@ def _tell(job: Job, waited_s: float) -> None:
         _log.warning("%s", found.sentence)
 
 
-def _overdue(records: Records) -> list[Call]:
+def _worth_telling(records: Records) -> list[Call]:
     """Return calls that have waited 5 s, and 5 times as long as nearly all of their line's do."""
     now_s = time.monotonic()
-    found = []
-    for call in records.calls:
-        if not call.is_running or now_s - call.entered_s < _LEAST_S - 0.5:
-            continue
-        usual_s = records.durations_s.get(call.site)
-        p99_s = 0.0 if usual_s is None else float(np.percentile(usual_s, 99))
-        if now_s - call.entered_s > _P99_TIMES * p99_s:
-            found.append(call)
-    return found
+    return [
+        call
+        for call in records.calls
+        if call.is_running
+        and now_s - call.entered_s > max(_LEAST_S - 0.5, records.unusual_s(call) or 0.0)
+    ]

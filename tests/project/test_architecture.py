@@ -71,7 +71,11 @@ TORCH_HEADERS = re.compile(r"torch/|ATen/|c10/")
 
 # Variables that launchers set for the ranks they start; everything else that begins with FASTDIST_
 # is a setting and read in _config.py.
-LAUNCH_VARIABLES = {"FASTDIST_JOB": ("cluster", "cli"), "FASTDIST_REPLICAS": ("cluster",)}
+LAUNCH_VARIABLES = {
+    "FASTDIST_JOB": ("cluster", "cli"),
+    "FASTDIST_LAUNCHER": ("cluster", "cli"),
+    "FASTDIST_REPLICAS": ("cluster",),
+}
 
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 

@@ -6,15 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fastdist.recorder.arrivals import last_to_come
+from fastdist.recorder.elsewhere import observe_everywhere, with_stacks_everywhere
 from fastdist.recorder.jobs import Job
 from fastdist.recorder.kinds import Kind
-from fastdist.recorder.observation import (
-    INTERVAL_S,
-    Observation,
-    ObservedRank,
-    observe,
-    with_stacks,
-)
+from fastdist.recorder.machines import Machine
+from fastdist.recorder.observation import INTERVAL_S, Observation, ObservedRank, observe
 from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
 from fastdist.recorder.ring import Call
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
@@ -96,15 +92,20 @@ _Found = tuple[Kind, str, Sequence[int], str]
 _Rule = Callable[[_Case], "_Found | None"]
 
 
-def diagnose(job: Job, interval_s: float = INTERVAL_S) -> Diagnosis:
+def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = False) -> Diagnosis:
     """Say why a job stands still, within a second or so, without asking its ranks.
 
-    Only ranks of this machine are looked at. Ranks that can answer write their stacks, unless the
-    job goes on.
+    Ranks that can answer write their stacks, unless the job goes on.
+
+    Args:
+        job: the job.
+        interval_s: seconds between the two moments at which its ranks are looked at.
+        everywhere: look at the ranks of other machines too, by asking their launchers. That takes
+            up to two seconds where a machine does not answer.
     """
-    case = _judge(observe(job, interval_s))
+    case = _judge(observe_everywhere(job, interval_s) if everywhere else observe(job, interval_s))
     if not case.dead and not _goes_on(case):
-        case = _judge(with_stacks(case.seen))
+        case = _judge(with_stacks_everywhere(case.seen))
     for rule in _RULES:
         found = rule(case)
         if found is not None:
@@ -157,13 +158,14 @@ def _mismatch_in_words(case: _Case) -> _Found | None:
     """The calls look alike, but their ranks ended with a mismatch, such as of lists of arrays."""
     if case.circle:
         return None
-    ended = [each for each in case.dead if each.ending is not None]
-    for each in ended:
-        ending = each.ending
-        if ending is not None and ending.error == "CollectiveMismatchError":
-            ranks = ending.ranks or [each.rank for each in ended]
-            return Kind.OTHER_CALL, ending.message, ranks, ending.line
-    return None
+    endings = [each.ending for each in case.dead if each.ending is not None]
+    mismatches = [each for each in endings if each.error == "CollectiveMismatchError"]
+    if not mismatches:
+        return None
+    # Each names the ranks whose calls differ from its own: the fewest are those of most ranks.
+    ending = min(mismatches, key=lambda each: len(each.ranks))
+    ranks = ending.ranks or [each.rank for each in case.dead if each.ending is not None]
+    return Kind.OTHER_CALL, ending.message, ranks, ending.line
 
 
 def _alike(calls: dict[int, Call]) -> list[list[int]]:
@@ -219,6 +221,8 @@ def _dead(case: _Case) -> _Found | None:
     if late is not None:
         return late
     blamed = _blamed(case)
+    if set(blamed) <= {rank for each in _cut(case) for rank in each.ranks}:
+        return _out_of_reach(case, blamed)
     first = case.seen.rank(blamed[0])
     line = "" if first is None else _last_line(first)
     return Kind.DEAD, _obituary(case, blamed), blamed, line
@@ -243,6 +247,9 @@ def _blamed(case: _Case) -> list[int]:
 def _obituary(case: _Case, ranks: Sequence[int]) -> str:
     first = case.seen.rank(ranks[0])
     sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} dead"
+    if first is None and not case.seen.is_of_one_machine:
+        told = names([each.rank for each in case.dead])
+        return f"{sentence} or cut off, as {told} noticed" + case.those_who_wait(ranks)
     if first is None:
         return (
             sentence + f": {verb(ranks, 'its records are', 'their records are')} gone, as after "
@@ -401,6 +408,27 @@ def _nobody_waits(case: _Case, ranks: Sequence[int]) -> str:
     return "; no rank waits for another" if len(ranks) > 1 and not case.waits else ""
 
 
+def _unreachable(case: _Case) -> _Found | None:
+    """The ranks that the others wait for are on machines that cannot be reached."""
+    cut = {rank for each in _cut(case) for rank in each.ranks}
+    return _out_of_reach(case, sorted(cut & case.ends)) if cut & case.ends else None
+
+
+def _cut(case: _Case) -> list[Machine]:
+    return [each.machine for each in case.seen.unreached if each.is_cut]
+
+
+def _out_of_reach(case: _Case, ranks: Sequence[int]) -> _Found:
+    ips = [each.ip for each in _cut(case) if set(each.ranks) & set(ranks)]
+    where = ", ".join(ips[:8]) + (", …" if len(ips) > 8 else "")
+    sentence = f"{names(ranks)} cannot be reached: nothing answers at {where}"
+    lossy = [(each, lost) for each in case.live if (lost := each.worst_connection) is not None]
+    if lossy:
+        rank, lost = max(lossy, key=lambda each: each[1].retransmissions)
+        sentence += f"; {names([rank.rank])} gets no answers from {lost}"
+    return Kind.LINK, sentence + case.those_who_wait(ranks), ranks, ""
+
+
 def _in_progress(case: _Case) -> _Found | None:
     """All ranks have begun a call, which goes on."""
     whole = [wait for wait in case.waits if not wait.behind]
@@ -442,6 +470,7 @@ _RULES: tuple[_Rule, ...] = (
     _stopped,
     _slow,
     _busy_elsewhere,
+    _unreachable,
     _in_progress,
     _unseen,
 )

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from fastdist.recorder.endings import Ending, read_ending
 from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import Job, RecordedRank
+from fastdist.recorder.machines import Machine
 from fastdist.recorder.place import RecordPath
 from fastdist.recorder.ring import Call, Records, UnreadableError, read_records
 from fastdist.recorder.stacks import stacks_of
-from fastdist.recorder.system import Process, Thread, is_in_interpreter, look_at
+from fastdist.recorder.system import Connection, Process, Thread, is_in_interpreter, look_at
 
 INTERVAL_S = 0.5
 _JUST_S = 2.0  # an error is told within that time
@@ -32,6 +33,7 @@ class ObservedRank:
         ending: the exception that ended it, if that is known.
         starved: the threads that want the GIL, in vain, by their ids.
         stacks: of its threads; empty if they were not asked for or could not be seen.
+        machine: the launcher that told of it; "" if the rank is on this machine.
     """
 
     place: RecordPath
@@ -42,6 +44,7 @@ class ObservedRank:
     ending: Ending | None
     starved: tuple[int, ...] = ()
     stacks: tuple[Stack, ...] = ()
+    machine: str = ""
 
     @property
     def rank(self) -> int:
@@ -117,6 +120,13 @@ class ObservedRank:
         return self.process.main if self.process else None
 
     @property
+    def worst_connection(self) -> Connection | None:
+        """The connection that has repeated most what it sent; None if none has."""
+        connections = self.process.connections if self.process else ()
+        lossy = (each for each in connections if each.retransmissions)
+        return max(lossy, key=lambda each: each.retransmissions, default=None)
+
+    @property
     def page_faults_per_s(self) -> float:
         """Pages that were read from the disk between the two moments, per second."""
         if self.process is None or self.earlier is None:
@@ -131,14 +141,29 @@ class ObservedRank:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreached:
+    """A machine of the job that was asked in vain.
+
+    Attributes:
+        why: "its launcher has ended".
+        is_cut: nothing at that address answers, as when the link is down.
+    """
+
+    machine: Machine
+    why: str
+    is_cut: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """A job at two moments.
 
     Attributes:
-        ranks: those whose records are here.
-        missing: ranks of the job without records here.
+        ranks: those whose records could be read.
+        missing: the other ranks of the job.
         at_s: the second moment, on the monotonic clock.
         notes: what could not be seen.
+        unreached: the machines that did not answer.
     """
 
     job: Job
@@ -146,6 +171,7 @@ class Observation:
     missing: tuple[int, ...]
     at_s: float
     notes: tuple[str, ...]
+    unreached: tuple[Unreached, ...] = ()
 
     def rank(self, number: int) -> ObservedRank | None:
         """Return a rank; None if its records are not here."""
@@ -159,7 +185,7 @@ class Observation:
 
 
 def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
-    """Look at a job twice."""
+    """Look at the ranks of a job that are on this machine, twice."""
     notes: list[str] = []
     first = [_look(each, []) for each in job.ranks]
     if any(look is not None and not look.is_dead for look in first):
@@ -208,20 +234,21 @@ def _missing(job: Job, ranks: Sequence[ObservedRank]) -> tuple[int, ...]:
 
 
 def with_stacks(observation: Observation) -> Observation:
-    """Add the stacks of the ranks that can answer."""
+    """Add the stacks of this machine's ranks that can answer."""
     asked = {
         each.process.pid: each.place.stacks
         for each in observation.ranks
-        if each.process is not None and not each.is_dead and not each.is_stopped
+        if each.process is not None and not (each.machine or each.is_dead or each.is_stopped)
     }
     found, missing = stacks_of(asked)
     ranks = tuple(
-        replace(each, stacks=tuple(found.get(each.records.pid, ()))) for each in observation.ranks
+        each if each.machine else replace(each, stacks=tuple(found.get(each.records.pid, ())))
+        for each in observation.ranks
     )
     notes = [
         f"Python's stack of rank {each.rank}: {missing[each.records.pid]}"
         for each in ranks
-        if each.records.pid in missing
+        if each.records.pid in missing and not each.machine
     ]
     return replace(observation, ranks=ranks, notes=(*observation.notes, *notes))
 

@@ -93,15 +93,10 @@ def _files(rank: ObservedRank) -> Occupation | None:
 def _link(rank: ObservedRank) -> Occupation | None:
     """A call that all have begun does not end, and connections repeat what they have sent."""
     calls = [call for call in rank.running if call.member.engine == "net"]
-    connections = rank.process.connections if rank.process is not None else ()
-    lossy = [each for each in connections if each.retransmissions]
-    if not calls or not lossy:
+    worst = rank.worst_connection
+    if not calls or worst is None:
         return None
-    worst = max(lossy, key=lambda each: each.retransmissions)
-    what = (
-        f"no answers from {worst.remote}: {worst.unsent_bytes:,} bytes were sent "
-        f"{worst.retransmissions} times again"
-    )
+    what = f"no answers from {worst}"
     return Occupation(Kind.LINK, f"gets {what}", f"get {what}")
 
 

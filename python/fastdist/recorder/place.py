@@ -36,9 +36,14 @@ class RecordPath:
         """The file that says which exception ended the process."""
         return self.path.with_suffix(".ending")
 
+    @property
+    def machines(self) -> Path:
+        """The file that names the machines of the process's job, if there are several."""
+        return self.path.with_suffix(".machines")
+
     def remove(self) -> None:
         """Remove all files of the process."""
-        for path in (self.stacks, self.ending, self.path):
+        for path in (self.stacks, self.ending, self.machines, self.path):
             path.unlink(missing_ok=True)
 
     @property

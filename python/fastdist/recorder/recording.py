@@ -9,9 +9,11 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 
 import fastdist._core as _core
 from fastdist._version import __version__
+from fastdist.recorder.machines import Machine, Machines
 from fastdist.recorder.place import RecordPath, new_path, record_paths
 from fastdist.recorder.ring import identity
 from fastdist.recorder.stack_signal import write_on_signal
@@ -24,9 +26,12 @@ class _Own:
     """This process's records."""
 
     process = 0
+    place: RecordPath | None = None
 
 
-def record(communicator: _core.Communicator, key: str, engine: str) -> None:
+def record(
+    communicator: _core.Communicator, key: str, engine: str, machines: Sequence[Machine] = ()
+) -> None:
     """Record the calls of a communicator from now on, where there is memory for it.
 
     The first communicator is taken to be that of the whole job.
@@ -35,11 +40,15 @@ def record(communicator: _core.Communicator, key: str, engine: str) -> None:
         communicator: the compiled communicator.
         key: names the communicator; the same on all of its ranks.
         engine: the name of its class.
+        machines: where its ranks are, if they are on several machines.
     """
     digest = hashlib.sha256(key.encode())
     if _Own.process != os.getpid():
         _Own.process = os.getpid()
         _start(communicator.rank, communicator.size, digest.hexdigest()[:16])
+        if _Own.place is not None and machines:
+            with contextlib.suppress(OSError):
+                Machines.of_job(key, machines).write(_Own.place.machines)
     communicator.record(
         int.from_bytes(digest.digest()[:8], "little"), engine.removesuffix("Engine").lower()
     )
@@ -58,6 +67,7 @@ def _start(rank: int, world_size: int, job: str) -> None:
             host=socket.gethostname(),
             program=" ".join(sys.argv).encode("utf-8", "backslashreplace").decode()[:255],
         )
+        _Own.place = own
         atexit.register(_end, own)
         _core.set_speaker(_stalled, _explain)
         write_on_signal(own.stacks)

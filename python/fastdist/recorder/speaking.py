@@ -115,7 +115,7 @@ def _tell(job: Job, waited_s: float) -> None:
     if waited_s < _Speaker.next_s:
         return
     _Speaker.next_s = _AGAIN * waited_s
-    found = diagnose(job)
+    found = diagnose(job, everywhere=True)
     if found.kind is not Kind.SLOW:
         _log.warning("%s", found.sentence)
 

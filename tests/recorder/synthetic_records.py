@@ -38,7 +38,7 @@ def write_records(
     head = np.zeros(1, ring._HEADER)
     fields: dict[str, Any] = {
         "magic": b"fastdist",
-        "format": 1,
+        "format": 2,
         "pid": os.getpid(),
         "started": start_of(os.getpid()),
         "monotonic_ns": now_ns - 10**9,

@@ -274,9 +274,11 @@ def _look(rank: RecordedRank, notes: list[str]) -> _Look | None:
         records = rank.records
     if records is None:
         return None
-    if not rank.place.is_here:
+    if not rank.place.is_here and rank.is_live:
         notes.append(f"the process of rank {records.rank}, which is in another container")
         return _Look(records, None)
+    if not rank.place.is_here:
+        return _Look(records, Process(records.pid, "", time.monotonic()))
     process = look_at(records.pid, records.started)
     notes += [f"rank {records.rank}: {note}" for note in process.notes]
     return _Look(records, process)

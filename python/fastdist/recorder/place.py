@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import stat
@@ -45,6 +46,18 @@ class RecordPath:
         """Remove all files of the process."""
         for path in (self.stacks, self.ending, self.machines, self.path):
             path.unlink(missing_ok=True)
+
+    @property
+    def is_locked(self) -> bool:
+        """True while the process lives, wherever it is: it has locked its records."""
+        try:
+            with self.path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     @property
     def is_here(self) -> bool:

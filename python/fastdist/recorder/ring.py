@@ -17,7 +17,7 @@ from fastdist._version import __version__
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.signatures import Signature
 
-_FORMAT = 1
+_FORMAT = 2
 _CALLS, _COMMUNICATORS, _SITES = 4096, 256, 512
 
 _HEADER = np.dtype(
@@ -42,6 +42,7 @@ _HEADER = np.dtype(
         ("host", "S64"),
         ("program", "S256"),
         ("phases", "<u8"),
+        ("task", "S32"),
     ]
 )
 _COMMUNICATOR = np.dtype(
@@ -148,6 +149,7 @@ class Records:
     Attributes:
         started: start of the process, in clock ticks since boot, as in /proc/PID/stat.
         began_s: when recording began, on the monotonic clock.
+        task: "worker 1" of a job with parameter servers, whose tasks are its ranks; "" otherwise.
         call_count: about how many calls the process has made.
         phase_since_s: on the monotonic clock.
         calls: the last 256 calls, and those that have not ended, by the time when they began.
@@ -163,6 +165,7 @@ class Records:
     job: str
     host: str
     program: str
+    task: str
     call_count: int
     phase: Phase
     phase_since_s: float
@@ -303,6 +306,7 @@ def _records(file: Snapshot) -> Records:
         job=file.text("job"),
         host=file.text("host"),
         program=file.text("program"),
+        task=file.text("task"),
         call_count=int(header["calls"]),
         phase=_phase(int(header["phase"])),
         phase_since_s=file.clock.seconds(header["phase_since"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 
 import fastdist._core as _core
@@ -36,15 +37,30 @@ def explain(is_late: bool) -> str:
     Args:
         is_late: True after a timeout. Timeouts shorter than 2 s are not explained: they are a way
             to look in between. After another failure, ranks that have raised are quoted.
+
+    Raises:
+        Exception: only what a handler of a signal raises meanwhile.
     """
-    try:
-        if not is_late:
-            return _quote()
-        job = job_of(os.getpid())
-        return diagnose(job, 0.1).sentence if _has_waited(job) else ""
-    except Exception:
-        _log.debug("no reason was found", exc_info=True)
-        return ""
+    found: list[str] = []
+
+    def search() -> None:
+        try:
+            found.append(_reason(is_late))
+        except Exception:
+            _log.debug("no reason was found", exc_info=True)
+
+    # Handlers of signals run in the main thread: what they raise is not taken for an error here.
+    thread = threading.Thread(target=search, daemon=True)
+    thread.start()
+    thread.join()
+    return "".join(found)
+
+
+def _reason(is_late: bool) -> str:
+    if not is_late:
+        return _quote()
+    job = job_of(os.getpid())
+    return diagnose(job, 0.1).sentence if _has_waited(job) else ""
 
 
 def _quote() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fastdist.recorder.arrivals import last_to_come
 from fastdist.recorder.elsewhere import observe_everywhere, with_stacks_everywhere
 from fastdist.recorder.jobs import Job
 from fastdist.recorder.kinds import Kind
@@ -13,10 +12,13 @@ from fastdist.recorder.machines import Machine
 from fastdist.recorder.observation import INTERVAL_S, Observation, ObservedRank, observe
 from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
 from fastdist.recorder.ring import Call
+from fastdist.recorder.timeline import Lateness, RankTimeline, find_late, traced
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
 from fastdist.recorder.words import at, how_it_ended, names, seconds, verb
 
 _YOUNG_S = 5.0
+_FEW_WAITS = 5
+_LATE_S = 1e-3
 _FEW_CALLS = 20  # too few to tell before 5 s what is unusual
 
 
@@ -322,13 +324,9 @@ def _slow(case: _Case) -> _Found | None:
     """Calls go on, or no call is older than usual."""
     if not case.live or not _goes_on(case):
         return None
-    late = last_to_come(case.seen.ranks)
+    late = _late(case.seen.ranks)
     if late is not None:
-        sentence = (
-            f"{names([late.rank])} came last to {late.share:.0%} of the last {late.calls} "
-            f"collectives, {seconds(late.late_s)} after the first"
-        )
-        return Kind.SLOW, f"slow, not stuck: {sentence}", [late.rank], ""
+        return Kind.SLOW, f"slow, not stuck: {late.how_often}", [late.rank], late.site
     ranks = sorted(case.ends - {UNSEEN})
     if ranks:
         sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} late, but not unusually so yet"
@@ -340,6 +338,17 @@ def _slow(case: _Case) -> _Found | None:
         f"slow, not stuck: no rank waits for another; the last call ended {seconds(idle_s)} ago"
     )
     return Kind.SLOW, sentence, [], ""
+
+
+def _late(ranks: Sequence[ObservedRank]) -> Lateness | None:
+    """Return the rank that the others waited for much more often than for any other."""
+    found = find_late(
+        [RankTimeline(r.rank, "", calls=[traced(call) for call in r.records.calls]) for r in ranks]
+    )
+    if not found or sum(each.count for each in found) < _FEW_WAITS:
+        return None
+    share = min(0.9, 2 / len(ranks))
+    return found[0] if found[0].share >= share and found[0].cost_s > _LATE_S else None
 
 
 def _goes_on(case: _Case) -> bool:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+
+from fastdist.recorder.ring import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,34 @@ class TracedCall:
     def is_collective(self) -> bool:
         """True if all ranks of the communicator make the call."""
         return self.op not in ("send", "recv")
+
+
+def traced(call: Call, epoch_s: float = 0.0) -> TracedCall:
+    """Return a recorded call for a timeline; one that has not ended is taken to have failed.
+
+    Args:
+        call: the call.
+        epoch_s: the monotonic clock's zero, on the timeline's clock.
+    """
+    done_s = time.monotonic() if call.done_s is None else call.done_s
+    there_s = call.entered_s if call.there_s is None else call.there_s
+    return TracedCall(
+        communicator=f"{call.member.key:016x}",
+        rank=call.member.rank,
+        size=call.member.size,
+        sequence=call.sequence,
+        text=str(call.signature),
+        op=call.signature.op,
+        count=call.signature.count,
+        dtype=call.signature.dtype,
+        root=call.signature.root,
+        on_gpu=call.signature.on_gpu,
+        site=call.site,
+        entered_s=call.entered_s + epoch_s,
+        there_s=(done_s if call.is_running else there_s) + epoch_s,
+        done_s=done_s + epoch_s,
+        is_failed=call.is_failed or call.is_running,
+    )
 
 
 @dataclass(slots=True)
@@ -122,13 +153,17 @@ class Lateness:
     reason: str
     site: str
 
-    def __str__(self) -> str:
-        doing = _DOING.get(self.reason, f"in {self.reason}")
+    @property
+    def how_often(self) -> str:
+        """Return "rank 1 was last in 90% of 40 collectives that waited, by 12 ms each"."""
         return (
             f"rank {self.rank} was last in {self.share:.0%} of {round(self.count / self.share)} "
-            f"collectives that waited, by {1e3 * self.cost_s:.3g} ms each, {doing}"
-            + (f" ({self.site})" if self.site else "")
+            f"collectives that waited, by {1e3 * self.cost_s:.3g} ms each"
         )
+
+    def __str__(self) -> str:
+        doing = _DOING.get(self.reason, f"in {self.reason}")
+        return f"{self.how_often}, {doing}" + (f" ({self.site})" if self.site else "")
 
 
 _DOING = {"data": "waiting for data", "user": "in user code", "saving": "saving a checkpoint"}

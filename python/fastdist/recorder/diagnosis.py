@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from fastdist.recorder import servers
 from fastdist.recorder.elsewhere import observe_everywhere, with_stacks_everywhere
 from fastdist.recorder.jobs import Job
 from fastdist.recorder.kinds import Kind
@@ -14,7 +15,7 @@ from fastdist.recorder.occupation import Occupation, is_outside_calls, occupatio
 from fastdist.recorder.ring import Call
 from fastdist.recorder.timeline import Lateness, RankTimeline, find_late, traced
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
-from fastdist.recorder.words import at, how_it_ended, names, seconds, verb
+from fastdist.recorder.words import at, how_it_died, names, seconds, verb
 
 _YOUNG_S = 5.0
 _FEW_WAITS = 5
@@ -105,7 +106,12 @@ def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = Fal
         everywhere: look at the ranks of other machines too, by asking their launchers. That takes
             up to two seconds where a machine does not answer.
     """
-    case = _judge(observe_everywhere(job, interval_s) if everywhere else observe(job, interval_s))
+    seen = observe_everywhere(job, interval_s) if everywhere else observe(job, interval_s)
+    if any(each.records.task for each in seen.ranks):
+        seen = seen if servers.goes_on(seen) else with_stacks_everywhere(seen)
+        kind, sentence, ranks, line = servers.judge(seen)
+        return Diagnosis(kind, sentence, tuple(ranks), line, seen)
+    case = _judge(seen)
     if not case.dead and not _goes_on(case):
         case = _judge(with_stacks_everywhere(case.seen))
     for rule in _RULES:
@@ -260,7 +266,7 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
     if first.ending is not None and first.ending.error:
         error = f"{first.ending.error}: {first.ending.message}".removesuffix(": ")
         return f"{sentence}: {error}{at(first.ending.line)}"
-    sentence += _cause_of_death(first)
+    sentence += how_it_died(first)
     if 1 < len(ranks) < len(case.dead):
         sentence += "; which of them ended first cannot be told"
     call, told = first.last_call, ""
@@ -269,14 +275,6 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
         told = f"{call.signature}{at(call.site)}"
         sentence += f"; it ended {when} {told}"
     return sentence + case.those_who_wait(ranks, told)
-
-
-def _cause_of_death(rank: ObservedRank) -> str:
-    if rank.ending is not None:
-        return f", {rank.ending.message}"
-    if rank.process is not None and rank.process.status is not None:
-        return f", ended {how_it_ended(rank.process.status)}"
-    return " without an exception, as after kill -9 or a crash"
 
 
 def _last_line(rank: ObservedRank) -> str:

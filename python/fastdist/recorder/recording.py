@@ -19,6 +19,11 @@ from fastdist.recorder.ring import identity
 from fastdist.recorder.stack_signal import write_on_signal
 from fastdist.recorder.system import start_of
 
+SERVER = "parameter server"
+"""The beginning of the names of those tasks; the number follows."""
+
+_NO_CLIENT = 256
+
 _log = logging.getLogger("fastdist")
 
 
@@ -27,6 +32,7 @@ class _Own:
 
     process = 0
     place: RecordPath | None = None
+    is_task = False
 
 
 def record(
@@ -74,6 +80,12 @@ def record_task(task: str, place: int, tasks: int, key: str) -> None:
     """
     if _Own.process != os.getpid():
         _start(place, tasks, hashlib.sha256(key.encode()).hexdigest()[:16], task)
+        _Own.is_task = True
+
+
+def open_requests(servers: int) -> int:
+    """Return the number of a client of servers for `_core.begin_request`; without a task, none."""
+    return _core.open_requests(servers) if _Own.is_task else _NO_CLIENT
 
 
 def _start(rank: int, world_size: int, job: str, task: str = "") -> None:

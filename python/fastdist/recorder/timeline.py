@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fastdist.recorder.ring import Call
+from fastdist.recorder.signatures import REQUESTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class TracedCall:
     @property
     def is_collective(self) -> bool:
         """True if all ranks of the communicator make the call."""
-        return self.op not in ("send", "recv")
+        return self.op not in ("send", "recv", *REQUESTS)
 
 
 def traced(call: Call, epoch_s: float = 0.0) -> TracedCall:

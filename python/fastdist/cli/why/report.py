@@ -24,6 +24,7 @@ class Row:
     """A row of the table of ranks. `since_s`: seconds in its call, or since its last call."""
 
     rank: int
+    task: str
     host: str
     pid: int
     state: str
@@ -70,6 +71,7 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
         began_s = call.entered_s if call is not None and is_in_call else each.idle_since_s
         yield Row(
             each.rank,
+            each.records.task,
             each.records.host,
             each.records.pid,
             _state(each),
@@ -124,7 +126,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     call = f"{row.call} {short(row.site)}".strip()
     since = f"in it for {seconds(row.since_s)}" if row.is_in_call else seconds(row.since_s)
     return (
-        *(str(row.rank), row.host, str(row.pid), row.state, row.phase),
+        *(row.task or str(row.rank), row.host, str(row.pid), row.state, row.phase),
         *(call or "none", since, short(row.stack)),
     )
 

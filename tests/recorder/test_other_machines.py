@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Launcher
+from launched import Launcher, wait_until
 from machines import Network, network, ports
 from stalled import PROGRAM, RUN
 
@@ -76,6 +76,10 @@ class TwoMachines:
             assert time.monotonic() < end_s, (found, [f.read_text() for f in self._outputs()])
         return found
 
+    def output(self, machine: int) -> str:
+        """Return what the launcher of a machine has written, with its ranks' warnings."""
+        return self._outputs()[machine].read_text()
+
     def _outputs(self) -> list[Path]:
         return [folder / "out" for folder in self._folders]
 
@@ -119,6 +123,7 @@ def test_the_cause_is_on_the_other_machine(network: Network, tmp_path: Path, kin
             assert found["not_seen"] == []
             assert all(0 < row["since_s"] < 600 for row in found["table"])
             assert made.until(expected, machine=1)["sentence"].startswith("rank 2 has not")
+            wait_until(lambda: "[0] rank 2 has not arrived: it is in user code" in made.output(0))
 
 
 def test_what_cannot_be_reached(network: Network, tmp_path: Path) -> None:

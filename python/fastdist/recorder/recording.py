@@ -80,7 +80,6 @@ def record_task(task: str, place: int, tasks: int, key: str) -> None:
     """
     if _Own.process != os.getpid():
         _start(place, tasks, hashlib.sha256(key.encode()).hexdigest()[:16], task)
-        _Own.is_task = True
 
 
 def open_requests(servers: int) -> int:
@@ -89,7 +88,7 @@ def open_requests(servers: int) -> int:
 
 
 def _start(rank: int, world_size: int, job: str, task: str = "") -> None:
-    _Own.process, _Own.place = os.getpid(), None
+    _Own.process, _Own.place, _Own.is_task = os.getpid(), None, task != ""
     try:
         _remove_old(job)
         own = new_path()

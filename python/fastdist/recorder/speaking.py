@@ -51,7 +51,10 @@ def explain(is_late: bool) -> str:
 
     # Handlers of signals run in the main thread: what they raise is not taken for an error here.
     thread = threading.Thread(target=search, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # no thread can be made, or the interpreter is about to end
+        return ""
     thread.join()
     return "".join(found)
 

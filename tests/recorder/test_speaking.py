@@ -46,7 +46,7 @@ def test_what_a_handler_raises_during_the_explanation_is_raised(tmp_path: Path) 
     """Such as an exception of its own by which a program saves a checkpoint."""
     err = output_of(
         "from fastdist.recorder import speaking\n"
-        "def reason(is_late):\n"
+        "def reason(*_):\n"
         "    time.sleep(0.5)\n"
         "    os.kill(os.getpid(), signal.SIGUSR1)\n"
         "    time.sleep(0.5)\n"

@@ -42,10 +42,11 @@ def explain(is_late: bool) -> str:
         Exception: only what a handler of a signal raises meanwhile.
     """
     found: list[str] = []
+    failed_s = time.monotonic()
 
     def search() -> None:
         try:
-            found.append(_reason(is_late))
+            found.append(_reason(is_late, failed_s))
         except Exception:
             _log.debug("no reason was found", exc_info=True)
 
@@ -59,11 +60,11 @@ def explain(is_late: bool) -> str:
     return "".join(found)
 
 
-def _reason(is_late: bool) -> str:
+def _reason(is_late: bool, failed_s: float) -> str:
     if not is_late:
         return _quote()
     job = job_of(os.getpid())
-    return diagnose(job, 0.1).sentence if _has_waited(job) else ""
+    return diagnose(job, 0.1).sentence if _has_waited(job, failed_s) else ""
 
 
 def _quote() -> str:
@@ -99,11 +100,12 @@ def obituary(pid: int, number: int) -> str:
     return found.sentence if found.ranks == (rank,) else ""
 
 
-def _has_waited(job: Job) -> bool:
+def _has_waited(job: Job, failed_s: float) -> bool:
     calls = next(each.records.calls for each in job.ranks if each.records.pid == os.getpid())
-    now_s = time.monotonic()
     return any(
-        call.is_failed and now_s - (call.done_s or 0.0) < 1.0 and now_s - call.entered_s > _SHORT_S
+        call.is_failed
+        and failed_s - (call.done_s or 0.0) < 1.0
+        and failed_s - call.entered_s > _SHORT_S
         for call in calls[-64:]
     )
 

@@ -20,6 +20,7 @@ from fastdist.recorder.words import at, how_it_died, names, seconds, verb
 _YOUNG_S = 5.0
 _FEW_WAITS = 5
 _LATE_S = 1e-3
+_LATELY = 100  # calls
 _FEW_CALLS = 20  # too few to tell before 5 s what is unusual
 
 
@@ -340,13 +341,15 @@ def _slow(case: _Case) -> _Found | None:
 
 def _late(ranks: Sequence[ObservedRank]) -> Lateness | None:
     """Return the rank that the others waited for much more often than for any other."""
-    found = find_late(
-        [RankTimeline(r.rank, "", calls=[traced(call) for call in r.records.calls]) for r in ranks]
-    )
-    if not found or sum(each.count for each in found) < _FEW_WAITS:
+    timelines = [
+        RankTimeline(each.rank, "", calls=[traced(call) for call in each.records.calls[-_LATELY:]])
+        for each in ranks
+    ]
+    found = find_late(timelines, _LATE_S)
+    if sum(each.count for each in found) < _FEW_WAITS:
         return None
     share = min(0.9, 2 / len(ranks))
-    return found[0] if found[0].share >= share and found[0].cost_s > _LATE_S else None
+    return found[0] if found[0].share >= share else None
 
 
 def _goes_on(case: _Case) -> bool:

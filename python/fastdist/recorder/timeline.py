@@ -140,7 +140,7 @@ class Lateness:
 
     Attributes:
         rank: the rank.
-        count: how many collectives waited for it for more than 0.1 ms.
+        count: how many collectives waited for it.
         share: of the collectives in which any rank was waited for.
         cost_s: seconds that the other ranks waited for it, in the mean, per such collective.
         reason: what it did meanwhile, most of the time: a phase, or "user".
@@ -168,11 +168,15 @@ class Lateness:
 
 
 _DOING = {"data": "waiting for data", "user": "in user code", "saving": "saving a checkpoint"}
-_LEAST_S = 1e-4
 
 
-def find_late(ranks: Sequence[RankTimeline]) -> list[Lateness]:
-    """Return which ranks the others waited for, beginning with the most expensive one."""
+def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Lateness]:
+    """Return which ranks the others waited for, beginning with the most expensive one.
+
+    Args:
+        ranks: the ranks.
+        least_s: seconds; shorter waits do not count.
+    """
     waits: dict[int, list[float]] = defaultdict(list)
     reasons: dict[int, Counter[str]] = defaultdict(Counter)
     sites: dict[int, Counter[str]] = defaultdict(Counter)
@@ -182,7 +186,7 @@ def find_late(ranks: Sequence[RankTimeline]) -> list[Lateness]:
         last, call = max(calls, key=lambda each: each[1].entered_s)
         others = [call.entered_s - each.entered_s for rank, each in calls if rank != last]
         cost_s = statistics.fmean(others)
-        if cost_s < _LEAST_S:
+        if cost_s < least_s:
             continue
         waits[last].append(cost_s)
         sites[last][call.site] += 1

@@ -461,7 +461,12 @@ def _in_progress(case: _Case) -> _Found | None:
 
 
 def _unseen(case: _Case) -> _Found:
-    """The cause is not on this machine, or cannot be told."""
+    """The cause is not on this machine, has just left, or cannot be told."""
+    known = {each.records.rank for each in case.seen.job.ranks}
+    gone = known - {each.rank for each in case.seen.ranks}
+    if case.ends and case.ends <= gone:
+        ranks = sorted(case.ends)
+        return Kind.DEAD, _obituary(case, ranks), ranks, ""
     if case.ends:
         ranks = sorted(case.ends)
         named = [rank for rank in ranks if rank != UNSEEN]

@@ -5,6 +5,7 @@
 
 #include "bindings/bind.h"
 #include "bindings/caller.h"
+#include "bindings/python_site.h"
 #include "core/recorder.h"
 
 namespace fastdist::bindings {
@@ -15,11 +16,24 @@ void bind_recorder(py::module_& m) {
   m.def(
       "start_recorder",
       [](const std::string& path, int rank, int world_size, const std::string& version,
-         const std::string& job, const std::string& host, const std::string& program) {
-        recorder::start(path, {rank, world_size, version, job, host, program});
+         const std::string& job, const std::string& host, const std::string& program,
+         const std::string& task) {
+        recorder::start(path, {rank, world_size, version, job, host, program, task});
       },
       py::arg("path"), py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("version"),
-      py::arg("job"), py::arg("host"), py::arg("program"));
+      py::arg("job"), py::arg("host"), py::arg("program"), py::arg("task"));
+  m.def("set_recorded_job", &recorder::set_job);
+  m.def("open_requests", [](int servers) {
+    return recorder::open_communicator(0, servers, 0, "ps").value_or(recorder::kCommunicators);
+  });
+  m.def("begin_request", [](std::uint16_t client, int server, unsigned op, std::uint64_t bytes) {
+    if (client == recorder::kCommunicators) return std::uint64_t{0};
+    return recorder::begin_request(client, server, op, bytes, python_site());
+  });
+  m.def("end_request", &recorder::end_request);
+  m.def("close_requests", [](std::uint16_t client) {
+    if (client < recorder::kCommunicators) recorder::close_communicator(client);
+  });
   m.def("set_speaker", &set_speaker);
   m.def("recorded_job", [] {
     const recorder::File* const file = recorder::file.load();

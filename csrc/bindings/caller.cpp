@@ -58,13 +58,11 @@ void set_speaker(const py::object& stalled, const py::object& explain) {
 
 std::string explain_failure(bool is_late) {
   if (is_finalizing() || explain_function.is_none()) return "";
+  const py::object why = explain_function(is_late);
   try {
-    return explain_function(is_late).cast<std::string>();
-  } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;
-    return "";  // the failure itself must be told
+    return why.cast<std::string>();
   } catch (const std::exception&) {
-    return "";  // such as of text that is not valid
+    return "";  // text that is not valid; the failure itself must be told
   }
 }
 

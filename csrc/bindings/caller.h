@@ -30,8 +30,8 @@ void retake_gil(PyThreadState* state) noexcept;
 // that a call has waited, from the fifth on and then less and less often; and `explain`, which says
 // why a call has failed, and takes whether it did because a rank is late.
 void set_speaker(const pybind11::object& stalled, const pybind11::object& explain);
-// Returns what `explain` says; "" if nothing. Throws what ends the program, such as Ctrl-C. Needs
-// the GIL.
+// Returns what `explain` says; "" if nothing. Throws what a signal handler raises meanwhile, such
+// as KeyboardInterrupt. Needs the GIL.
 [[nodiscard]] std::string explain_failure(bool is_late);
 
 // Notices calls that wait for long.

@@ -2,12 +2,13 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
-#include <mutex>
+#include <iterator>
 #include <string>
-#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "core/recorder.h"
 
@@ -35,30 +36,13 @@ bool is_in_package(const std::string& module, const std::string& package) {
 
 enum class Layer { kFastdist, kLibrary, kUser };
 
-// Returns whose code a frame runs, and remembers it for all frames of that code. No Python code
-// runs under the lock.
-Layer layer_of(PyFrameObject* frame, PyCodeObject* code) {
-  constexpr std::size_t kMost = 4096;
-  using Known = std::unordered_map<PyCodeObject*, std::pair<py::object, Layer>>;
-  static Known& known = *new Known;  // lives longer than the interpreter
-  static std::mutex& mutex = *new std::mutex;
-  {
-    const std::lock_guard lock(mutex);
-    if (const auto found = known.find(code); found != known.end()) return found->second.second;
-  }
+// Returns whose code a frame runs.
+Layer layer_of(PyFrameObject* frame) {
   const py::handle object(reinterpret_cast<PyObject*>(frame));
   const auto module = to_utf8(py::str(object.attr("f_globals").attr("get")("__name__", py::str())));
-  const Layer layer = is_in_package(module, "fastdist")                          ? Layer::kFastdist
-                      : is_in_package(module, "torch") || module == "contextlib" ? Layer::kLibrary
-                                                                                 : Layer::kUser;
-  Known dropped;  // destroyed after the lock
-  const std::lock_guard lock(mutex);
-  if (known.size() >= kMost) dropped.swap(known);
-  // The reference keeps another code from taking this one's address.
-  known.emplace(
-      code,
-      std::pair(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(code)), layer));
-  return layer;
+  if (is_in_package(module, "fastdist")) return Layer::kFastdist;
+  const bool is_library = is_in_package(module, "torch") || module == "contextlib";
+  return is_library ? Layer::kLibrary : Layer::kUser;
 }
 
 std::string text_of(PyFrameObject* frame, PyCodeObject* code) {
@@ -129,7 +113,7 @@ const Frame* innermost() {
 
 // --- what is known of them ----------------------------------------------------------------------
 
-// Values of places in code. When half the slots are taken, all are forgotten.
+// Values of places in code.
 template <class Value, std::size_t kSlots>
 class Memory {
  public:
@@ -139,11 +123,10 @@ class Memory {
     }
     return nullptr;
   }
+  [[nodiscard]] bool is_full() const noexcept { return 2 * used_ >= kSlots; }
+  // Must not be full.
   void add(const void* code, std::size_t at, Value value) noexcept {
-    if (2 * ++used_ > kSlots) {
-      slots_ = {};
-      used_ = 1;
-    }
+    ++used_;
     std::size_t i = slot_of(code, at);
     while (slots_[i].code != nullptr) i = (i + 1) % kSlots;
     slots_[i] = {code, at, value};
@@ -171,39 +154,103 @@ struct Direct {
   std::uint16_t site = recorder::kNoSite;
 };
 
-struct Knowledge {
-  const recorder::File* file = nullptr;  // whose sites these are
-  std::array<Direct, 64> direct;
-  Memory<Layer, 4096> layers;
-  Memory<std::uint16_t, 2048> sites;
+class Knowledge {
+ public:
+  [[nodiscard]] const Layer* layer(const void* code) const noexcept {
+    return layers_.find(code, 0);
+  }
+  void add_layer(const void* code, Layer layer) {
+    if (layers_.is_full()) {
+      layers_ = {};
+      forget_sites();
+      std::ranges::move(codes_, std::back_inserter(dropped));
+      codes_.clear();
+    }
+    auto* const object = static_cast<PyObject*>(const_cast<void*>(code));
+    codes_.push_back(py::reinterpret_borrow<py::object>(object));
+    layers_.add(code, 0, layer);
+  }
+  [[nodiscard]] const std::uint16_t* site(const void* code, std::size_t at) const noexcept {
+    return sites_.find(code, at);
+  }
+  void add_site(const void* code, std::size_t at, std::uint16_t site) noexcept {
+    if (sites_.is_full()) sites_ = {};
+    sites_.add(code, at, site);
+  }
+  [[nodiscard]] Direct& direct(std::size_t at) noexcept { return direct_[at / 2 % direct_.size()]; }
+  // A forked child's file has no sites yet.
+  void begin_file(const recorder::File* file) noexcept {
+    if (file_ == file) return;
+    forget_sites();
+    file_ = file;
+  }
+
+  std::vector<py::object> dropped;  // to be released when nobody uses this: Python code may run
+
+ private:
+  void forget_sites() noexcept {
+    sites_ = {};
+    direct_ = {};
+  }
+
+  const recorder::File* file_ = nullptr;  // whose sites these are
+  std::array<Direct, 64> direct_;
+  Memory<Layer, 4096> layers_;
+  Memory<std::uint16_t, 2048> sites_;
+  std::vector<py::object> codes_;  // with a known layer: no other code takes their addresses
+};
+
+// What is known, for one thread at a time. Needs the GIL.
+class Access {
+ public:
+  Access() {
+#ifdef Py_GIL_DISABLED
+    PyMutex_Lock(&mutex);
+#endif
+  }
+  Access(const Access&) = delete;
+  Access& operator=(const Access&) = delete;
+  ~Access() {
+    std::vector<py::object> dropped;
+    if (!known.dropped.empty()) dropped.swap(known.dropped);
+#ifdef Py_GIL_DISABLED
+    PyMutex_Unlock(&mutex);
+#endif
+  }
+  Knowledge& operator*() const noexcept { return known; }
+
+ private:
+  static inline Knowledge& known = *new Knowledge;  // lives longer than the interpreter
+#ifdef Py_GIL_DISABLED
+  // A std::mutex would keep a thread that waits for it from stopping when all threads must.
+  static inline PyMutex mutex{};
+#endif
 };
 
 // Learns the layers of all frames of this thread.
-void learn_layers(Memory<Layer, 4096>& layers) {
+void learn_layers(Knowledge& known) {
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {
     auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const auto code =
         py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
-    if (layers.find(code.ptr(), 0) == nullptr) {
-      layers.add(code.ptr(), 0, layer_of(here, reinterpret_cast<PyCodeObject*>(code.ptr())));
-    }
+    if (known.layer(code.ptr()) == nullptr) known.add_layer(code.ptr(), layer_of(here));
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
   }
   // The interpreter's own frames have no objects.
   for (const Frame* f = innermost(); f != nullptr; f = before(*f)) {
     const void* const code = code_of(*f);
-    if (layers.find(code, 0) == nullptr) layers.add(code, 0, Layer::kFastdist);
+    if (known.layer(code) == nullptr) known.add_layer(code, Layer::kFastdist);
   }
 }
 
 // Returns the innermost frame of the user's, or else of a library's, code; null if there is none,
-// or if `layers` does not know all of the frames before.
-const Frame* find_caller(const Memory<Layer, 4096>& layers, bool& knows_all) {
+// or if the layers of the frames before are not all known.
+const Frame* find_caller(const Knowledge& known, bool& knows_all) {
   const Frame* inner = nullptr;
   knows_all = true;
   for (const Frame* f = innermost(); f != nullptr; f = before(*f)) {
-    const Layer* const layer = layers.find(code_of(*f), 0);
+    const Layer* const layer = known.layer(code_of(*f));
     if (layer == nullptr) {
       knows_all = false;
       return nullptr;
@@ -214,19 +261,37 @@ const Frame* find_caller(const Memory<Layer, 4096>& layers, bool& knows_all) {
   return inner;
 }
 
+// Returns the innermost frame's text, and remembers the layers that it has looked at.
+std::string location_of(Knowledge& known) {
+  std::string inner;  // in a library: the user's frame may be in another thread
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame) {
+    auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code =
+        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
+    auto* const its_code = reinterpret_cast<PyCodeObject*>(code.ptr());
+    if (known.layer(code.ptr()) == nullptr) known.add_layer(code.ptr(), layer_of(here));
+    const Layer layer = *known.layer(code.ptr());
+    if (layer == Layer::kUser) return text_of(here, its_code);
+    if (layer == Layer::kLibrary && inner.empty()) inner = text_of(here, its_code);
+    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
+  }
+  return inner;
+}
+
 std::uint16_t search_site(Knowledge& known) {
   bool knows_all = true;
-  const Frame* caller = find_caller(known.layers, knows_all);
+  const Frame* caller = find_caller(known, knows_all);
   if (!knows_all) {
-    learn_layers(known.layers);
-    caller = find_caller(known.layers, knows_all);
+    learn_layers(known);
+    caller = find_caller(known, knows_all);
   }
   if (caller == nullptr) return recorder::kNoSite;
   const void* const code = code_of(*caller);
   const std::size_t at = instruction_of(*caller);
-  if (const std::uint16_t* const site = known.sites.find(code, at)) return *site;
-  const std::uint16_t made = recorder::add_site(python_location());
-  known.sites.add(code, at, made);
+  if (const std::uint16_t* const site = known.site(code, at)) return *site;
+  const std::uint16_t made = recorder::add_site(location_of(known));
+  known.add_site(code, at, made);
   return made;
 }
 
@@ -236,11 +301,11 @@ std::uint16_t find_site(Knowledge& known) {
   if (outer == nullptr) return search_site(known);
   const void* const code = code_of(*outer);
   const std::size_t at = instruction_of(*outer);
-  Direct& direct = known.direct[at / 2 % known.direct.size()];
+  Direct& direct = known.direct(at);
   if (direct.inner == code_of(*inner) && direct.code == code && direct.at == at) return direct.site;
   const std::uint16_t site = search_site(known);
-  const Layer* const layer = known.layers.find(code_of(*inner), 0);
-  const Layer* const outer_layer = known.layers.find(code, 0);
+  const Layer* const layer = known.layer(code_of(*inner));
+  const Layer* const outer_layer = known.layer(code);
   if (layer != nullptr && *layer == Layer::kFastdist && outer_layer != nullptr &&
       *outer_layer == Layer::kUser) {
     direct = {code_of(*inner), code, at, site};
@@ -251,39 +316,17 @@ std::uint16_t find_site(Knowledge& known) {
 }  // namespace
 
 std::string python_location() {
-  std::string inner;  // in a library: the user's frame may be in another thread
-  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  while (frame) {
-    auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
-    const auto code =
-        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
-    auto* const its_code = reinterpret_cast<PyCodeObject*>(code.ptr());
-    const Layer layer = layer_of(here, its_code);
-    if (layer == Layer::kUser) return text_of(here, its_code);
-    if (layer == Layer::kLibrary && inner.empty()) inner = text_of(here, its_code);
-    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
-  }
-  return inner;
+  const Access access;
+  return location_of(*access);
 }
 
 std::uint16_t python_site() noexcept {
   const recorder::File* const file = recorder::file.load(std::memory_order_relaxed);
   if (file == nullptr) return recorder::kNoSite;
-  static Knowledge& known = *new Knowledge;  // lives longer than the interpreter
-#ifdef Py_GIL_DISABLED
-  // A std::mutex would keep a thread that waits for it from stopping when all threads must.
-  static PyMutex mutex{};
-  struct Lock {
-    Lock() { PyMutex_Lock(&mutex); }
-    ~Lock() { PyMutex_Unlock(&mutex); }
-  } const lock;
-#endif
   try {
-    if (known.file != file) {  // a forked child's file has no sites yet
-      known.sites = {};
-      known.direct = {};
-      known.file = file;
-    }
+    const Access access;
+    Knowledge& known = *access;
+    known.begin_file(file);
     return find_site(known);
   } catch (...) {  // no memory, or an interpreter that shuts down
     PyErr_Clear();

@@ -2,7 +2,9 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/file.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -62,6 +64,19 @@ std::uint64_t start_of_process() {
   throw Error(ErrorCode::kSystem, what + ": " + std::strerror(error));
 }
 
+// The file, which this process has locked.
+int locked = -1;
+struct stat locked_status{};
+
+// A child that kept the descriptor would keep the lock.
+void unlock_in_child() noexcept {
+  file.store(nullptr, std::memory_order_relaxed);
+  struct stat now{};
+  const bool is_same = ::fstat(locked, &now) == 0 && now.st_ino == locked_status.st_ino &&
+                       now.st_dev == locked_status.st_dev;
+  if (is_same) ::close(locked);  // the program may have closed it, and opened another
+}
+
 File& map(const std::string& path) {
   const FileDescriptor fd(::open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
   if (fd.get() < 0) throw_system("cannot make " + path, errno);
@@ -77,6 +92,10 @@ File& map(const std::string& path) {
     ::unlink(path.c_str());
     throw_system("cannot map " + path, error);
   }
+  // Opened again, for children inherit the mapping and what it refers to.
+  locked = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  ::flock(locked, LOCK_EX);  // fails where a file system has no locks
+  ::fstat(locked, &locked_status);
   return *static_cast<File*>(memory);  // of zeros
 }
 
@@ -101,15 +120,24 @@ void start(const std::string& path, const Identity& identity) {
   put(header.job, identity.job);
   put(header.host, identity.host);
   put(header.program, identity.program);
+  put(header.task, identity.task);
   header.phase_since = header.ticks;
   header.format = kFormat;
   std::uint64_t magic = 0;
   std::memcpy(&magic, "fastdist", sizeof(magic));
   header.magic.store(magic, std::memory_order_release);
-  static const int registered =
-      ::pthread_atfork(nullptr, nullptr, [] { file.store(nullptr, std::memory_order_relaxed); });
+  static const int registered = ::pthread_atfork(nullptr, nullptr, unlock_in_child);
   (void)registered;
   file.store(&made, std::memory_order_release);
+}
+
+void set_job(int rank, int world_size, const std::string& job) noexcept {
+  File* const f = file.load(std::memory_order_acquire);
+  if (f == nullptr) return;
+  const std::lock_guard lock(changing);
+  f->header.rank = rank;
+  f->header.world_size = world_size;
+  put(f->header.job, job);
 }
 
 std::optional<std::uint16_t> open_communicator(int rank, int size, std::uint64_t key,
@@ -153,6 +181,28 @@ std::uint16_t add_site(const std::string& text) noexcept {
   put(f->sites[number], text);
   f->header.sites = number + 1;
   return static_cast<std::uint16_t>(number + 1);
+}
+
+std::uint64_t begin_request(std::uint16_t communicator, int server, unsigned op,
+                            std::uint64_t bytes, std::uint16_t site) noexcept {
+  constexpr unsigned kFirst = 64;  // after those of collectives
+  static thread_local Places places;
+  File* const f = file.load(std::memory_order_acquire);
+  if (f == nullptr) return 0;
+  Record record(*f, places, communicator, 0, site);
+  Signature request = rooted(static_cast<Op>(kFirst + op), server);
+  request.count = bytes;
+  record.announce(request);
+  return record.leave();
+}
+
+void end_request(std::uint64_t number, bool is_answered) noexcept {
+  File* const f = file.load(std::memory_order_acquire);
+  if (f == nullptr || number == 0) return;
+  RecordedCall& entry = f->calls[number % kCalls];
+  if (entry.number.load(std::memory_order_relaxed) != number) return;
+  entry.done.store(ticks(), std::memory_order_relaxed);
+  entry.outcome.store(is_answered ? Outcome::kDone : Outcome::kFailed, std::memory_order_release);
 }
 
 }  // namespace fastdist::recorder

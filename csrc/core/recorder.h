@@ -14,6 +14,7 @@
 #include <ctime>
 #include <optional>
 #include <string>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <x86intrin.h>
@@ -42,7 +43,7 @@ extern const bool has_steady_counter;
          static_cast<std::uint64_t>(now.tv_nsec);
 }
 
-constexpr std::uint32_t kFormat = 1;
+constexpr std::uint32_t kFormat = 2;
 constexpr std::size_t kCalls = 4096;
 constexpr std::size_t kCommunicators = 256;
 constexpr std::size_t kSites = 512;
@@ -76,9 +77,10 @@ struct FileHeader {
   std::array<char, 64> job;
   std::array<char, 64> host;
   std::array<char, 256> program;
-  Word phases;  // how many have begun
+  Word phases;                // how many have begun
+  std::array<char, 32> task;  // "worker 1" of a job with parameter servers; "" for a rank
 };
-static_assert(sizeof(FileHeader) == 520);
+static_assert(sizeof(FileHeader) == 552);
 
 struct RecordedCommunicator {
   std::int32_t rank;  // this process's
@@ -122,18 +124,28 @@ inline std::atomic<File*> file{nullptr};
 struct Identity {
   int rank = 0;
   int world_size = 1;
-  std::string version, job, host, program;
+  std::string version, job, host, program, task;
 };
 
 // Begins to record in a new file at `path`. Throws if that cannot be made. A second start leaves
-// the first file and its records where they are.
+// the first file and its records where they are. The file is locked (flock) as long as the process
+// lives, which can be seen where its id means nothing.
 void start(const std::string& path, const Identity& identity);
+// Says that the process is a rank of another job from now on.
+void set_job(int rank, int world_size, const std::string& job) noexcept;
 // Returns the number of a communicator in the file; none if there is no place for it.
 [[nodiscard]] std::optional<std::uint16_t> open_communicator(int rank, int size, std::uint64_t key,
                                                              const std::string& engine);
 void close_communicator(std::uint16_t number) noexcept;
 // Returns the number of a site, which is new; kNoSite if there is no place for it.
 [[nodiscard]] std::uint16_t add_site(const std::string& text) noexcept;
+
+// Records that the process begins to wait for a parameter server, until `end_request`.
+//
+// `op`: of ps/wire/protocol.py. Returns 0 where nothing is recorded.
+[[nodiscard]] std::uint64_t begin_request(std::uint16_t communicator, int server, unsigned op,
+                                          std::uint64_t bytes, std::uint16_t site) noexcept;
+void end_request(std::uint64_t number, bool is_answered) noexcept;
 
 // Returns the phase before.
 inline Phase set_phase(Phase phase) noexcept {
@@ -219,6 +231,8 @@ class Record {
     }
   }
   void succeed() noexcept { outcome_ = Outcome::kDone; }
+  // Leaves it to another to end the call with this number.
+  [[nodiscard]] std::uint64_t leave() noexcept { return std::exchange(number_, ~number_); }
 
  private:
   [[nodiscard]] bool is_current() const noexcept {

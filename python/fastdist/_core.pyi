@@ -161,11 +161,30 @@ class Messages:
 
 # Begins to record this process's calls in a new file.
 def start_recorder(
-    path: str, *, rank: int, world_size: int, version: str, job: str, host: str, program: str
+    path: str,
+    *,
+    rank: int,
+    world_size: int,
+    version: str,
+    job: str,
+    host: str,
+    program: str,
+    task: str,
 ) -> None: ...
 
+# Says that this process is a rank of another job from now on.
+def set_recorded_job(rank: int, world_size: int, job: str, /) -> None: ...
+
+# Returns the number of a client of parameter servers in the records, for `begin_request`, which
+# records that this process begins to wait for a server, and returns the number of that wait.
+def open_requests(servers: int, /) -> int: ...
+def close_requests(client: int, /) -> None: ...
+def begin_request(client: int, server: int, op: int, nbytes: int, /) -> int: ...
+def end_request(number: int, is_answered: bool, /) -> None: ...
+
 # `stalled` is called in a thread of its own with the seconds that a call has waited, from the fifth
-# on; `explain` says why a call has failed, and takes whether it did because a rank is late.
+# on; `explain` says why a call has failed, and takes whether it did because a rank is late. What it
+# raises takes the place of the call's error.
 def set_speaker(stalled: Callable[[float], None], explain: Callable[[bool], str], /) -> None: ...
 
 # The job in whose name this process records; "" if it does not.

@@ -73,6 +73,7 @@ TORCH_HEADERS = re.compile(r"torch/|ATen/|c10/")
 # is a setting and read in _config.py.
 LAUNCH_VARIABLES = {
     "FASTDIST_JOB": ("cluster", "cli"),
+    "FASTDIST_LAUNCHER": ("cluster", "cli"),
     "FASTDIST_REPLICAS": ("cluster",),
     "FASTDIST_ROSTER": ("cluster",),
 }

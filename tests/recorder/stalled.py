@@ -18,7 +18,7 @@ from launched import Launcher
 
 PROGRAM = Path(__file__).parent / "stalled_rank.py"
 # `fastdist run` that looks for records in a folder.
-_RUN = """
+RUN = """
 import pathlib, sys
 from fastdist.cli.main import main
 from fastdist.recorder import place
@@ -43,7 +43,7 @@ class Stalled:
         folder.mkdir(mode=0o700)
         self._sizes[kind] = ranks
         words = (folder, "run", "-n", ranks, PROGRAM, kind, rank, folder, steps)
-        command = [sys.executable, "-c", _RUN, *map(str, words)]
+        command = [sys.executable, "-c", RUN, *map(str, words)]
         with (folder / "out").open("wb") as out:
             self._launchers[kind] = subprocess.Popen(
                 command,

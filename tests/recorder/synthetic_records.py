@@ -24,6 +24,7 @@ def write_records(
     sequences: range = range(1, 4),
     running: bool = False,
     engine: bytes = b"host",
+    signature: int = BARRIER,
     **header: Any,
 ) -> Path:
     """Write the records of a rank of this process that has made barriers, 1 ms each.
@@ -31,6 +32,7 @@ def write_records(
     Args:
         sequences: of the barriers.
         running: the last barrier has not ended.
+        signature: packed, of other calls than barriers.
         header: fields of the header.
     """
     now_ns = time.monotonic_ns()
@@ -38,7 +40,7 @@ def write_records(
     head = np.zeros(1, ring._HEADER)
     fields: dict[str, Any] = {
         "magic": b"fastdist",
-        "format": 1,
+        "format": 2,
         "pid": os.getpid(),
         "started": start_of(os.getpid()),
         "monotonic_ns": now_ns - 10**9,
@@ -65,7 +67,7 @@ def write_records(
         began_ns = now_ns - (len(sequences) - i + 1) * 2_000_000
         is_last = running and i == len(sequences)
         done_ns, outcome = (0, 0) if is_last else (began_ns + 1_000_000, 1)
-        call = (i, began_ns, 0, done_ns, BARRIER, 0, sequence, 0, 1, 0, outcome, 0)
+        call = (i, began_ns, 0, done_ns, signature, 0, sequence, 0, 1, 0, outcome, 0)
         put(data, call_at(i), np.array([call], ring._CALL))
     path = folder / f"{own_namespace()}-{head['pid'][0]}-{rank:08x}.calls"
     path.write_bytes(data)

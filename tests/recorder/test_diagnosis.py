@@ -37,7 +37,7 @@ SLOW: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "loading": (2, Kind.DATA, (1,), ("waits for data", "__getitem__,")),
     "late": (3, Kind.USER, (1,), ("in asleep", "ranks 0 and 2 wait for it in all_reduce")),
     "chain": (3, Kind.USER, (1,), ("rank 0 waits for it there", "rank 2 in turn")),
-    "slow": (2, Kind.SLOW, (1,), ("slow, not stuck: rank 1 came last",)),
+    "slow": (2, Kind.SLOW, (1,), ("slow, not stuck: rank 1 was last",)),
     "timed_out": (3, Kind.USER, (1,), ("rank 1 did not arrive within the timeout",)),
 }
 

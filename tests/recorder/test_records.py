@@ -1,6 +1,7 @@
 """What a process records of its own calls, read back from its file."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -8,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fastdist as fd
 import numpy as np
 import pytest
 from fastdist.errors import CollectiveMismatchError
 from fastdist.recorder.phases import Phase, phase
-from fastdist.recorder.place import record_paths
+from fastdist.recorder.place import RecordPath, record_paths
 from fastdist.recorder.ring import Call, Records, read_records
 
 Comm = fd.Communicator
@@ -81,6 +82,21 @@ def test_the_same_line_is_named_by_every_way_of_calling() -> None:
     for calls in calls_of(program):
         assert len({call.site for call in calls}) == 1
         assert len(calls) == 6
+
+
+def test_lines_of_code_that_is_made_and_dropped_are_not_confused() -> None:
+    """More than is remembered; new code takes the addresses of old code."""
+
+    def program(comm: Comm) -> None:
+        for i in range(2500):
+            names: dict[str, Any] = {"__name__": "made"}
+            exec(f"def made{i}(comm): comm.barrier()", names)
+            names[f"made{i}"](comm)
+
+    for calls in calls_of(program):
+        assert len(calls) > 100
+        for call in calls:
+            assert call.site in ("", f"<string>:1 in made{call.sequence - 1}")
 
 
 def test_waits_are_timed() -> None:
@@ -195,3 +211,93 @@ def test_jobs_run_where_nothing_can_be_recorded(folder: str, tmp_path: Path) -> 
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stdout == "[0, 1]\n"
     assert "calls are not recorded" in ran.stderr
+
+
+def run(
+    program: str, folder: Path, *words: object, out: IO[str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program; its last argument is a folder for records."""
+    begin = (
+        "import sys; from pathlib import Path; from fastdist.recorder import place\n"
+        "place._folders = lambda: [Path(sys.argv[-1])]\n"
+    )
+    folder.mkdir(mode=0o700)
+    script = folder.with_suffix(".py")
+    script.write_text(begin + program)
+    return subprocess.run(
+        [sys.executable, *map(str, words), script, folder],
+        stdout=out or subprocess.PIPE,
+        stderr=out or subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_second_init_is_another_job(tmp_path: Path) -> None:
+    program = (
+        "import fastdist as fd\n"
+        "from fastdist.recorder.ring import identity\n"
+        "def job():\n"
+        "    found = [identity(each.path) for each in place.record_paths()]\n"
+        "    return {who.job for who in found}, sorted(who.rank for who in found)\n"
+        "comm = fd.init()\n"
+        "comm.barrier()\n"
+        "first = job()\n"
+        "comm.barrier()\n"
+        "rank = 1 - comm.rank\n"
+        "comm.close()\n"
+        "comm = fd.init(rank=rank, world_size=2, address='127.0.0.1:1')\n"
+        "comm.barrier()\n"
+        "second = job()\n"
+        "assert first[1] == second[1] == [0, 1]\n"
+        "assert len(first[0]) == len(second[0]) == 1\n"
+        "assert first[0] != second[0]\n"
+        "comm.barrier()\n"
+    )
+    ran = run(program, tmp_path / "records", "-m", "fastdist", "run", "-n", 2)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_processes_of_multiprocessing_leave_no_records(tmp_path: Path) -> None:
+    program = (
+        "import multiprocessing, fastdist as fd\n"
+        "def main(rank, fails):\n"
+        "    comm = fd.init(rank=rank, world_size=2, address=f'127.0.0.1:{1 + fails}')\n"
+        "    comm.barrier()\n"
+        "    if fails:\n"
+        "        raise ValueError('a bad batch')\n"
+        "for fails in (False, True):\n"
+        "    context = multiprocessing.get_context('fork')\n"
+        "    ranks = [context.Process(target=main, args=(rank, fails)) for rank in range(2)]\n"
+        "    for each in ranks: each.start()\n"
+        "    for each in ranks: each.join()\n"
+        "    print(sorted(each.suffix for each in Path(sys.argv[-1]).iterdir()))\n"
+    )
+    ran = run(program, tmp_path / "records")
+    kept = sorted([".calls", ".ending", ".stacks"] * 2)
+    assert ran.stdout.splitlines() == ["[]", str(kept)], ran.stderr
+
+
+def test_the_lock_ends_with_the_process_not_with_its_children(tmp_path: Path) -> None:
+    """So it can be told of processes whose ids mean nothing here."""
+    program = (
+        "import os, signal, time, fastdist as fd\n"
+        "ranks = fd.local_group(2)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    time.sleep(60)\n"
+        "(found,) = place.record_paths()\n"
+        "print(child, found.is_locked, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    with (tmp_path / "out").open("w+") as out:  # the child keeps it open
+        ran = run(program, tmp_path / "records", out=out)
+        out.seek(0)
+        child, was_locked = out.read().split()
+    os.kill(int(child), 0)  # it runs
+    try:
+        (path,) = (tmp_path / "records").glob("*.calls")
+        assert (ran.returncode, was_locked) == (-signal.SIGKILL, "True")
+        assert not RecordPath(path, 0, 0).is_locked
+    finally:
+        os.kill(int(child), signal.SIGKILL)

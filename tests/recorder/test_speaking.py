@@ -42,6 +42,28 @@ def test_a_late_rank_is_named_unasked_and_in_the_errors(tmp_path: Path) -> None:
         assert named in why[0]
 
 
+def test_what_a_handler_raises_during_the_explanation_is_raised(tmp_path: Path) -> None:
+    """Such as an exception of its own by which a program saves a checkpoint."""
+    err = output_of(
+        "from fastdist.recorder import speaking\n"
+        "def reason(*_):\n"
+        "    time.sleep(0.5)\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "    time.sleep(0.5)\n"
+        "    return 'a reason'\n"
+        "speaking._reason = reason\n"
+        "def preempted(*_):\n"
+        "    raise ValueError('preempted')\n"
+        "signal.signal(signal.SIGUSR1, preempted)\n"
+        "if comm.rank == 1:\n"
+        "    time.sleep(60)\n"
+        "comm.barrier(timeout=0.5)\n",
+        tmp_path,
+        ranks=2,
+    )
+    assert err.splitlines()[-1].endswith("ValueError: preempted")
+
+
 def test_a_killed_rank_is_named_by_the_launcher(tmp_path: Path) -> None:
     err = output_of(
         "if comm.rank == 2:\n"

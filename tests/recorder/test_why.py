@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -89,8 +90,11 @@ def test_a_partial_answer_says_what_is_missing(
     """Ranks 1 and 3 are elsewhere; a file is damaged."""
     for rank in (0, 2):
         write_records(folder, rank, 4, running=True, started=1)
-    (folder / "1-2-3.calls").write_bytes(b"fastdist")
-    assert main(["why", "--json"]) == 0
+    damaged = folder / "1-2-3.calls"
+    damaged.write_bytes(b"fastdist")
+    with damaged.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # its process lives, in another container
+        assert main(["why", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert any("1-2-3.calls" in note for note in found["not_seen"])
     assert any(note.startswith("2 of 4 ranks") for note in found["not_seen"])

@@ -8,7 +8,7 @@ import resource
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -265,7 +265,8 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         if arguments.min is not None:
             roster = stack.enter_context(Roster(arguments.min, arguments.max))
             elastic = Elastic(arguments.min, roster.has_begun, roster.finish)
-        tasks = stack.enter_context(_tasks(arguments, roster))
+        launcher = stack.enter_context(_answering(arguments))
+        tasks = stack.enter_context(_tasks(arguments, launcher, roster))
         command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
         restarts = arguments.max_restarts
         if restarts is None:
@@ -286,6 +287,15 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             outcome = supervise(job)
         _say_why(outcome)
         return outcome
+
+
+def _answering(arguments: argparse.Namespace) -> AbstractContextManager[str]:
+    """Answer questions of the job's other machines, if there are any."""
+    if arguments.nnodes == 1:
+        return nullcontext("")
+    from fastdist.cli.answering import answering  # only where it is used
+
+    return answering(*arguments.rdzv)
 
 
 def _say_why(outcome: Outcome) -> None:
@@ -441,7 +451,9 @@ def _check_machines(arguments: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _tasks(arguments: argparse.Namespace, roster: Roster | None) -> Iterator[list[Task]]:
+def _tasks(
+    arguments: argparse.Namespace, launcher: str, roster: Roster | None
+) -> Iterator[list[Task]]:
     """Yield the tasks of the job; reserve their ports until the context is closed."""
     user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
     if roster is not None:
@@ -453,7 +465,8 @@ def _tasks(arguments: argparse.Namespace, roster: Roster | None) -> Iterator[lis
         _check_limits(ranks, f"{ranks} ranks", files_each=_OUTPUTS)
         machines = None
         if arguments.nnodes > 1:
-            machines = Machines(arguments.nnodes, arguments.node_rank, *arguments.rdzv)
+            host, port = arguments.rdzv
+            machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
         yield rank_tasks(ranks, user, machines)
         return
     try:

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 
 from fastdist._config import SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
 from fastdist.cluster.address import join_address
-from fastdist.cluster.launch import JOB_VARIABLE, ROSTER_VARIABLE, without_rank
+from fastdist.cluster.launch import (
+    JOB_VARIABLE,
+    LAUNCHER_VARIABLE,
+    ROSTER_VARIABLE,
+    without_rank,
+)
 from fastdist.cluster.roster import RosterPlace
 from fastdist.processes.job import Ending, Task
 
-_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE)
+_RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE, LAUNCHER_VARIABLE),
+)
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _SPEC_VARIABLE = "TF_CONFIG"
 _HOST = "127.0.0.1"
@@ -40,12 +47,14 @@ class Machines:
         own: number of this machine, from 0.
         host: host of machine 0, where rank 0 listens.
         port: port of rank 0.
+        launcher: "ip:port" at which this launcher answers questions about its ranks, or "".
     """
 
     count: int
     own: int
     host: str
     port: int
+    launcher: str
 
 
 def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = None) -> list[Task]:
@@ -64,7 +73,7 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
         if variable in user:
             raise VariableError(f"--env {variable}: fastdist run sets it itself, for each rank")
     if machines is None:
-        machines = Machines(1, 0, _HOST, _free_port())
+        machines = Machines(1, 0, _HOST, _free_port(), launcher="")
     # With the variables of an outer torchrun, torch would look for the store of that torchrun.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     environment.pop(ROSTER_VARIABLE, None)
@@ -72,7 +81,7 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
     _set_defaults(environment, ranks)
     world = machines.count * ranks
     environment |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(ranks)}
-    environment |= {JOB_VARIABLE: secrets.token_hex(16)}
+    environment |= {JOB_VARIABLE: secrets.token_hex(16), LAUNCHER_VARIABLE: machines.launcher}
     width = len(str(world - 1))
     return [
         Task(

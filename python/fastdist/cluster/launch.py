@@ -26,6 +26,9 @@ from fastdist.errors import ClusterConfigError
 JOB_VARIABLE = "FASTDIST_JOB"
 """The variable that `fastdist run` sets to a random string, the same for all ranks of a job."""
 
+LAUNCHER_VARIABLE = "FASTDIST_LAUNCHER"
+"""The variable that `fastdist run` sets to the "ip:port" at which it answers questions, or ""."""
+
 ROSTER_VARIABLE = "FASTDIST_ROSTER"
 """Set by `fastdist run --min` for each rank: JSON of a `RosterPlace`."""
 
@@ -36,6 +39,7 @@ _START_TIME_FIELD = 19
 _RANK_VARIABLES = frozenset(
     (
         JOB_VARIABLE,
+        LAUNCHER_VARIABLE,
         REPLICAS_VARIABLE,
         ROSTER_VARIABLE,
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -117,6 +121,11 @@ class _Noted:
 def note_launch(launch: Launch) -> None:
     """Make `detect_launch` return this: the process was not started by a launcher."""
     _Noted.launch = launch
+
+
+def own_launcher(environ: Environ = os.environ) -> str:
+    """Return the "ip:port" at which this rank's launcher answers questions; "" if it does not."""
+    return environ.get(LAUNCHER_VARIABLE, "")
 
 
 def without_rank(environ: Environ) -> dict[str, str]:

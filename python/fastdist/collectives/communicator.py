@@ -90,7 +90,8 @@ class Communicator:
         self.rank: int = engine.rank
         self.world_size: int = engine.size
         if engine.compiled is not None and engine.size > 1:
-            record(engine.compiled, engine.key, type(engine).__name__)
+            engines = engine.compiled, engine.key, type(engine).__name__
+            record(*engines, engine.machines, is_job=on_end is not None)
 
     def __dir__(self) -> list[str]:
         """Leave out the names of other libraries."""

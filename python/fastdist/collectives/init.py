@@ -493,10 +493,8 @@ def _connect_machines(
         ) from None
     if len(layout.places) == 1:
         return inner, launch
-    engine = NetEngine(
-        layout, rank, inner, rendezvous.listener, rendezvous.addresses, rendezvous.key, timeout_s
-    )
-    return engine, launch
+    where = rendezvous.listener, rendezvous.addresses, rendezvous.key
+    return NetEngine(layout, rank, inner, *where, timeout_s, rendezvous.launchers), launch
 
 
 def _is_loopback(coordinator: str) -> bool:

@@ -54,6 +54,7 @@ from fastdist.ps.worker_host import (
     prefetch_on_worker,
     this_strategy,
 )
+from fastdist.recorder.recording import SERVER, record_task
 from fastdist.replicas.devices import every_device, usable_device
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.training.module_structure import modules_of
@@ -149,6 +150,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 f"with fastdist.ps.load; the cluster is {spec!r}"
             )
         self.keys = keys or _require_keys()
+        _record(spec, *task, self.keys)
         if resolver.task_type == "ps":
             _run_server(spec.task_address(*task), self.keys)
         self.synchronous = synchronous
@@ -381,6 +383,18 @@ class ParameterServerStrategy(ReplicatedStrategy):
         for server in range(len(self.server_addresses)):
             with contextlib.suppress(FastdistError):
                 self.client.end(server, timeout_s=_END_S)
+
+
+def _record(spec: ClusterSpec, job: str, index: int, keys: Keys) -> None:
+    """Let `fastdist why` tell what this task waits for."""
+    tasks = [
+        (each, number)
+        for each in ("chief", "worker", "ps")
+        for number in range(spec.num_tasks(each))
+    ]
+    names = {"chief": "chief", "ps": f"{SERVER} {index}"}
+    key = f"{_addresses(spec, 'ps')} {keys.to_json()}"
+    record_task(names.get(job, f"{job} {index}"), tasks.index((job, index)), len(tasks), key)
 
 
 def _run_server(address: str, keys: Keys) -> NoReturn:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,16 +27,6 @@ class Arrivals:
         return max(self.came_s.values())
 
 
-@dataclass(frozen=True, slots=True)
-class LastToCome:
-    """The rank that came last most often, in `share` of the last `calls`, `late_s` seconds late."""
-
-    rank: int
-    share: float
-    calls: int
-    late_s: float
-
-
 def arrivals(ranks: Sequence[ObservedRank], most: int) -> list[Arrivals]:
     """Return the arrivals at the last `most` collectives of the communicator with most ranks."""
     by_call: dict[tuple[int, int], dict[int, Call]] = {}
@@ -48,24 +37,6 @@ def arrivals(ranks: Sequence[ObservedRank], most: int) -> list[Arrivals]:
     key = _key_of_most(by_call)
     chosen = sorted(sequence for k, sequence in by_call if k == key)[-most:]
     return [_arrivals(by_call[key, sequence]) for sequence in chosen]
-
-
-def last_to_come(ranks: Sequence[ObservedRank]) -> LastToCome | None:
-    """Return the rank that came last more often than the others; None if there is none."""
-    whole = [
-        each
-        for each in arrivals(ranks, 100)
-        if len(each.came_s) == len(ranks) and each.spread_s > 1e-3
-    ]
-    last = Counter(max(each.came_s, key=lambda rank: each.came_s[rank]) for each in whole)
-    if len(whole) < 5 or len(ranks) < 2:
-        return None
-    (rank, times), *_ = last.most_common(1)
-    share = times / len(whole)
-    if share < min(0.9, 2 / len(ranks)):
-        return None
-    late_s = sorted(each.came_s[rank] for each in whole)[len(whole) // 2]
-    return LastToCome(rank, share, len(whole), late_s)
 
 
 def _key_of_most(by_call: dict[tuple[int, int], dict[int, Call]]) -> int:

@@ -12,9 +12,9 @@ import numpy as np
 
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.place import record_paths
-from fastdist.recorder.ring import Call, Snapshot, UnreadableError
+from fastdist.recorder.ring import Snapshot, UnreadableError
 from fastdist.recorder.system import ancestors, state_of
-from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
+from fastdist.recorder.timeline import RankTimeline, Span, TracedCall, traced
 
 _PERIOD_S = 0.2
 _DISCOVERY_S = 0.02  # a short job removes its records soon after it has made them
@@ -103,35 +103,14 @@ class _Follower:
         ended = file.calls[has_ended]
         new = ended[~np.isin(ended["number"], self._known)]
         self._known = ended["number"]
-        self.timeline.calls += [self._traced(file.call(each)) for each in new]
-        self._running = [self._traced(file.call(each)) for each in file.calls[~has_ended]]
+        self.timeline.calls += [traced(file.call(each), self._epoch_s) for each in new]
+        self._running = [traced(file.call(each), self._epoch_s) for each in file.calls[~has_ended]]
         if _is_alive(int(header["pid"])):
             self._read_s = time.monotonic()
         for begin in file.phases(self._phases):
             self._end_phase(begin[0])
             self._phase = begin
         self._phases = int(header["phases"])
-
-    def _traced(self, call: Call) -> TracedCall:
-        done_s = time.monotonic() if call.done_s is None else call.done_s
-        there_s = call.entered_s if call.there_s is None else call.there_s
-        return TracedCall(
-            communicator=f"{call.member.key:016x}",
-            rank=call.member.rank,
-            size=call.member.size,
-            sequence=call.sequence,
-            text=str(call.signature),
-            op=call.signature.op,
-            count=call.signature.count,
-            dtype=call.signature.dtype,
-            root=call.signature.root,
-            on_gpu=call.signature.on_gpu,
-            site=call.site,
-            entered_s=call.entered_s + self._epoch_s,
-            there_s=(done_s if call.is_running else there_s) + self._epoch_s,
-            done_s=done_s + self._epoch_s,
-            is_failed=call.is_failed or call.is_running,
-        )
 
     def _end_phase(self, end_s: float) -> None:
         if self._phase is not None:

@@ -5,26 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from fastdist.recorder.arrivals import last_to_come
+from fastdist.recorder import servers
+from fastdist.recorder.elsewhere import observe_everywhere, with_stacks_everywhere
 from fastdist.recorder.jobs import Job
 from fastdist.recorder.kinds import Kind
-from fastdist.recorder.observation import (
-    INTERVAL_S,
-    Observation,
-    ObservedRank,
-    observe,
-    with_stacks,
-)
+from fastdist.recorder.machines import Machine
+from fastdist.recorder.observation import INTERVAL_S, Observation, ObservedRank, observe
 from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
 from fastdist.recorder.ring import Call
-from fastdist.recorder.system import out_of_memory_kills
+from fastdist.recorder.timeline import Lateness, RankTimeline, find_late, traced
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
-from fastdist.recorder.words import at, how_it_ended, names, seconds, verb
+from fastdist.recorder.words import at, how_it_died, names, seconds, verb
 
 _YOUNG_S = 5.0
-_P99_TIMES = 5
+_FEW_WAITS = 5
+_LATE_S = 1e-3
+_LATELY = 100  # calls
+_FEW_CALLS = 20  # too few to tell before 5 s what is unusual
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +96,25 @@ _Found = tuple[Kind, str, Sequence[int], str]
 _Rule = Callable[[_Case], "_Found | None"]
 
 
-def diagnose(job: Job, interval_s: float = INTERVAL_S) -> Diagnosis:
+def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = False) -> Diagnosis:
     """Say why a job stands still, within a second or so, without asking its ranks.
 
-    Only ranks of this machine are looked at. Ranks that can answer write their stacks, unless the
-    job goes on.
+    Ranks that can answer write their stacks, unless the job goes on.
+
+    Args:
+        job: the job.
+        interval_s: seconds between the two moments at which its ranks are looked at.
+        everywhere: look at the ranks of other machines too, by asking their launchers. That takes
+            up to two seconds where a machine does not answer.
     """
-    case = _judge(observe(job, interval_s))
+    seen = observe_everywhere(job, interval_s) if everywhere else observe(job, interval_s)
+    if any(each.records.task for each in seen.ranks):
+        seen = seen if servers.goes_on(seen) else with_stacks_everywhere(seen)
+        kind, sentence, ranks, line = servers.judge(seen)
+        return Diagnosis(kind, sentence, tuple(ranks), line, seen)
+    case = _judge(seen)
     if not case.dead and not _goes_on(case):
-        case = _judge(with_stacks(case.seen))
+        case = _judge(with_stacks_everywhere(case.seen))
     for rule in _RULES:
         found = rule(case)
         if found is not None:
@@ -160,13 +167,14 @@ def _mismatch_in_words(case: _Case) -> _Found | None:
     """The calls look alike, but their ranks ended with a mismatch, such as of lists of arrays."""
     if case.circle:
         return None
-    ended = [each for each in case.dead if each.ending is not None]
-    for each in ended:
-        ending = each.ending
-        if ending is not None and ending.error == "CollectiveMismatchError":
-            ranks = ending.ranks or [each.rank for each in ended]
-            return Kind.OTHER_CALL, ending.message, ranks, ending.line
-    return None
+    endings = [each.ending for each in case.dead if each.ending is not None]
+    mismatches = [each for each in endings if each.error == "CollectiveMismatchError"]
+    if not mismatches:
+        return None
+    # Each names the ranks whose calls differ from its own: the fewest are those of most ranks.
+    ending = min(mismatches, key=lambda each: len(each.ranks))
+    ranks = ending.ranks or [each.rank for each in case.dead if each.ending is not None]
+    return Kind.OTHER_CALL, ending.message, ranks, ending.line
 
 
 def _alike(calls: dict[int, Call]) -> list[list[int]]:
@@ -222,6 +230,8 @@ def _dead(case: _Case) -> _Found | None:
     if late is not None:
         return late
     blamed = _blamed(case)
+    if set(blamed) <= {rank for each in _cut(case) for rank in each.ranks}:
+        return _out_of_reach(case, blamed)
     first = case.seen.rank(blamed[0])
     line = "" if first is None else _last_line(first)
     return Kind.DEAD, _obituary(case, blamed), blamed, line
@@ -246,6 +256,9 @@ def _blamed(case: _Case) -> list[int]:
 def _obituary(case: _Case, ranks: Sequence[int]) -> str:
     first = case.seen.rank(ranks[0])
     sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} dead"
+    if first is None and not case.seen.is_of_one_machine:
+        told = names([each.rank for each in case.dead])
+        return f"{sentence} or cut off, as {told} noticed" + case.those_who_wait(ranks)
     if first is None:
         return (
             sentence + f": {verb(ranks, 'its records are', 'their records are')} gone, as after "
@@ -254,7 +267,7 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
     if first.ending is not None and first.ending.error:
         error = f"{first.ending.error}: {first.ending.message}".removesuffix(": ")
         return f"{sentence}: {error}{at(first.ending.line)}"
-    sentence += _cause_of_death(first)
+    sentence += how_it_died(first)
     if 1 < len(ranks) < len(case.dead):
         sentence += "; which of them ended first cannot be told"
     call, told = first.last_call, ""
@@ -263,16 +276,6 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
         told = f"{call.signature}{at(call.site)}"
         sentence += f"; it ended {when} {told}"
     return sentence + case.those_who_wait(ranks, told)
-
-
-def _cause_of_death(rank: ObservedRank) -> str:
-    if rank.ending is not None:
-        kills = out_of_memory_kills() if rank.ending.message == "killed by SIGKILL" else 0
-        why = ", perhaps by the kernel: memory has run out here before" if kills else ""
-        return f", {rank.ending.message}{why}"
-    if rank.process is not None and rank.process.status is not None:
-        return f", ended {how_it_ended(rank.process.status)}"
-    return " without an exception, as after kill -9 or a crash"
 
 
 def _last_line(rank: ObservedRank) -> str:
@@ -320,13 +323,9 @@ def _slow(case: _Case) -> _Found | None:
     """Calls go on, or no call is older than usual."""
     if not case.live or not _goes_on(case):
         return None
-    late = last_to_come(case.seen.ranks)
+    late = _late(case.seen.ranks)
     if late is not None:
-        sentence = (
-            f"{names([late.rank])} came last to {late.share:.0%} of the last {late.calls} "
-            f"collectives, {seconds(late.late_s)} after the first"
-        )
-        return Kind.SLOW, f"slow, not stuck: {sentence}", [late.rank], ""
+        return Kind.SLOW, f"slow, not stuck: {late.how_often}", [late.rank], late.site
     ranks = sorted(case.ends - {UNSEEN})
     if ranks:
         sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} late, but not unusually so yet"
@@ -338,6 +337,19 @@ def _slow(case: _Case) -> _Found | None:
         f"slow, not stuck: no rank waits for another; the last call ended {seconds(idle_s)} ago"
     )
     return Kind.SLOW, sentence, [], ""
+
+
+def _late(ranks: Sequence[ObservedRank]) -> Lateness | None:
+    """Return the rank that the others waited for much more often than for any other."""
+    timelines = [
+        RankTimeline(each.rank, "", calls=[traced(call) for call in each.records.calls[-_LATELY:]])
+        for each in ranks
+    ]
+    found = find_late(timelines, _LATE_S)
+    if sum(each.count for each in found) < _FEW_WAITS:
+        return None
+    share = min(0.9, 2 / len(ranks))
+    return found[0] if found[0].share >= share else None
 
 
 def _goes_on(case: _Case) -> bool:
@@ -361,10 +373,8 @@ def _is_overdue(case: _Case, wait: Wait) -> bool:
     if age_s > _YOUNG_S:
         return True
     rank = case.seen.rank(wait.rank)
-    took_s = rank.records.durations_s.get(wait.call.site) if rank is not None else None
-    if took_s is None or len(took_s) < 20:
-        return False
-    return age_s > max(_P99_TIMES * float(np.quantile(took_s, 0.99)), 1.0)
+    unusual_s = rank.records.unusual_s(wait.call, _FEW_CALLS) if rank is not None else None
+    return unusual_s is not None and age_s > max(unusual_s, 1.0)
 
 
 def _all_advance(ranks: Sequence[ObservedRank]) -> bool:
@@ -408,6 +418,27 @@ def _nobody_waits(case: _Case, ranks: Sequence[int]) -> str:
     return "; no rank waits for another" if len(ranks) > 1 and not case.waits else ""
 
 
+def _unreachable(case: _Case) -> _Found | None:
+    """The ranks that the others wait for are on machines that cannot be reached."""
+    cut = {rank for each in _cut(case) for rank in each.ranks}
+    return _out_of_reach(case, sorted(cut & case.ends)) if cut & case.ends else None
+
+
+def _cut(case: _Case) -> list[Machine]:
+    return [each.machine for each in case.seen.unreached if each.is_cut]
+
+
+def _out_of_reach(case: _Case, ranks: Sequence[int]) -> _Found:
+    ips = [each.ip for each in _cut(case) if set(each.ranks) & set(ranks)]
+    where = ", ".join(ips[:8]) + (", …" if len(ips) > 8 else "")
+    sentence = f"{names(ranks)} cannot be reached: nothing answers at {where}"
+    lossy = [(each, lost) for each in case.live if (lost := each.worst_connection) is not None]
+    if lossy:
+        rank, lost = max(lossy, key=lambda each: each[1].retransmissions)
+        sentence += f"; {names([rank.rank])} gets no answers from {lost}"
+    return Kind.LINK, sentence + case.those_who_wait(ranks), ranks, ""
+
+
 def _in_progress(case: _Case) -> _Found | None:
     """All ranks have begun a call, which goes on."""
     whole = [wait for wait in case.waits if not wait.behind]
@@ -430,7 +461,12 @@ def _in_progress(case: _Case) -> _Found | None:
 
 
 def _unseen(case: _Case) -> _Found:
-    """The cause is not on this machine, or cannot be told."""
+    """The cause is not on this machine, has just left, or cannot be told."""
+    known = {each.records.rank for each in case.seen.job.ranks}
+    gone = known - {each.rank for each in case.seen.ranks}
+    if case.ends and case.ends <= gone:
+        ranks = sorted(case.ends)
+        return Kind.DEAD, _obituary(case, ranks), ranks, ""
     if case.ends:
         ranks = sorted(case.ends)
         named = [rank for rank in ranks if rank != UNSEEN]
@@ -449,6 +485,7 @@ _RULES: tuple[_Rule, ...] = (
     _stopped,
     _slow,
     _busy_elsewhere,
+    _unreachable,
     _in_progress,
     _unseen,
 )

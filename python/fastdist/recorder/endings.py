@@ -9,9 +9,12 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fastdist.errors import FastdistError
+from fastdist.errors import CollectiveMismatchError, FastdistError
 from fastdist.recorder.frames import Frame, Stack
 from fastdist.recorder.place import record_paths
+from fastdist.recorder.system import out_of_memory_kills
+
+_LONGEST = 300  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Ending:
 
     Attributes:
         error: the name of the exception's class; "" for a signal.
-        message: the exception's first line, at most 300 characters; or "killed by SIGKILL".
+        message: the exception's first line, and the calls of a mismatch; or "killed by SIGKILL".
         ranks: the ranks that caused it, as `FastdistError.ranks` names them.
         line: the innermost line of the user's code, "train.py:42 in step"; "" if none.
         was_first: True if the launcher saw that it ended before the others.
@@ -41,11 +44,19 @@ def write_ending(path: Path, error: BaseException) -> None:
     ]
     ending = Ending(
         type(error).__name__,
-        _valid(next(iter(str(error).splitlines()), "")[:300]),
+        _valid(_message(error)),
         error.ranks if isinstance(error, FastdistError) else (),
         _valid(Stack(tuple(frames), is_main=True).user_line),
     )
     _write(path, ending)
+
+
+def _message(error: BaseException) -> str:
+    first, *rest = str(error).splitlines() or [""]
+    if not isinstance(error, CollectiveMismatchError):
+        return first[:_LONGEST]
+    by_call = {line.partition(": ")[2]: line.strip() for line in reversed(rest)}
+    return f"{first} {'; '.join(reversed(by_call.values()))}"[: 4 * _LONGEST]
 
 
 def note_killed(pid: int, number: int) -> None:
@@ -61,6 +72,8 @@ def note_killed(pid: int, number: int) -> None:
         name = signal.Signals(number).name
     except ValueError:
         name = f"signal {number}"
+    if number == signal.SIGKILL and out_of_memory_kills():
+        name += ", perhaps by the kernel: memory has run out here before"
     for found in record_paths():
         if found.is_here and found.pid == pid:
             _write(found.ending, Ending("", f"killed by {name}", (), "", was_first=True))

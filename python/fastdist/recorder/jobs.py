@@ -25,8 +25,10 @@ class RecordedRank:
 
     @property
     def is_live(self) -> bool:
-        """True if the process runs, is stopped, or cannot be seen from here."""
-        return not self.place.is_here or start_of(self.records.pid) == self.records.started
+        """True if the process runs or is stopped."""
+        if not self.place.is_here:
+            return self.place.is_locked
+        return start_of(self.records.pid) == self.records.started
 
     @property
     def can_speak(self) -> bool:
@@ -99,7 +101,7 @@ def jobs_here(only: str | None = None) -> tuple[list[Job], list[str]]:
         try:
             records = read_records(place.path)
         except UnreadableError as error:
-            if not place.is_here or start_of(place.pid) is not None:
+            if place.is_locked or (place.is_here and start_of(place.pid) is not None):
                 notes.append(str(error))
             continue
         if records is None:

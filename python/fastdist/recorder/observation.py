@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from fastdist.recorder.endings import Ending, read_ending
 from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import Job, RecordedRank
+from fastdist.recorder.machines import Machine
 from fastdist.recorder.place import RecordPath
 from fastdist.recorder.ring import Call, Records, UnreadableError, read_records
 from fastdist.recorder.stacks import stacks_of
-from fastdist.recorder.system import Process, Thread, look_at
+from fastdist.recorder.system import Connection, Process, Thread, is_in_interpreter, look_at
 
 INTERVAL_S = 0.5
 _JUST_S = 2.0  # an error is told within that time
+# A thread that wants the GIL wakes every 5 ms to ask for it, later on a busy machine.
+_GIL_NAPS_PER_S = (20, 260)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,9 @@ class ObservedRank:
         process: at the second moment; None if it is in another container.
         earlier: the process at the first moment.
         ending: the exception that ended it, if that is known.
+        starved: the threads that want the GIL, in vain, by their ids.
         stacks: of its threads; empty if they were not asked for or could not be seen.
+        machine: the launcher that told of it; "" if the rank is on this machine.
     """
 
     place: RecordPath
@@ -37,7 +42,9 @@ class ObservedRank:
     process: Process | None
     earlier: Process | None
     ending: Ending | None
+    starved: tuple[int, ...] = ()
     stacks: tuple[Stack, ...] = ()
+    machine: str = ""
 
     @property
     def rank(self) -> int:
@@ -113,26 +120,38 @@ class ObservedRank:
         return self.process.main if self.process else None
 
     @property
+    def worst_connection(self) -> Connection | None:
+        """The connection that has repeated most what it sent; None if none has."""
+        connections = self.process.connections if self.process else ()
+        lossy = (each for each in connections if each.retransmissions)
+        return max(lossy, key=lambda each: each.retransmissions, default=None)
+
+    @property
     def page_faults_per_s(self) -> float:
         """Pages that were read from the disk between the two moments, per second."""
         if self.process is None or self.earlier is None:
             return 0.0
         return (self.process.page_faults - self.earlier.page_faults) / self._passed_s
 
-    def thread_before(self, thread: Thread) -> Thread:
-        """Return a thread at the first moment; as it is now if it did not exist."""
-        threads = self.earlier.threads if self.earlier else ()
-        return next((then for then in threads if then.tid == thread.tid), thread)
-
-    def naps_per_s(self, thread: Thread) -> float:
-        """How often a thread went to sleep between the two moments, per second."""
-        return (thread.switches - self.thread_before(thread).switches) / self._passed_s
-
     @property
     def _passed_s(self) -> float:
         assert self.process is not None
         assert self.earlier is not None
-        return max(self.process.at_s - self.earlier.at_s, 0.01)
+        return _passed_s(self.process, self.earlier)
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A machine of the job that was asked in vain.
+
+    Attributes:
+        why: "its launcher has ended".
+        is_cut: nothing at that address answers, as when the link is down.
+    """
+
+    machine: Machine
+    why: str
+    is_cut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +159,11 @@ class Observation:
     """A job at two moments.
 
     Attributes:
-        ranks: those whose records are here.
-        missing: ranks of the job without records here.
+        ranks: those whose records could be read.
+        missing: the other ranks of the job.
         at_s: the second moment, on the monotonic clock.
         notes: what could not be seen.
+        unreached: the machines that did not answer.
     """
 
     job: Job
@@ -151,6 +171,7 @@ class Observation:
     missing: tuple[int, ...]
     at_s: float
     notes: tuple[str, ...]
+    unreached: tuple[Unreached, ...] = ()
 
     def rank(self, number: int) -> ObservedRank | None:
         """Return a rank; None if its records are not here."""
@@ -164,7 +185,7 @@ class Observation:
 
 
 def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
-    """Look at a job twice."""
+    """Look at the ranks of a job that are on this machine, twice."""
     notes: list[str] = []
     first = [_look(each, []) for each in job.ranks]
     if any(look is not None and not look.is_dead for look in first):
@@ -175,8 +196,32 @@ def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
         if before is not None and now is not None:
             ending = read_ending(each.place.ending)
             pair = now.records, before.records, now.process, before.process
-            ranks.append(ObservedRank(each.place, *pair, ending))
+            ranks.append(ObservedRank(each.place, *pair, ending, _starved(now, before)))
     return Observation(job, tuple(ranks), _missing(job, ranks), time.monotonic(), tuple(notes))
+
+
+def _starved(now: _Look, before: _Look) -> tuple[int, ...]:
+    if now.process is None or before.process is None:
+        return ()
+    passed_s = _passed_s(now.process, before.process)
+    earlier = {thread.tid: thread for thread in before.process.threads}
+    return tuple(
+        thread.tid
+        for thread in now.process.threads
+        if _wants_gil(now.process.pid, thread, earlier.get(thread.tid, thread), passed_s)
+    )
+
+
+def _wants_gil(pid: int, thread: Thread, before: Thread, passed_s: float) -> bool:
+    least, most = _GIL_NAPS_PER_S
+    if not least < (thread.switches - before.switches) / passed_s < most:
+        return False
+    addresses = {thread.futex, before.futex} - {0}  # it may just be awake
+    return any(is_in_interpreter(pid, address) for address in addresses)
+
+
+def _passed_s(now: Process, before: Process) -> float:
+    return max(now.at_s - before.at_s, 0.01)
 
 
 def _missing(job: Job, ranks: Sequence[ObservedRank]) -> tuple[int, ...]:
@@ -189,20 +234,21 @@ def _missing(job: Job, ranks: Sequence[ObservedRank]) -> tuple[int, ...]:
 
 
 def with_stacks(observation: Observation) -> Observation:
-    """Add the stacks of the ranks that can answer."""
+    """Add the stacks of this machine's ranks that can answer."""
     asked = {
         each.process.pid: each.place.stacks
         for each in observation.ranks
-        if each.process is not None and not each.is_dead and not each.is_stopped
+        if each.process is not None and not (each.machine or each.is_dead or each.is_stopped)
     }
     found, missing = stacks_of(asked)
     ranks = tuple(
-        replace(each, stacks=tuple(found.get(each.records.pid, ()))) for each in observation.ranks
+        each if each.machine else replace(each, stacks=tuple(found.get(each.records.pid, ())))
+        for each in observation.ranks
     )
     notes = [
         f"Python's stack of rank {each.rank}: {missing[each.records.pid]}"
         for each in ranks
-        if each.records.pid in missing
+        if each.records.pid in missing and not each.machine
     ]
     return replace(observation, ranks=ranks, notes=(*observation.notes, *notes))
 
@@ -228,9 +274,11 @@ def _look(rank: RecordedRank, notes: list[str]) -> _Look | None:
         records = rank.records
     if records is None:
         return None
-    if not rank.place.is_here:
+    if not rank.place.is_here and rank.is_live:
         notes.append(f"the process of rank {records.rank}, which is in another container")
         return _Look(records, None)
+    if not rank.place.is_here:
+        return _Look(records, Process(records.pid, "", time.monotonic()))
     process = look_at(records.pid, records.started)
     notes += [f"rank {records.rank}: {note}" for note in process.notes]
     return _Look(records, process)

@@ -10,7 +10,6 @@ from fastdist.recorder.frames import Stack
 from fastdist.recorder.kinds import Kind
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.phases import Phase
-from fastdist.recorder.system import Thread, is_in_interpreter
 from fastdist.recorder.words import at
 
 # Functions of the kernel in which threads sleep.
@@ -28,8 +27,6 @@ _CHILD = re.compile(r"^(do_wait|kernel_wait|pidfd)")
 _BUSY_SHARE = 0.5  # of a core
 _FAULTS_PER_S = 200
 _STALLED_SHARE = 0.1
-# A thread that wants the GIL wakes every 5 ms to ask for it, later on a busy machine.
-_GIL_NAPS_PER_S = (20, 260)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +93,10 @@ def _files(rank: ObservedRank) -> Occupation | None:
 def _link(rank: ObservedRank) -> Occupation | None:
     """A call that all have begun does not end, and connections repeat what they have sent."""
     calls = [call for call in rank.running if call.member.engine == "net"]
-    connections = rank.process.connections if rank.process is not None else ()
-    lossy = [each for each in connections if each.retransmissions]
-    if not calls or not lossy:
+    worst = rank.worst_connection
+    if not calls or worst is None:
         return None
-    worst = max(lossy, key=lambda each: each.retransmissions)
-    what = (
-        f"no answers from {worst.remote}: {worst.unsent_bytes:,} bytes were sent "
-        f"{worst.retransmissions} times again"
-    )
+    what = f"no answers from {worst}"
     return Occupation(Kind.LINK, f"gets {what}", f"get {what}")
 
 
@@ -132,9 +124,8 @@ def _threads(rank: ObservedRank) -> Occupation | None:
     process = rank.process
     if process is None or rank.cpu_share > 0.2 or rank.running:
         return None
-    starved = [thread for thread in process.threads if _wants_gil(rank, thread)]
-    if starved:
-        who = "its main thread wants" if starved[0] is process.main else "a thread wants"
+    if rank.starved:
+        who = "its main thread wants" if process.pid in rank.starved else "a thread wants"
         what = f"{who} the GIL, which another thread holds{_others(rank)}"
         return Occupation(Kind.THREADS, f"stands still: {what}", f"stand still: {what}")
     main = rank.main_thread
@@ -142,14 +133,6 @@ def _threads(rank: ObservedRank) -> Occupation | None:
         return None
     what = f"for a lock or another thread{_others(rank)}"
     return Occupation(Kind.THREADS, f"waits {what}", f"wait {what}")
-
-
-def _wants_gil(rank: ObservedRank, thread: Thread) -> bool:
-    least, most = _GIL_NAPS_PER_S
-    if rank.process is None or not least < rank.naps_per_s(thread) < most:
-        return False
-    addresses = {thread.futex, rank.thread_before(thread).futex} - {0}  # it may just be awake
-    return any(is_in_interpreter(rank.process.pid, address) for address in addresses)
 
 
 def _others(rank: ObservedRank) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import stat
@@ -36,10 +37,27 @@ class RecordPath:
         """The file that says which exception ended the process."""
         return self.path.with_suffix(".ending")
 
+    @property
+    def machines(self) -> Path:
+        """The file that names the machines of the process's job, if there are several."""
+        return self.path.with_suffix(".machines")
+
     def remove(self) -> None:
         """Remove all files of the process."""
-        for path in (self.stacks, self.ending, self.path):
+        for path in (self.stacks, self.ending, self.machines, self.path):
             path.unlink(missing_ok=True)
+
+    @property
+    def is_locked(self) -> bool:
+        """True while the process lives, wherever it is: it has locked its records."""
+        try:
+            with self.path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     @property
     def is_here(self) -> bool:

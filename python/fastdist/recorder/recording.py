@@ -9,13 +9,20 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 
 import fastdist._core as _core
 from fastdist._version import __version__
+from fastdist.recorder.machines import Machine, Machines
 from fastdist.recorder.place import RecordPath, new_path, record_paths
 from fastdist.recorder.ring import identity
 from fastdist.recorder.stack_signal import write_on_signal
 from fastdist.recorder.system import start_of
+
+SERVER = "parameter server"
+"""The beginning of the names of those tasks; the number follows."""
+
+_NO_CLIENT = 256
 
 _log = logging.getLogger("fastdist")
 
@@ -24,28 +31,64 @@ class _Own:
     """This process's records."""
 
     process = 0
+    place: RecordPath | None = None
+    is_task = False
 
 
-def record(communicator: _core.Communicator, key: str, engine: str) -> None:
+def record(
+    communicator: _core.Communicator,
+    key: str,
+    engine: str,
+    machines: Sequence[Machine] = (),
+    *,
+    is_job: bool = False,
+) -> None:
     """Record the calls of a communicator from now on, where there is memory for it.
 
-    The first communicator is taken to be that of the whole job.
+    The first communicator is taken to be that of the whole job, until one comes that surely is.
 
     Args:
         communicator: the compiled communicator.
         key: names the communicator; the same on all of its ranks.
         engine: the name of its class.
+        machines: where its ranks are, if they are on several machines.
+        is_job: True if its ranks are all of the job.
     """
     digest = hashlib.sha256(key.encode())
-    if _Own.process != os.getpid():
-        _Own.process = os.getpid()
-        _start(communicator.rank, communicator.size, digest.hexdigest()[:16])
+    job = digest.hexdigest()[:16]
+    is_first = _Own.process != os.getpid()
+    if is_first:
+        _start(communicator.rank, communicator.size, job)
+    elif is_job:
+        _core.set_recorded_job(communicator.rank, communicator.size, job)
+    if machines and _Own.place is not None and (is_first or is_job):
+        with contextlib.suppress(OSError):
+            Machines.of_job(key, machines).write(_Own.place.machines)
     communicator.record(
         int.from_bytes(digest.digest()[:8], "little"), engine.removesuffix("Engine").lower()
     )
 
 
-def _start(rank: int, world_size: int, job: str) -> None:
+def record_task(task: str, place: int, tasks: int, key: str) -> None:
+    """Record the requests of a task of a job with parameter servers from now on.
+
+    Args:
+        task: its name, such as "worker 1".
+        place: its number among all tasks.
+        tasks: the number of all tasks.
+        key: names the job; the same on all tasks.
+    """
+    if _Own.process != os.getpid():
+        _start(place, tasks, hashlib.sha256(key.encode()).hexdigest()[:16], task)
+
+
+def open_requests(servers: int) -> int:
+    """Return the number of a client of servers for `_core.begin_request`; without a task, none."""
+    return _core.open_requests(servers) if _Own.is_task else _NO_CLIENT
+
+
+def _start(rank: int, world_size: int, job: str, task: str = "") -> None:
+    _Own.process, _Own.place, _Own.is_task = os.getpid(), None, task != ""
     try:
         _remove_old(job)
         own = new_path()
@@ -57,12 +100,22 @@ def _start(rank: int, world_size: int, job: str) -> None:
             job=job,
             host=socket.gethostname(),
             program=" ".join(sys.argv).encode("utf-8", "backslashreplace").decode()[:255],
+            task=task,
         )
-        atexit.register(_end, own)
+        _Own.place = own
+        _at_exit(own)
         _core.set_speaker(_stalled, _explain)
         write_on_signal(own.stacks)
     except (OSError, ValueError) as error:
         _log.info("calls are not recorded: %s", error)
+
+
+def _at_exit(own: RecordPath) -> None:
+    """Let `_end` be called, in processes of multiprocessing too, which leave without atexit."""
+    atexit.register(_end, own)
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None:
+        util.Finalize(None, _end, (own,), exitpriority=0)
 
 
 def _stalled(waited_s: float) -> None:
@@ -79,11 +132,12 @@ def _explain(is_late: bool) -> str:
 
 def _end(own: RecordPath) -> None:
     """Remove the records of a process that ends well; write what ended one that does not."""
-    if own.pid != os.getpid():
+    if own.pid != os.getpid() or _Own.place is not own:
         return
-    error = getattr(sys, "last_value", None)
+    _Own.place = None  # it is called once
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
     # After Ctrl-C, an import that makes a dataclass would let the interpreter exit with code 1.
-    if error is None or isinstance(error, KeyboardInterrupt):
+    if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
         own.remove()
     else:
         from fastdist.recorder.endings import write_ending  # only where it is used
@@ -95,8 +149,8 @@ def _remove_old(job: str) -> None:
     """Remove the records of dead processes, but for those of the job that was last alive."""
     dead: dict[str, list[tuple[float, RecordPath]]] = {}
     for found in record_paths():
-        who = identity(found.path) if found.is_here else None
-        if who is None or start_of(who.pid) == who.started:
+        who = identity(found.path)
+        if who is None or found.is_locked or (found.is_here and start_of(who.pid) == who.started):
             continue
         with contextlib.suppress(OSError):
             changed = found.path.stat().st_mtime

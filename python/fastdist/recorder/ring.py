@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from fastdist._version import __version__
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.signatures import Signature
 
-_FORMAT = 1
+_FORMAT = 2
 _CALLS, _COMMUNICATORS, _SITES = 4096, 256, 512
 
 _HEADER = np.dtype(
@@ -41,6 +42,7 @@ _HEADER = np.dtype(
         ("host", "S64"),
         ("program", "S256"),
         ("phases", "<u8"),
+        ("task", "S32"),
     ]
 )
 _COMMUNICATOR = np.dtype(
@@ -77,6 +79,7 @@ _PHASES = 8192
 _BYTES = _CALLS_END + _PHASES * 8
 
 _KEPT = 256  # of the last calls, which are made into objects
+_P99_TIMES = 5
 
 
 class UnreadableError(Exception):
@@ -132,16 +135,25 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Usual:
+    """How long nearly all of some calls took."""
+
+    calls: int
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Records:
     """The records of a process.
 
     Attributes:
         started: start of the process, in clock ticks since boot, as in /proc/PID/stat.
         began_s: when recording began, on the monotonic clock.
+        task: "worker 1" of a job with parameter servers, whose tasks are its ranks; "" otherwise.
         call_count: about how many calls the process has made.
         phase_since_s: on the monotonic clock.
         calls: the last 256 calls, and those that have not ended, by the time when they began.
-        durations_s: of all recorded calls that have ended, by site.
+        usual: how long recorded calls that have ended took, by site.
     """
 
     path: Path
@@ -153,12 +165,18 @@ class Records:
     job: str
     host: str
     program: str
+    task: str
     call_count: int
     phase: Phase
     phase_since_s: float
     members: tuple[Member, ...]
     calls: tuple[Call, ...]
-    durations_s: dict[str, npt.NDArray[np.float64]]
+    usual: dict[str, Usual]
+
+    def unusual_s(self, call: Call, least_calls: int = 1) -> float | None:
+        """Return how long a call of its line would be unusual; None after fewer calls."""
+        usual = self.usual.get(call.site)
+        return None if usual is None or usual.calls < least_calls else _P99_TIMES * usual.p99_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +277,12 @@ class Snapshot:
             is_failed=int(each["outcome"]) == 2,
         )
 
-    def durations_s(self) -> dict[str, npt.NDArray[np.float64]]:
+    def usual(self) -> dict[str, Usual]:
         """Return how long the calls took that have ended, by site."""
         ended = self.calls[self.calls["done"] > 0]
         took_s = self.clock.difference_s((ended["done"] - ended["entered"]).astype(np.float64))
         numbers = np.unique(ended["site"]).tolist()
-        return {self.site(number): took_s[ended["site"] == number] for number in numbers}
+        return {self.site(number): _usual(took_s[ended["site"] == number]) for number in numbers}
 
     def phases(self, first: int) -> list[tuple[float, Phase]]:
         """Return when phases began, from the phase with the number `first` on, if it is kept."""
@@ -288,12 +306,13 @@ def _records(file: Snapshot) -> Records:
         job=file.text("job"),
         host=file.text("host"),
         program=file.text("program"),
+        task=file.text("task"),
         call_count=int(header["calls"]),
         phase=_phase(int(header["phase"])),
         phase_since_s=file.clock.seconds(header["phase_since"]),
         members=file.members,
         calls=tuple(map(file.call, kept)),
-        durations_s=file.durations_s(),
+        usual=file.usual(),
     )
 
 
@@ -358,6 +377,11 @@ def _whole_calls(data: bytes, again: bytes, members: int) -> npt.NDArray[np.void
     order = np.argsort(calls["entered"][whole], kind="stable")
     kept: npt.NDArray[np.void] = calls[whole][order]
     return kept
+
+
+def _usual(took_s: npt.NDArray[np.float64]) -> Usual:
+    place = math.ceil(0.99 * (len(took_s) - 1))
+    return Usual(len(took_s), float(np.partition(took_s, place)[place]))
 
 
 def _phase(number: int) -> Phase:

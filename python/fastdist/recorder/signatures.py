@@ -14,6 +14,13 @@ _DTYPES = (
     *("complex64", "complex128"),
 )
 _REDUCE_OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
+REQUESTS = (
+    *("HELLO", "CREATE", "READ", "CHANGE", "ASSIGN", "STATS", "SAVE", "RESTORE", "COMMIT"),
+    *("DISCARD", "RESET", "END"),
+)
+"""Requests to parameter servers, as ps/wire/protocol.py numbers them, from 1."""
+
+_FIRST_REQUEST = 65
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 _ROOTED = {"reduce": "root", "broadcast": "root", "gather": "root", "scatter": "root"}
 _PEERS = {"send": "dst", "recv": "src"}
@@ -34,8 +41,11 @@ class Signature:
 
     @property
     def op(self) -> str:
-        """The collective's name."""
-        return _name(_OPS, self.packed & 0x7F)
+        """The collective's name, or that of a request to a parameter server."""
+        number = self.packed & 0x7F
+        if number >= _FIRST_REQUEST:
+            return _name(REQUESTS, number - _FIRST_REQUEST)
+        return _name(_OPS, number)
 
     @property
     def is_pairwise(self) -> bool:
@@ -54,11 +64,13 @@ class Signature:
 
     @property
     def root(self) -> int:
-        """The root, or the other rank of a send or receive; negative: any rank."""
+        """The root, the other rank of a send or receive (negative: any rank), or the server."""
         root = self.packed >> 24 & 0xFFFF
         return root - 0x10000 if root >= 0x8000 else root
 
     def __str__(self) -> str:
+        if self.op in REQUESTS:
+            return f"{self.op}({self.count:,} bytes, server={self.root})"
         words = []
         if self.op not in _WITHOUT_ARRAY:
             words.append(f"{self.dtype} × {self.count:,}")

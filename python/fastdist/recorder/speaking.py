@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
-
-import numpy as np
 
 import fastdist._core as _core
 from fastdist.errors import PeerFailureError
@@ -22,7 +21,6 @@ _log = logging.getLogger("fastdist")
 
 _LEAST_S = 5.0
 _SHORT_S = 2.0
-_P99_TIMES = 5
 _AGAIN = 6  # a wait is told again after so many times as long
 
 
@@ -39,15 +37,34 @@ def explain(is_late: bool) -> str:
     Args:
         is_late: True after a timeout. Timeouts shorter than 2 s are not explained: they are a way
             to look in between. After another failure, ranks that have raised are quoted.
+
+    Raises:
+        Exception: only what a handler of a signal raises meanwhile.
     """
+    found: list[str] = []
+    failed_s = time.monotonic()
+
+    def search() -> None:
+        try:
+            found.append(_reason(is_late, failed_s))
+        except Exception:
+            _log.debug("no reason was found", exc_info=True)
+
+    # Handlers of signals run in the main thread: what they raise is not taken for an error here.
+    thread = threading.Thread(target=search, daemon=True)
     try:
-        if not is_late:
-            return _quote()
-        job = job_of(os.getpid())
-        return diagnose(job, 0.1).sentence if _has_waited(job) else ""
-    except Exception:
-        _log.debug("no reason was found", exc_info=True)
+        thread.start()
+    except RuntimeError:  # no thread can be made, or the interpreter is about to end
         return ""
+    thread.join()
+    return "".join(found)
+
+
+def _reason(is_late: bool, failed_s: float) -> str:
+    if not is_late:
+        return _quote()
+    job = job_of(os.getpid())
+    return diagnose(job, 0.1).sentence if _has_waited(job, failed_s) else ""
 
 
 def _quote() -> str:
@@ -83,11 +100,12 @@ def obituary(pid: int, number: int) -> str:
     return found.sentence if found.ranks == (rank,) else ""
 
 
-def _has_waited(job: Job) -> bool:
+def _has_waited(job: Job, failed_s: float) -> bool:
     calls = next(each.records.calls for each in job.ranks if each.records.pid == os.getpid())
-    now_s = time.monotonic()
     return any(
-        call.is_failed and now_s - (call.done_s or 0.0) < 1.0 and now_s - call.entered_s > _SHORT_S
+        call.is_failed
+        and failed_s - (call.done_s or 0.0) < 1.0
+        and failed_s - call.entered_s > _SHORT_S
         for call in calls[-64:]
     )
 
@@ -106,7 +124,7 @@ def _tell(job: Job, waited_s: float) -> None:
         (rank.records.rank, call)
         for rank in job.ranks
         if rank.can_speak
-        for call in _overdue(rank.records)
+        for call in _worth_telling(rank.records)
     ]
     # One rank of a machine speaks for all.
     if not waiting or min(waiting, key=lambda each: each[0])[0] != own.rank:
@@ -118,20 +136,17 @@ def _tell(job: Job, waited_s: float) -> None:
     if waited_s < _Speaker.next_s:
         return
     _Speaker.next_s = _AGAIN * waited_s
-    found = diagnose(job)
+    found = diagnose(job, everywhere=True)
     if found.kind is not Kind.SLOW:
         _log.warning("%s", found.sentence)
 
 
-def _overdue(records: Records) -> list[Call]:
+def _worth_telling(records: Records) -> list[Call]:
     """Return calls that have waited 5 s, and 5 times as long as nearly all of their line's do."""
     now_s = time.monotonic()
-    found = []
-    for call in records.calls:
-        if not call.is_running or now_s - call.entered_s < _LEAST_S - 0.5:
-            continue
-        usual_s = records.durations_s.get(call.site)
-        p99_s = 0.0 if usual_s is None else float(np.percentile(usual_s, 99))
-        if now_s - call.entered_s > _P99_TIMES * p99_s:
-            found.append(call)
-    return found
+    return [
+        call
+        for call in records.calls
+        if call.is_running
+        and now_s - call.entered_s > max(_LEAST_S - 0.5, records.unusual_s(call) or 0.0)
+    ]

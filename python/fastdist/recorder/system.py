@@ -55,6 +55,10 @@ class Connection:
     unsent_bytes: int
     retransmissions: int
 
+    def __str__(self) -> str:
+        again = f"{self.unsent_bytes:,} bytes were sent {self.retransmissions} times again"
+        return f"{self.remote}: {again}"
+
 
 @dataclass(frozen=True, slots=True)
 class Process:

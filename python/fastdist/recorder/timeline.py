@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+
+from fastdist.recorder.ring import Call
+from fastdist.recorder.signatures import REQUESTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,35 @@ class TracedCall:
     @property
     def is_collective(self) -> bool:
         """True if all ranks of the communicator make the call."""
-        return self.op not in ("send", "recv")
+        return self.op not in ("send", "recv", *REQUESTS)
+
+
+def traced(call: Call, epoch_s: float = 0.0) -> TracedCall:
+    """Return a recorded call for a timeline; one that has not ended is taken to have failed.
+
+    Args:
+        call: the call.
+        epoch_s: the monotonic clock's zero, on the timeline's clock.
+    """
+    done_s = time.monotonic() if call.done_s is None else call.done_s
+    there_s = call.entered_s if call.there_s is None else call.there_s
+    return TracedCall(
+        communicator=f"{call.member.key:016x}",
+        rank=call.member.rank,
+        size=call.member.size,
+        sequence=call.sequence,
+        text=str(call.signature),
+        op=call.signature.op,
+        count=call.signature.count,
+        dtype=call.signature.dtype,
+        root=call.signature.root,
+        on_gpu=call.signature.on_gpu,
+        site=call.site,
+        entered_s=call.entered_s + epoch_s,
+        there_s=(done_s if call.is_running else there_s) + epoch_s,
+        done_s=done_s + epoch_s,
+        is_failed=call.is_failed or call.is_running,
+    )
 
 
 @dataclass(slots=True)
@@ -108,7 +140,7 @@ class Lateness:
 
     Attributes:
         rank: the rank.
-        count: how many collectives waited for it for more than 0.1 ms.
+        count: how many collectives waited for it.
         share: of the collectives in which any rank was waited for.
         cost_s: seconds that the other ranks waited for it, in the mean, per such collective.
         reason: what it did meanwhile, most of the time: a phase, or "user".
@@ -122,21 +154,29 @@ class Lateness:
     reason: str
     site: str
 
-    def __str__(self) -> str:
-        doing = _DOING.get(self.reason, f"in {self.reason}")
+    @property
+    def how_often(self) -> str:
+        """Return "rank 1 was last in 90% of 40 collectives that waited, by 12 ms each"."""
         return (
             f"rank {self.rank} was last in {self.share:.0%} of {round(self.count / self.share)} "
-            f"collectives that waited, by {1e3 * self.cost_s:.3g} ms each, {doing}"
-            + (f" ({self.site})" if self.site else "")
+            f"collectives that waited, by {1e3 * self.cost_s:.3g} ms each"
         )
+
+    def __str__(self) -> str:
+        doing = _DOING.get(self.reason, f"in {self.reason}")
+        return f"{self.how_often}, {doing}" + (f" ({self.site})" if self.site else "")
 
 
 _DOING = {"data": "waiting for data", "user": "in user code", "saving": "saving a checkpoint"}
-_LEAST_S = 1e-4
 
 
-def find_late(ranks: Sequence[RankTimeline]) -> list[Lateness]:
-    """Return which ranks the others waited for, beginning with the most expensive one."""
+def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Lateness]:
+    """Return which ranks the others waited for, beginning with the most expensive one.
+
+    Args:
+        ranks: the ranks.
+        least_s: seconds; shorter waits do not count.
+    """
     waits: dict[int, list[float]] = defaultdict(list)
     reasons: dict[int, Counter[str]] = defaultdict(Counter)
     sites: dict[int, Counter[str]] = defaultdict(Counter)
@@ -146,7 +186,7 @@ def find_late(ranks: Sequence[RankTimeline]) -> list[Lateness]:
         last, call = max(calls, key=lambda each: each[1].entered_s)
         others = [call.entered_s - each.entered_s for rank, each in calls if rank != last]
         cost_s = statistics.fmean(others)
-        if cost_s < _LEAST_S:
+        if cost_s < least_s:
             continue
         waits[last].append(cost_s)
         sites[last][call.site] += 1

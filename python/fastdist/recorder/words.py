@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Collection, Iterable
 
+from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.waits import UNSEEN
 
 
@@ -34,7 +35,7 @@ def _runs(ranks: list[int]) -> Iterable[tuple[int, int]]:
     yield start, previous
 
 
-def verb(ranks: Collection[int], one: str, several: str) -> str:
+def verb(ranks: Collection[object], one: str, several: str) -> str:
     """Choose the form of a verb."""
     return one if len(ranks) == 1 else several
 
@@ -69,3 +70,12 @@ def how_it_ended(status: int) -> str:
         return f"by signal {number} ({signal.Signals(number).name})"
     except ValueError:
         return f"by signal {number}"
+
+
+def how_it_died(rank: ObservedRank) -> str:
+    """Describe the end of a rank without an exception: ", killed by SIGKILL"."""
+    if rank.ending is not None:
+        return f", {rank.ending.message}"
+    if rank.process is not None and rank.process.status is not None:
+        return f", ended {how_it_ended(rank.process.status)}"
+    return " without an exception, as after kill -9 or a crash"

@@ -12,11 +12,11 @@ from fastdist.cli.why.picture import check_plot, to_text, write_plot
 from fastdist.recorder.diagnosis import Diagnosis, diagnose
 from fastdist.recorder.jobs import find_job, jobs_here
 from fastdist.recorder.observation import ObservedRank
-from fastdist.recorder.words import seconds, short
+from fastdist.recorder.words import names, seconds, short
 
 _TERMINAL = Path("-")
 _STATES = {"R": "running", "S": "asleep", "D": "in the kernel", "I": "idle"}
-_TITLES = ("rank", "pid", "state", "phase", "last call", "since", "stack")
+_TITLES = ("rank", "host", "pid", "state", "phase", "last call", "since", "stack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Row:
     """A row of the table of ranks. `since_s`: seconds in its call, or since its last call."""
 
     rank: int
+    task: str
+    host: str
     pid: int
     state: str
     phase: str
@@ -51,7 +53,7 @@ def run(name: str | None, *, as_json: bool, plot: Path | None) -> None:
         job = find_job(jobs, name)
     except LookupError as error:
         raise LookupError("; ".join([str(error), *notes])) from None
-    diagnosis = diagnose(job)
+    diagnosis = diagnose(job, everywhere=True)
     unseen = [*notes, *diagnosis.observation.notes, *_missing(diagnosis)]
     sys.stdout.write(_to_json(diagnosis, unseen) if as_json else _to_text(diagnosis, unseen))
     if plot == _TERMINAL:
@@ -69,6 +71,8 @@ def rows(diagnosis: Diagnosis) -> Iterator[Row]:
         began_s = call.entered_s if call is not None and is_in_call else each.idle_since_s
         yield Row(
             each.rank,
+            each.records.task,
+            each.records.host,
             each.records.pid,
             _state(each),
             str(each.records.phase.name.lower()),
@@ -92,16 +96,23 @@ def _state(rank: ObservedRank) -> str:
 
 def _missing(diagnosis: Diagnosis) -> list[str]:
     seen = diagnosis.observation
-    if not seen.missing:
-        return []
-    numbers = ", ".join(map(str, seen.missing[:16])) + (", …" if len(seen.missing) > 16 else "")
-    where = "" if seen.is_of_one_machine else ", which may be on other machines"
-    return [f"{len(seen.missing)} of {seen.job.world_size} ranks{where}: {numbers}"]
+    notes = [
+        f"{names(each.machine.ranks)}, on {each.machine.ip}: {each.why}" for each in seen.unreached
+    ]
+    asked = {rank for each in seen.unreached for rank in each.machine.ranks}
+    rest = [rank for rank in seen.missing if rank not in asked]
+    if rest:
+        numbers = ", ".join(map(str, rest[:16])) + (", …" if len(rest) > 16 else "")
+        where = "" if seen.is_of_one_machine else ", which may be on other machines"
+        notes.append(f"{len(rest)} of {seen.job.world_size} ranks{where}: {numbers}")
+    return notes
 
 
 def _to_text(diagnosis: Diagnosis, unseen: list[str]) -> str:
     table = [_TITLES, *(_cells(row) for row in rows(diagnosis))]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(_TITLES))]
+    if len({each.records.host for each in diagnosis.observation.ranks}) == 1:
+        table = [(rank, *rest) for rank, _, *rest in table]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [diagnosis.sentence[0].upper() + diagnosis.sentence[1:] + ".", ""]
     for cells in table:
         padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
@@ -115,7 +126,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     call = f"{row.call} {short(row.site)}".strip()
     since = f"in it for {seconds(row.since_s)}" if row.is_in_call else seconds(row.since_s)
     return (
-        *(str(row.rank), str(row.pid), row.state, row.phase),
+        *(row.task or str(row.rank), row.host, str(row.pid), row.state, row.phase),
         *(call or "none", since, short(row.stack)),
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
+from fastdist.recorder.machines import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,13 @@ class Engine(ABC):
         rank: this rank, from 0.
         size: the number of ranks.
         key: equal on all ranks, and unlike that of other engines.
+        machines: where the ranks are, if they met on several machines.
     """
 
     rank: int
     size: int
     key: str
+    machines: tuple[Machine, ...] = ()
 
     @property
     @abstractmethod

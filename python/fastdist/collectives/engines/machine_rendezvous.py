@@ -25,6 +25,7 @@ from typing import Any
 import fastdist._core as _core
 from fastdist._version import __version__
 from fastdist.cluster.address import split_address
+from fastdist.cluster.launch import own_launcher
 from fastdist.cluster.own_address import own_address
 from fastdist.collectives.engines.layout import Layout
 from fastdist.collectives.engines.torch_store import open_store
@@ -47,12 +48,14 @@ class Rendezvous:
         addresses: IP address and port of each rank's listener.
         listener: this rank's listener.
         key: equal on all ranks, and unknown to processes that do not have the job's secret.
+        launchers: the address at which each rank's launcher answers questions, or "".
     """
 
     layout: Layout
     addresses: tuple[tuple[str, int], ...]
     listener: _core.Listener
     key: str
+    launchers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class Arrival:
         port: port of its listener.
         version: fastdist's version.
         nonce: a random number.
+        launcher: "ip:port" at which the launcher of its machine answers questions; "" if none does.
     """
 
     world_size: int
@@ -74,6 +78,7 @@ class Arrival:
     port: int
     version: str
     nonce: str = ""
+    launcher: str = ""
 
     def pack(self) -> str:
         """Encode as JSON."""
@@ -92,7 +97,7 @@ class Arrival:
             types = [type(value) for value in astuple(found)]
         except (AttributeError, TypeError, RecursionError) as error:
             raise ValueError(str(error)) from None
-        if types != [int, str, str, int, str, str] or not 0 < found.port < 1 << 16:
+        if types != [int, str, str, int, str, str, str] or not 0 < found.port < 1 << 16:
             raise ValueError("fields of other types")
         return found
 
@@ -106,8 +111,8 @@ def arrive(
         listener = _core.Listener(ip)
     except (OSError, ValueError) as error:
         raise ClusterConfigError(f"rendezvous: {error}") from None
-    nonce = secrets.token_hex(16)
-    return Arrival(world_size, machine_id(), ip, listener.port, __version__, nonce), listener
+    own = machine_id(), ip, listener.port, __version__, secrets.token_hex(16), own_launcher()
+    return Arrival(world_size, *own), listener
 
 
 def conclude(arrivals: Sequence[Arrival], listener: _core.Listener, key: str) -> Rendezvous:
@@ -135,7 +140,8 @@ def conclude(arrivals: Sequence[Arrival], listener: _core.Listener, key: str) ->
             )
     layout = Layout(tuple(map(tuple, places.values())))
     addresses = tuple((arrival.ip, arrival.port) for arrival in arrivals)
-    return Rendezvous(layout, addresses, listener, key)
+    launchers = tuple(arrival.launcher for arrival in arrivals)
+    return Rendezvous(layout, addresses, listener, key, launchers)
 
 
 def machine_id() -> str:

@@ -18,6 +18,7 @@ from fastdist.errors import (
     PeerFailureError,
     UnsupportedError,
 )
+from fastdist.recorder.machines import Machine
 
 
 @final
@@ -32,6 +33,7 @@ class NetEngine(Engine):
         addresses: IP address and port of each rank's listener.
         key: equal on all ranks, and secret to processes that are not of the job.
         timeout_s: seconds to wait for other ranks to connect.
+        launchers: the address at which each rank's launcher answers questions, or "".
         parent: the engine of more ranks that this one is made from, if any.
 
     Raises:
@@ -48,6 +50,7 @@ class NetEngine(Engine):
         addresses: Sequence[tuple[str, int]],
         key: str,
         timeout_s: float,
+        launchers: Sequence[str] = (),
         parent: _core.NetCommunicator | None = None,
     ) -> None:
         self.rank = rank
@@ -56,6 +59,10 @@ class NetEngine(Engine):
         self._inner = inner
         self._ips = [ip for ip, _ in addresses]
         self.key = key
+        if launchers:
+            self.machines = tuple(
+                Machine(ranks, self._ips[ranks[0]], launchers[ranks[0]]) for ranks in layout.places
+            )
         self._groups = 0  # how many groups were made from this engine
         places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
         token = hashlib.sha256(key.encode()).digest()
@@ -106,7 +113,7 @@ class NetEngine(Engine):
             key = f"{self.key}/{self._groups}:{','.join(map(str, group))}"
             number = list(group).index(self.rank)
             own = layout, number, inner, listener, addresses, key
-            return NetEngine(*own, timeout_s, self._compiled)
+            return NetEngine(*own, timeout_s, parent=self._compiled)
         return None
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:

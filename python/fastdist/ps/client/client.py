@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+import fastdist._core as _core
 from fastdist.errors import UnavailableError
 from fastdist.ps.client.connection import Connection
 from fastdist.ps.client.items import Item, messages_of, names_of, store, values_of
@@ -30,6 +31,7 @@ from fastdist.ps.wire.protocol import (
     message_bytes,
 )
 from fastdist.ps.wire.specs import Spec, to_json
+from fastdist.recorder.recording import open_requests
 
 _SLOWEST_BYTES_PER_S = 20e6  # large messages get more time before they count as lost
 
@@ -89,6 +91,7 @@ class Client:
         self._refused: list[deque[Ticket]] = [deque() for _ in servers]  # by a busy server
         self._heard_at = [-math.inf] * len(servers)
         self._connections = [Connection(self._context, address, keys) for address in servers]
+        self._recorded = open_requests(len(servers))
         self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
         for server, connection in enumerate(self._connections):
             self._listen(connection.socket, partial(self._handle_reply, server))
@@ -109,6 +112,7 @@ class Client:
         for connection in self._connections:
             connection.close()
         self._context.term()
+        _core.close_requests(self._recorded)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -143,8 +147,8 @@ class Client:
         """
         nbytes = message_bytes(op, frames)
         in_flight = self._in_flight[server]
-        while len(in_flight) >= self._window:
-            self._poll_once(next(iter(in_flight.values())))
+        if len(in_flight) >= self._window:
+            self._poll_until(next(iter(in_flight.values())), lambda: len(in_flight) < self._window)
         self._numbers[server] += 1
         header = Header(
             op,
@@ -156,7 +160,7 @@ class Client:
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         limit_s += nbytes / _SLOWEST_BYTES_PER_S
-        ticket = Ticket(server, op, header, frames, limit_s, time.monotonic(), on_reply)
+        ticket = Ticket(server, op, header, frames, nbytes, limit_s, time.monotonic(), on_reply)
         in_flight[header.number] = ticket
         self._send(ticket)
         return ticket
@@ -168,8 +172,8 @@ class Client:
             UnavailableError: the server has not answered in time, is gone, or was restarted.
             Exception: the server raised it.
         """
-        while not ticket.is_done:
-            self._poll_once(ticket)
+        if not ticket.is_done:
+            self._poll_until(ticket, lambda: ticket.is_done)
         if ticket.error is not None:
             raise ticket.error
         return ticket.reply if ticket.reply is not None else memoryview(b"")
@@ -188,6 +192,15 @@ class Client:
         connection = self._connections[ticket.server]
         is_sent, ticket.upload = connection.send(ticket.header.pack(), ticket.frames)
         ticket.resend_at = math.inf if is_sent else time.monotonic() + self._retry_s
+
+    def _poll_until(self, ticket: Ticket, is_over: Callable[[], bool]) -> None:
+        """Wait, which is recorded as a wait for the reply to a request."""
+        waiting = _core.begin_request(self._recorded, ticket.server, ticket.op, ticket.nbytes)
+        try:
+            while not is_over():
+                self._poll_once(ticket)
+        finally:
+            _core.end_request(waiting, ticket.error is None)
 
     def _poll_once(self, ticket: Ticket) -> None:
         """Handle replies; send the request again, or give it up, when its time has come."""

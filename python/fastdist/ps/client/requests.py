@@ -48,6 +48,7 @@ class Ticket:
     op: Op
     header: Header
     frames: Sequence[Any]
+    nbytes: int
     timeout_s: float
     began: float
     on_reply: Callable[[memoryview], None] | None = None

@@ -1,0 +1,76 @@
+"""Answers `fastdist why` of other machines about the ranks of this one, in a thread."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from fastdist.cluster.address import join_address
+from fastdist.cluster.own_address import own_address
+from fastdist.errors import ClusterConfigError
+from fastdist.recorder.elsewhere import answer_to, key_of
+from fastdist.recorder.questions import answer
+
+_MOST_AT_ONCE = 16
+_QUESTION_S = 2.0
+
+_log = logging.getLogger("fastdist")
+
+
+@contextmanager
+def answering(host: str, port: int) -> Iterator[str]:
+    """Answer questions while the job runs inside.
+
+    Args:
+        host: the machine of rank 0.
+        port: the port of rank 0.
+
+    Yields:
+        The "ip:port" that other machines ask; "" if the network of this machine is not up.
+    """
+    try:
+        ip = own_address(host, port)
+        listener = socket.create_server((ip, 0), family=_family(ip))
+    except (ClusterConfigError, OSError) as error:
+        _log.info("other machines cannot ask about this job: %s", error)
+        yield ""
+        return
+    listening = threading.Thread(target=_listen, args=(listener,), daemon=True)
+    listening.start()
+    try:
+        yield join_address(ip, listener.getsockname()[1])
+    finally:
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        listening.join()
+        listener.close()
+
+
+def _family(ip: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in ip else socket.AF_INET
+
+
+def _listen(listener: socket.socket) -> None:
+    places = threading.Semaphore(_MOST_AT_ONCE)
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        if places.acquire(blocking=False):
+            threading.Thread(target=_answer, args=(connection, places), daemon=True).start()
+        else:
+            connection.close()
+
+
+def _answer(connection: socket.socket, places: threading.Semaphore) -> None:
+    with connection:
+        try:
+            answer(connection, key_of, answer_to, _QUESTION_S)
+        except Exception:
+            _log.debug("a question was not answered", exc_info=True)
+        finally:
+            places.release()

@@ -1,0 +1,211 @@
+"""Observes the ranks of other machines, by asking their launchers; answers such questions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from fastdist.cluster.address import split_address
+from fastdist.recorder.encoding import decode, encode
+from fastdist.recorder.frames import Stack
+from fastdist.recorder.jobs import Job, jobs_here
+from fastdist.recorder.machines import Machine, Machines, read_machines
+from fastdist.recorder.observation import (
+    INTERVAL_S,
+    Observation,
+    ObservedRank,
+    Unreached,
+    observe,
+    with_stacks,
+)
+from fastdist.recorder.place import record_paths
+from fastdist.recorder.questions import NoAnswerError, ask
+from fastdist.recorder.ring import Records, identity
+from fastdist.recorder.system import Process
+
+_RANKS, _STACKS = "ranks", "stacks"
+_WITHIN_S = 2.0
+_STACKS_WITHIN_S = 1.0
+_MOST_AT_ONCE = 64
+_FEW_CALLS = 64  # of the first moment: enough to see whether calls have begun or ended since
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class RanksThere:
+    """The ranks of a machine, by its own clock."""
+
+    ranks: tuple[ObservedRank, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StacksThere:
+    """The stacks of a machine's ranks, by rank."""
+
+    stacks: dict[str, tuple[Stack, ...]]
+    notes: tuple[str, ...]
+
+
+def key_of(job: str) -> str | None:
+    """Return the key by which other machines may ask about a job; None without such a job here."""
+    found = _machines_of(job)
+    return None if found is None else found.key
+
+
+def answer_to(job: str, about: str) -> str:
+    """Answer the question of another machine about the ranks of this one."""
+    jobs, notes = jobs_here(job)
+    if not jobs:
+        return encode(RanksThere((), tuple(notes)))
+    seen = observe(jobs[0], 0.0 if about == _STACKS else INTERVAL_S)
+    if about == _STACKS:
+        seen = with_stacks(replace(seen, notes=()))
+        return encode(StacksThere({str(each.rank): each.stacks for each in seen.ranks}, seen.notes))
+    return encode(RanksThere(tuple(map(_without_old_calls, seen.ranks)), (*notes, *seen.notes)))
+
+
+def observe_everywhere(job: Job, interval_s: float) -> Observation:
+    """Look at a job twice, on its other machines too, within about two seconds."""
+    machines = _machines_of(job.id)
+    others = machines.without(_ranks_of(job)) if machines is not None else []
+    if machines is None or not others:
+        return observe(job, interval_s)
+    with ThreadPoolExecutor(min(len(others), _MOST_AT_ONCE)) as pool:
+        end_s = time.monotonic() + _WITHIN_S
+        asked = [
+            (each, pool.submit(_ask_ranks, each, machines.key, job.id, end_s)) for each in others
+        ]
+        seen = observe(job, interval_s)
+        return _merged(seen, asked)
+
+
+def with_stacks_everywhere(seen: Observation) -> Observation:
+    """Add the stacks of the ranks that can answer, on other machines too."""
+    there = {each.machine for each in seen.ranks if each.machine and not each.is_dead}
+    machines = _machines_of(seen.job.id) if there else None
+    if machines is None:
+        return with_stacks(seen)
+    with ThreadPoolExecutor(min(len(there), _MOST_AT_ONCE)) as pool:
+        end_s = time.monotonic() + _STACKS_WITHIN_S
+        asked = [
+            pool.submit(_ask, each, machines.key, seen.job.id, _STACKS, StacksThere, end_s)
+            for each in machines.machines
+            if each.launcher in there
+        ]
+        seen = with_stacks(seen)
+        for future in asked:
+            try:
+                found, _ = future.result()
+            except NoAnswerError:  # it has just answered
+                continue
+            seen = replace(
+                seen,
+                ranks=tuple(
+                    replace(each, stacks=found.stacks.get(str(each.rank), each.stacks))
+                    for each in seen.ranks
+                ),
+                notes=(*seen.notes, *found.notes),
+            )
+    return seen
+
+
+_Asked = Sequence[tuple[Machine, "Future[RanksThere]"]]
+
+
+def _merged(seen: Observation, asked: _Asked) -> Observation:
+    ranks = {each.rank: each for each in seen.ranks}
+    notes, unreached = list(seen.notes), []
+    for machine, future in asked:
+        try:
+            found = future.result()
+        except NoAnswerError as error:
+            unreached.append(Unreached(machine, str(error), error.is_cut))
+            continue
+        notes += found.notes
+        ranks |= {each.rank: each for each in found.ranks if each.rank not in ranks}
+    return replace(
+        seen,
+        ranks=tuple(ranks[rank] for rank in sorted(ranks)),
+        missing=tuple(rank for rank in seen.missing if rank not in ranks),
+        notes=tuple(notes),
+        unreached=tuple(unreached),
+    )
+
+
+def _ask_ranks(machine: Machine, key: str, job: str, end_s: float) -> RanksThere:
+    found, ahead_s = _ask(machine, key, job, _RANKS, RanksThere, end_s)
+    ranks = tuple(
+        replace(_on_this_clock(each, ahead_s), machine=machine.launcher) for each in found.ranks
+    )
+    return RanksThere(ranks, found.notes)
+
+
+def _ask(
+    machine: Machine, key: str, job: str, about: str, kind: type[_T], end_s: float
+) -> tuple[_T, float]:
+    if not machine.launcher:
+        raise NoAnswerError("no fastdist run answers there; ask on that machine")
+    try:
+        text, ahead_s = ask(split_address(machine.launcher), key, job, about, end_s)
+        return decode(kind, text), ahead_s
+    except ValueError:
+        raise NoAnswerError("its launcher answers like another version of fastdist") from None
+
+
+def _machines_of(job: str) -> Machines | None:
+    for found in record_paths():
+        who = identity(found.path)
+        if who is not None and who.job == job:
+            machines = read_machines(found.machines)
+            if machines is not None:
+                return machines
+    return None
+
+
+def _ranks_of(job: Job) -> list[int]:
+    return [each.records.rank for each in job.ranks]
+
+
+def _without_old_calls(rank: ObservedRank) -> ObservedRank:
+    calls = rank.before.calls
+    kept = [call for call in calls[:-_FEW_CALLS] if call.is_running]
+    before = replace(rank.before, calls=(*kept, *calls[-_FEW_CALLS:]))
+    return replace(rank, before=before)
+
+
+def _on_this_clock(rank: ObservedRank, ahead_s: float) -> ObservedRank:
+    """Move the times of a rank that another machine has observed."""
+    return replace(
+        rank,
+        records=_records_later(rank.records, ahead_s),
+        before=_records_later(rank.before, ahead_s),
+        process=_process_later(rank.process, ahead_s),
+        earlier=_process_later(rank.earlier, ahead_s),
+    )
+
+
+def _records_later(records: Records, by_s: float) -> Records:
+    calls = (
+        replace(
+            call,
+            entered_s=call.entered_s + by_s,
+            there_s=None if call.there_s is None else call.there_s + by_s,
+            done_s=None if call.done_s is None else call.done_s + by_s,
+        )
+        for call in records.calls
+    )
+    return replace(
+        records,
+        began_s=records.began_s + by_s,
+        phase_since_s=records.phase_since_s + by_s,
+        calls=tuple(calls),
+    )
+
+
+def _process_later(process: Process | None, by_s: float) -> Process | None:
+    return None if process is None else replace(process, at_s=process.at_s + by_s)

@@ -1,0 +1,74 @@
+"""Encodes what was observed as JSON, and decodes it by the types of its fields."""
+
+from __future__ import annotations
+
+import functools
+import json
+import types
+import typing
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+_T = TypeVar("_T")
+
+
+def encode(value: Any) -> str:
+    """Encode dataclasses of dataclasses, tuples, paths, enums, numbers and texts."""
+    return json.dumps(_plain(value))
+
+
+def decode(kind: type[_T], text: str | bytes) -> _T:
+    """Decode the output of `encode` for a value of this class.
+
+    Raises:
+        ValueError: it is no such value.
+    """
+    try:
+        found: _T = _typed(kind, json.loads(text))
+        return found
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return [_plain(getattr(value, name)) for name in _types_of(type(value))]
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return str(value) if isinstance(value, Path) else value
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    parts = typing.get_args(kind)
+    if isinstance(kind, types.UnionType):  # with None
+        return None if value is None else _typed(parts[0], value)
+    if typing.get_origin(kind) is tuple:
+        return tuple(_typed(parts[0], each) for each in _checked(list, value))
+    if typing.get_origin(kind) is dict:
+        return {name: _typed(parts[1], each) for name, each in _checked(dict, value).items()}
+    if is_dataclass(kind):
+        hints = _types_of(cast(type, kind)).values()
+        values = zip(hints, _checked(list, value), strict=True)
+        return cast(type, kind)(*(_typed(hint, each) for hint, each in values))
+    if issubclass(kind, Enum | Path):
+        return kind(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    return _checked(kind, value)
+
+
+def _checked(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
+    return value
+
+
+@functools.cache
+def _types_of(kind: type[Any]) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, in their order."""
+    hints = typing.get_type_hints(kind)
+    return {each.name: hints[each.name] for each in fields(kind)}

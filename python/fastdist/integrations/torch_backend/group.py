@@ -120,7 +120,7 @@ class ProcessGroupFastdist(Calls):
         """Return the name of the backend for each type of device."""
         try:
             config = distributed_c10d.get_backend_config(self)  # type: ignore[arg-type]
-        except ValueError:  # torch is still making the group
+        except (ValueError, TypeError):  # torch has not made the group, or not yet
             return {"cpu": NAME, "cuda": NAME}
         return dict(pair.split(":") for pair in config.split(","))
 

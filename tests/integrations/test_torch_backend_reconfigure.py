@@ -14,9 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
+import torch.distributed._functional_collectives as functional  # noqa: E402
 from fastdist.integrations.torch_backend.group import ProcessGroupFastdist  # noqa: E402
 from machines import MachineRanks, Network, network  # noqa: E402
 from ranks import ProcessRanks  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
 
 __all__ = ["network"]  # a fixture
 
@@ -106,6 +108,31 @@ def the_default_group(comm: Any, path: str) -> None:
 
 def test_the_default_group_changes(ranks: ProcessRanks, tmp_path: Any) -> None:
     ranks.run(the_default_group, str(tmp_path / "store"))
+
+
+def by_torch(comm: Any, path: str) -> None:
+    begin: Any = dist.init_process_group
+    place = {"rank": comm.rank, "world_size": comm.world_size}
+    begin("fastdist", init_method=f"file://{path}", **place, enable_reconfigure=True)
+    assert distributed_c10d._supports_reconfigure()
+    everyone = comm.all_gather_object(distributed_c10d._get_reconfigure_handle())
+    for uuid, members in enumerate(([0, 1, 2], [2, 0], [1, 2, 0]), 1):
+        if comm.rank in members:
+            handles = [everyone[rank] for rank in members]
+            assert distributed_c10d._reconfigure(uuid, handles).wait()
+            assert dist.get_rank() == members.index(comm.rank)
+            assert dist.get_world_size() == len(members)
+            x = torch.ones(2)
+            dist.all_reduce(x)
+            y = functional.all_reduce(x, "sum", dist.group.WORLD)
+            assert y.tolist() == [len(members) ** 2] * 2
+        comm.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not hasattr(distributed_c10d, "_reconfigure"), reason="needs torch 2.14")
+def test_torch_changes_the_world(ranks: ProcessRanks, tmp_path: Any) -> None:
+    ranks.run(by_torch, str(tmp_path / "store"))
 
 
 def bad_handles(comm: Any) -> None:

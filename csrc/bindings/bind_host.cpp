@@ -183,7 +183,6 @@ void bind_host(py::module_& m) {
       .def("record", &Endpoint::record)
       .def("close", [](Endpoint& e) { e.communicator().close(); })
       .def("check_usable", [](Endpoint& e) { e.communicator().check_usable(); })
-      .def("find_lost", [](Endpoint& e) { return e.communicator().find_lost(); })
       .def("compare", &compare)
       .def("route", &route)
       .def("empty", &empty)

@@ -1,7 +1,8 @@
-"""One replica group of a training with torchft: python torchft_program.py REPLICA STEPS FILE.
+"""One replica group of a training with torchft: python torchft_program.py REPLICA FILE LAST.
 
 TORCHFT_LIGHTHOUSE is the lighthouse's address. For each step that is committed, FILE gets a line:
-the step, the number of participants and a sum over the model's bytes.
+the step, the number of participants and a sum over the model's bytes. Once there is a file LAST, it
+holds the number of the last step.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ def digest(model: torch.nn.Module) -> str:
     return total.hexdigest()[:16]
 
 
-def train(replica: int, steps: int, file: Path) -> None:
+def train(replica: int, file: Path, last: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
@@ -42,7 +43,7 @@ def train(replica: int, steps: int, file: Path) -> None:
         hostname="localhost",
     )
     parallel, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
-    while manager.current_step() < steps:
+    while not last.exists() or manager.current_step() < int(last.read_text()):
         step = manager.current_step()
         draw = torch.Generator().manual_seed(1000 * step + replica)
         x = torch.randn(32, 20, generator=draw)
@@ -52,7 +53,7 @@ def train(replica: int, steps: int, file: Path) -> None:
         if manager.current_step() == step + 1:
             with file.open("a") as out:
                 print(step + 1, manager.num_participants(), digest(model), file=out)
-        time.sleep(0.05)
+        time.sleep(0.02)
     manager.shutdown(wait=False)
 
 
@@ -61,4 +62,4 @@ if __name__ == "__main__":
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
-    train(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    train(int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]))

@@ -45,7 +45,7 @@ class ProcessGroupFastdist(process_group.ProcessGroupWrapper):  # type: ignore[m
         return "torchft-fastdist"
 
     def errored(self) -> Exception | None:
-        """Return why no call succeeds before the next quorum; None if calls may succeed."""
+        """Return the error since which all calls fail, until the next quorum; None without one."""
         return None if self._pg is None else self._pg.failure()
 
     def abort(self, errored: bool = True) -> None:

@@ -248,20 +248,20 @@ class ProcessGroupFastdist(Calls):
         return Done([])
 
     def failure(self) -> DistBackendError | None:
-        """Return why no call of the group can succeed any more; None: it is not known to fail."""
+        """Return what has ended the group's communicator, or None if nothing has.
+
+        A rank that is lost between calls has not: the calls that have ended are valid.
+        """
         try:
             self._comm.engine.compiled.check_usable()
-            lost = self._comm.engine.compiled.find_lost()
         except FastdistError as error:
             return DistBackendError(str(error))
         except DistBackendError as error:  # of `Left`
             return error
-        if lost is None:
-            return None
-        return DistBackendError(f"rank {lost} has died or failed, seen from rank {self.rank()}")
+        return None
 
     def get_error(self) -> Any:
-        """Return torch's `ErrorType`: SUCCESS, or COMM_ERROR if no call can succeed any more."""
+        """Return torch's `ErrorType`: SUCCESS, or COMM_ERROR if the communicator has ended."""
         kinds = c10d.ErrorType
         return kinds.SUCCESS if self.failure() is None else kinds.COMM_ERROR
 

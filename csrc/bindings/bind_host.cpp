@@ -182,6 +182,7 @@ void bind_host(py::module_& m) {
       .def("finish", &Endpoint::finish)
       .def("record", &Endpoint::record)
       .def("close", [](Endpoint& e) { e.communicator().close(); })
+      .def("check_usable", [](Endpoint& e) { e.communicator().check_usable(); })
       .def("compare", &compare)
       .def("route", &route)
       .def("empty", &empty)

@@ -461,16 +461,9 @@ def _on_machines(
     # Imported here since `import fastdist` must be quick.
     from fastdist.collectives.engines.machine_rendezvous import meet_machines
 
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    rendezvous = meet_machines(
-        rank,
-        size,
-        coordinator,
-        f"fastdist/{attempt}/{_World.rendezvous_count}",
-        timeout_s,
-        has_agent,
-    )
+    prefix = f"fastdist/{_World.rendezvous_count}"
+    rendezvous = meet_machines(rank, size, coordinator, prefix, timeout_s, has_agent)
     return _connect_machines(launcher, rank, rendezvous, timeout_s)
 
 

@@ -27,8 +27,9 @@ from fastdist._version import __version__
 from fastdist.cluster.address import split_address
 from fastdist.cluster.launch import own_launcher
 from fastdist.cluster.own_address import own_address
+from fastdist.collectives.engines.agent_round import agree_on_name
 from fastdist.collectives.engines.layout import Layout
-from fastdist.collectives.engines.torch_store import open_store
+from fastdist.collectives.engines.torch_store import open_store, with_prefix
 from fastdist.collectives.rendezvous import run_checks
 from fastdist.collectives.secret import Secret, UnsealedError, job_secret
 from fastdist.errors import ClusterConfigError
@@ -164,7 +165,8 @@ def meet_machines(
         rank: this rank.
         world_size: the number of ranks.
         coordinator: "host:port" of the store.
-        prefix: prefix of the keys, equal on all ranks and unique to this rendezvous.
+        prefix: prefix of the keys, equal on all ranks; without an agent, unique to this rendezvous
+            in the store.
         timeout_s: seconds to wait for all ranks.
         has_agent: True if torchrun's agent holds the store; else rank 0 opens it.
 
@@ -192,6 +194,9 @@ def meet_machines(
             is_given_up,
         )
         try:
+            if has_agent:
+                name = agree_on_name(store, rank, world_size, deadline)
+                store = with_prefix(store, name)
             arrival, listener = arrive(host, port, world_size, deadline)
             return _meet(_Table(store, secret, rank), arrival, listener, deadline, timeout_s)
         except RuntimeError as error:

@@ -71,7 +71,12 @@ def open_store(
             (0,),
         ) from None
     _stores.append(store)
-    return distributed.PrefixStore(prefix, store)
+    return with_prefix(store, prefix)
+
+
+def with_prefix(store: Any, prefix: str) -> Any:
+    """Return a view of the store whose keys have this prefix."""
+    return _c10d().PrefixStore(prefix, store)
 
 
 def _connect(host: str, port: int, timeout_s: float, is_given_up: Callable[[], bool]) -> Any:

@@ -109,14 +109,19 @@ class StoreBootstrap:
         )
 
 
+def tcp_store_of(store: Any) -> Any:
+    """Return the TCPStore under a store, or None if there is none."""
+    with contextlib.suppress(AttributeError):
+        while not hasattr(store, "host"):
+            store = store.underlying_store
+        return store
+    return None
+
+
 def host_of(store: Any) -> str | None:
     """Return the host of the TCPStore under a store, or None if there is none."""
-    with contextlib.suppress(AttributeError):
-        while True:
-            if hasattr(store, "host"):
-                return str(store.host)
-            store = store.underlying_store
-    return None
+    tcp = tcp_store_of(store)
+    return None if tcp is None else str(tcp.host)
 
 
 def _first_line(error: Exception) -> str:

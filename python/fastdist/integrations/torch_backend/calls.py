@@ -76,14 +76,21 @@ class Job:
 
 
 class Left:
-    """Replaces the communicator of a group that this rank has left; every use raises an error."""
+    """Takes the communicator's place while a group has none; every use raises an error.
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    Args:
+        rank: this rank.
+        world_size: the number of ranks.
+        why: the end of a sentence about the communicator.
+    """
+
+    def __init__(self, rank: int, world_size: int, why: str) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._why = why
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise DistBackendError(f"the communicator is closed on rank {self.rank}")
+        raise DistBackendError(f"the communicator {self._why} on rank {self.rank}")
 
     __getitem__ = __getattr__
 
@@ -156,18 +163,36 @@ class Calls(_ProcessGroup):
     """The collectives of one rank. The process group inherits this, and defines `_other_group`.
 
     Args:
-        comm: the communicator of the group's ranks.
+        rank: this rank.
+        size: the number of ranks.
         timeout_s: seconds that each call waits for other ranks.
     """
 
-    def __init__(self, comm: Communicator, timeout_s: float) -> None:
-        super().__init__(comm.rank, comm.world_size)  # type: ignore[call-arg]
-        self._comm: Any = comm  # or `Left`
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._timeout_s = timeout_s
         self._made = 0  # collectives
         self._completers: dict[tuple[Any, ...], Completer] = {}
+        # The communicator, and its messages.
+        self._comm: Any = Left(rank, size, "is not connected: call reconfigure first")
+        self._messages: Any = self._comm
+
+    def _begin(self, comm: Communicator) -> None:
+        """Make calls on a communicator from now on."""
         assert comm.engine.compiled is not None
-        self._messages: Any = _core.Messages(comm.engine.compiled).calls()
+        self._made = 0
+        self._completers = {}
+        self._comm, self._messages = comm, _core.Messages(comm.engine.compiled).calls()
+
+    def rank(self) -> int:
+        """Return this rank."""
+        return int(self._comm.rank)
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return int(self._comm.world_size)
+
+    getRank, getSize = rank, size  # what C++ calls
 
     def _completer(self, *lane: Any) -> Completer:
         """Return the thread that completes futures of collectives, or of one rank's messages."""

@@ -1,4 +1,4 @@
-"""The process group: creation, splitting and shutdown."""
+"""The process group: creation, splitting, reconfiguration and shutdown."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.bootstrap import StoreBootstrap, host_of
 from fastdist.integrations.torch_backend.calls import Calls, Job, Left
 from fastdist.integrations.torch_backend.elsewhere import group_of_other_backend
+from fastdist.integrations.torch_backend.handles import Handle, communicator_of_handles
+from fastdist.integrations.torch_backend.work import Done
 
 
 class ProcessGroupFastdist(Calls):
@@ -28,27 +30,61 @@ class ProcessGroupFastdist(Calls):
 
     @classmethod
     def of_options(cls, options: Any) -> ProcessGroupFastdist:
-        """Make a group from torch's options; every rank of the group must call."""
-        rank, size = options.group_rank, options.group_size
-        timeout_s = options.timeout.total_seconds()
-        bootstrap = StoreBootstrap(options.store, rank, size, timeout_s)
+        """Make a group from torch's options; every rank of the group must call.
+
+        With `enable_reconfigure`, an option of torch 2.14, the ranks meet in `reconfigure`.
+        """
+        seconds = options.timeout.total_seconds()
+        place = options.group_rank, options.group_size
+        if getattr(options, "enable_reconfigure", False):
+            return cls(options.store, *place, seconds, options.group_id)
+        return cls.of_store(options.store, *place, seconds, options.group_id)
+
+    @classmethod
+    def of_store(
+        cls, store: Any, rank: int, size: int, timeout_s: float, name: str
+    ) -> ProcessGroupFastdist:
+        """Make a group of ranks that meet in a store; every rank must call.
+
+        Args:
+            store: a torch store that only this group uses.
+            rank: this rank.
+            size: the number of ranks.
+            timeout_s: seconds to wait for the ranks, and for each call.
+            name: name of the group.
+
+        Raises:
+            DistBackendError: a rank did not arrive in time.
+        """
+        made = cls(store, rank, size, timeout_s, name)
+        bootstrap = StoreBootstrap(store, rank, size, timeout_s)
         try:
-            comm, ranks_here = communicator_of(bootstrap, timeout_s, host_of(options.store))
+            comm, ranks_here = communicator_of(bootstrap, timeout_s, host_of(store))
         except BaseException as error:
             bootstrap.give_up(error)
             if not isinstance(error, FastdistError):
                 raise
             raise DistBackendError(str(error)) from error
-        Job.most_ranks_here = max(Job.most_ranks_here, ranks_here)
-        return cls(comm, options.store, timeout_s, options.group_id)
+        made._join(comm, ranks_here)
+        return made
 
-    def __init__(self, comm: Communicator, store: Any, timeout_s: float, name: str) -> None:
-        super().__init__(comm, timeout_s)
+    def __init__(self, store: Any, rank: int, size: int, timeout_s: float, name: str) -> None:
+        super().__init__(rank, size, timeout_s)
         self._store = store
         self._group_name = name
         self._group_desc = ""
         self._others: dict[str, Any] = {}
-        self._has_left = False
+        self._handle = Handle.of_group(store)
+
+    def _join(self, comm: Communicator, ranks_here: int) -> None:
+        """Make this rank's calls on a communicator from now on.
+
+        Args:
+            comm: the communicator.
+            ranks_here: the number of its ranks on this machine.
+        """
+        Job.most_ranks_here = max(Job.most_ranks_here, ranks_here)
+        self._begin(comm)
 
     # What torch asks a group.
 
@@ -84,7 +120,7 @@ class ProcessGroupFastdist(Calls):
         """Return the name of the backend for each type of device."""
         try:
             config = distributed_c10d.get_backend_config(self)  # type: ignore[arg-type]
-        except ValueError:  # torch is still making the group
+        except (ValueError, TypeError):  # torch has not made the group, or not yet
             return {"cpu": NAME, "cuda": NAME}
         return dict(pair.split(":") for pair in config.split(","))
 
@@ -145,13 +181,8 @@ class ProcessGroupFastdist(Calls):
         if self._comm.rank not in ranks:
             return None
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        options = c10d._DistributedBackendOptions()
-        options.store = c10d.PrefixStore(f"{name}/", self._store)
-        options.group_rank, options.group_size = ranks.index(self._comm.rank), len(ranks)
-        options.timeout = timedelta(seconds=seconds)
-        options.group_id = name
-        options.global_ranks_in_group = ranks
-        made = self.of_options(options)
+        store = c10d.PrefixStore(f"{name}/", self._store)
+        made = self.of_store(store, ranks.index(self._comm.rank), len(ranks), seconds, name)
         made.setGroupDesc(group_desc or "")
         return made
 
@@ -167,29 +198,95 @@ class ProcessGroupFastdist(Calls):
 
     set_timeout = _set_default_timeout
 
+    # The contract for ranks that come and go, of torch 2.14.
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """True unless another backend serves one of the types of devices."""
+        return set(self._backends().values()) == {NAME}
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the text by which other ranks find this one; it stays the same."""
+        return self._handle.pack()
+
+    def reconfigure(self, opts: Any) -> Done:
+        """Leave the ranks of this group, and continue with others. Each of these must call.
+
+        Ranks of one machine meet without a store, and ranks on several machines in the store of the
+        first handle's group. The rank and the number of ranks are new; the group's name, its
+        timeout and its handle stay. Groups that were made from this one do not follow.
+
+        Args:
+            opts: torch's ReconfigureOptions. `handles`: those of all ranks, a list in the order of
+                the ranks or a set; `uuid`: an integer that was not used before; `timeout`: None for
+                the group's.
+
+        Returns:
+            A work that is done.
+
+        Raises:
+            DistBackendError: a rank did not arrive in time. The group is then without ranks, and
+                can be reconfigured again.
+            ValueError: this rank's handle is not there once, or another is none of this backend.
+            RuntimeError: another backend serves one of the types of devices.
+        """
+        if not self.supports_reconfigure:
+            raise RuntimeError(
+                f"only a process group of one backend can be reconfigured, got {self._backends()}"
+            )
+        ordered = sorted(opts.handles) if isinstance(opts.handles, set) else opts.handles
+        handles = [Handle.unpack(text) for text in ordered]
+        timeout_s = self._timeout_s if opts.timeout is None else opts.timeout.total_seconds()
+        self.abort()
+        self._others.clear()
+        try:
+            self._join(
+                *communicator_of_handles(handles, self._handle, opts.uuid, self._store, timeout_s)
+            )
+        except FastdistError as error:
+            raise DistBackendError(str(error)) from error
+        return Done([])
+
+    def failure(self) -> DistBackendError | None:
+        """Return what has ended the group's communicator, or None if nothing has.
+
+        A rank that is lost between calls has not: the calls that have ended are valid.
+        """
+        try:
+            self._comm.engine.compiled.check_usable()
+        except FastdistError as error:
+            return DistBackendError(str(error))
+        except DistBackendError as error:  # of `Left`
+            return error
+        return None
+
+    def get_error(self) -> Any:
+        """Return torch's `ErrorType`: SUCCESS, or COMM_ERROR if the communicator has ended."""
+        kinds = c10d.ErrorType
+        return kinds.SUCCESS if self.failure() is None else kinds.COMM_ERROR
+
     def shutdown(self) -> None:
         """Wait for this rank's asynchronous collectives and sends, then leave the group.
 
         Ranks that still wait for this rank get an error.
         """
-        if not self._has_left:
+        if type(self._comm) is not Left:
             self._comm.engine.compiled.finish()
             self._leave(self._comm.close, "shutdown")
 
     def abort(self) -> None:
         """Leave the group immediately, and abort calls that run on GPUs."""
-        if not self._has_left:
+        if type(self._comm) is not Left:
             self._leave(self._comm.abort, "abort")
 
     def _leave(self, leave: Callable[[], None], name: str) -> None:
-        self._has_left = True
         try:
             leave()
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         finally:
             # Free threads, memory and descriptors even if a user keeps the group.
-            self._comm = self._messages = Left(self._comm.rank, self._comm.world_size)
+            self._comm = self._messages = Left(self._comm.rank, self._comm.world_size, "is closed")
             for completer in list(self._completers.values()):
                 completer.close()
             for other in self._others.values():

@@ -156,7 +156,11 @@ class Pending(TorchWork):
             self._future = _new_future(self._tensors)
         # Completing the future compares the calls of all ranks, so the caller does not wait for it.
         # But a captured call must be enqueued before the capture ends.
-        if self._gpu is not None and torch.cuda.is_current_stream_capturing():
+        if self._gpu is not None:
+            is_here = torch.cuda.is_current_stream_capturing()
+        else:
+            is_here = self._work.is_done()
+        if is_here:
             self.complete(self._future)
         else:
             self._completer.complete(self, self._future)

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ def test_names_the_rank_that_others_wait_for(ranks: list[RankTimeline]) -> None:
     assert (late.rank, late.reason) == (1, "data")
     assert late.cost_s > 0.002
     assert "train.py" in late.site
+
+
+def test_ranks_that_were_started_again_have_the_same_number(ranks: list[RankTimeline]) -> None:
+    again = [
+        replace(
+            rank,
+            calls=[replace(call, communicator=f"{call.communicator} again") for call in rank.calls],
+        )
+        for rank in ranks
+    ]
+    once, twice = find_late(ranks), find_late([*ranks, *again])
+    assert sorted(late.rank for late in twice) == sorted(2 * [late.rank for late in once])
 
 
 def test_joins_machines_whose_clocks_differ_by_an_hour(folder: Path) -> None:

@@ -174,35 +174,34 @@ def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Late
     """Return which ranks the others waited for, beginning with the most expensive one.
 
     Args:
-        ranks: the ranks.
+        ranks: the ranks. Several may have the same number, one after the other.
         least_s: seconds; shorter waits do not count.
     """
     waits: dict[int, list[float]] = defaultdict(list)
     reasons: dict[int, Counter[str]] = defaultdict(Counter)
     sites: dict[int, Counter[str]] = defaultdict(Counter)
-    before = {timeline.rank: _CallsBefore(timeline) for timeline in ranks}
-    by_rank = {timeline.rank: timeline for timeline in ranks}
+    before = [_CallsBefore(timeline) for timeline in ranks]
     for calls in _collectives(ranks):
         last, call = max(calls, key=lambda each: each[1].entered_s)
-        others = [call.entered_s - each.entered_s for rank, each in calls if rank != last]
+        others = [call.entered_s - each.entered_s for place, each in calls if place != last]
         cost_s = statistics.fmean(others)
         if cost_s < least_s:
             continue
         waits[last].append(cost_s)
         sites[last][call.site] += 1
         since = max(before[last].end_s(call), call.entered_s - max(others))
-        reasons[last].update(_phases_between(by_rank[last].spans, since, call.entered_s))
+        reasons[last].update(_phases_between(ranks[last].spans, since, call.entered_s))
     total = sum(map(len, waits.values()))
     late = [
         Lateness(
-            rank,
+            ranks[place].rank,
             len(costs),
             len(costs) / total,
             statistics.fmean(costs),
-            reasons[rank].most_common(1)[0][0] if reasons[rank] else "user",
-            sites[rank].most_common(1)[0][0],
+            reasons[place].most_common(1)[0][0] if reasons[place] else "user",
+            sites[place].most_common(1)[0][0],
         )
-        for rank, costs in waits.items()
+        for place, costs in waits.items()
     ]
     return sorted(late, key=lambda each: -each.cost_s * each.count)
 
@@ -222,14 +221,17 @@ class _CallsBefore:
 
 
 def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, TracedCall]]]:
-    """Yield the calls of each collective that all of its ranks have recorded."""
+    """Yield the calls of each collective that all of its ranks have recorded.
+
+    With each call comes the place of its rank in `ranks`.
+    """
     found: dict[tuple[str, int], list[tuple[int, TracedCall]]] = defaultdict(list)
-    for timeline in ranks:
+    for place, timeline in enumerate(ranks):
         for call in timeline.calls:
             if call.is_collective and not call.is_failed:
-                found[call.communicator, call.sequence].append((timeline.rank, call))
+                found[call.communicator, call.sequence].append((place, call))
     for calls in found.values():
-        if len({rank for rank, _ in calls}) == calls[0][1].size > 1:  # not ranks that are threads
+        if len({place for place, _ in calls}) == calls[0][1].size > 1:  # not ranks that are threads
             yield calls
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,32 +142,3 @@ def test_the_picture_is_drawn(
     monkeypatch.setattr(place, "_folders", lambda: [stalled.folder("asleep")])
     assert main(["why", "--plot", str(tmp_path / "arrivals.png")]) == 0
     assert (tmp_path / "arrivals.png").read_bytes()[1:4] == b"PNG"
-
-
-ANYWHERE = {
-    "killed": Kind.DEAD,
-    "raising": Kind.DEAD,
-    "crashing": Kind.DEAD,
-    "stopped": Kind.STOPPED,
-    "asleep": Kind.USER,
-    "spinning": Kind.USER,
-    "waiting_for_a_lock": Kind.THREADS,
-    "without_the_gil": Kind.THREADS,
-    "reading_a_pipe": Kind.FILES,
-    "waiting_for_a_file_lock": Kind.FILES,
-    "other_size": Kind.OTHER_CALL,
-    "late": Kind.USER,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(24))
-def test_never_a_wrong_rank(one: Stalled, seed: int) -> None:
-    draw = random.Random(seed)
-    kind = draw.choice(sorted(ANYWHERE))
-    ranks = draw.randint(3 if kind == "other_size" else 2, 4)
-    rank = draw.randrange(ranks)
-    one.start(kind, ranks, rank, steps=draw.randint(20, 200))
-    found = one.diagnosis(kind)
-    assert (found.kind, found.ranks) == (ANYWHERE[kind], (rank,)), found.sentence

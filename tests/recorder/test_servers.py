@@ -103,6 +103,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     tmp_path.chmod(0o700)
     write_records(tmp_path, 0, 3, running=True, signature=64 + 3, task=b"chief")
     write_records(tmp_path, 2, 3, range(0), task=b"parameter server 0")
+    monkeypatch.setattr(observation.ObservedRank, "cpu_share", 0.0)
     found = diagnose(jobs_here()[0][0], 0.01)
     assert (found.kind, found.ranks) == (Kind.UNKNOWN, (2,))
     assert found.sentence.startswith(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import fastdist
@@ -41,3 +44,11 @@ def test_types_are_installed_and_one_module(installed: importlib.metadata.Distri
     # Nothing else at the top, such as tests or docs.
     tops = {name.split("/")[0] for name in files if not name.startswith("..")}
     assert {top for top in tops if not top.endswith((".dist-info", ".libs"))} == {"fastdist"}
+
+
+@pytest.mark.skipif(
+    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has the GIL"
+)
+def test_the_import_leaves_the_gil_off() -> None:
+    program = "import fastdist, sys; fastdist.init(); assert not sys._is_gil_enabled()"
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

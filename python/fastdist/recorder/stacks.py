@@ -67,7 +67,8 @@ def _by_py_spy(pids: Iterable[int], end_s: float) -> dict[int, list[Stack]]:
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found[pid] = _parse_py_spy(pid, json.loads(output))
-    return {pid: stacks for pid, stacks in found.items() if stacks}
+    # Of an interpreter that py-spy does not know, such as a free-threaded one, it finds no frames.
+    return {pid: stacks for pid, stacks in found.items() if any(each.frames for each in stacks)}
 
 
 def _py_spy() -> str | None:

@@ -219,13 +219,20 @@ def test_torchs_flight_recorder_names_a_missing_rank(tmp_path: Path) -> None:
 
 def test_a_slow_rank_is_named_unasked(folder: Path) -> None:
     program = (
-        "import sys\n"
+        "import os, sys\n"
         "from fastdist.cli import slow_ranks\n"
-        "slow_ranks._AFTER_S, slow_ranks._LOOK_S = 0.0, 8.0\n"
+        "slow_ranks._AFTER_S = 0.0\n"
+        "look = slow_ranks._look\n"
+        "def look_once_they_train(launcher, has_ended):\n"
+        "    while not os.path.exists('trains') and not has_ended.wait(0.05):\n"
+        "        pass\n"
+        "    look(launcher, has_ended)\n"
+        "slow_ranks._look = look_once_they_train\n"
         "from fastdist.cli.main import main\n"
         "sys.exit(main(['run', '-n', '2', 'slow.py']))\n"
     )
-    (folder / "slow.py").write_text(PROGRAM.replace(f"8 * {STEPS}", "8 * 10**6"))
+    endless = PROGRAM.replace(f"8 * {STEPS}", "8 * 10**6")
+    (folder / "slow.py").write_text(f"{endless}    open('trains', 'w').close()\n")
     ran = subprocess.Popen(
         [sys.executable, "-c", program], cwd=folder, stderr=subprocess.PIPE, text=True
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -16,19 +17,21 @@ from fastdist.recorder.jobs import jobs_here
 from fastdist.recorder.kinds import Kind
 from stalled import Stalled
 
+# Which thread holds a lock is seen by py-spy alone.
+HOLDER = ("in hold",) if stacks._py_spy() is not None and os.geteuid() == 0 else ()
 # Kind of stall: ranks, class, ranks that are the cause, words of the sentence.
 QUICK: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "killed": (3, Kind.DEAD, (1,), ("rank 1 is dead", "ranks 0 and 2")),
     "raising": (2, Kind.DEAD, (1,), ("ValueError: a bad batch at stalled_rank.py:", "in raising")),
     "stopped": (2, Kind.STOPPED, (1,), ("rank 1 is stopped", "rank 0 waits for it there")),
     "asleep": (3, Kind.USER, (1,), ("asleep at stalled_rank.py:", "ranks 0 and 2 wait for it")),
-    "without_the_gil": (2, Kind.THREADS, (1,), ("GIL", "in hold", "in without_the_gil")),
+    "without_the_gil": (2, Kind.THREADS, (1,), ("GIL", "in without_the_gil")),
     "crossed": (2, Kind.OTHER_ORDER, (0, 1), ("rank 0 waits for rank 1 in barrier",)),
     "other_size": (3, Kind.OTHER_CALL, (1,), ("float64 × 9", "in other_size", "float64 × 8")),
 }
 SLOW: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "reading_a_pipe": (2, Kind.FILES, (1,), ("waits for the file /", "in reading_a_pipe")),
-    "waiting_for_a_lock": (2, Kind.THREADS, (1,), ("a lock", "in hold", "in waiting_for_a_lock")),
+    "waiting_for_a_lock": (2, Kind.THREADS, (1,), ("a lock", *HOLDER, "in waiting_for_a_lock")),
     "all_killed": (3, Kind.DEAD, (0, 1, 2), ("ranks 0, 1 and 2 are dead",)),
     "leaving": (3, Kind.DEAD, (1,), ("its records are gone", "ranks 0 and 2")),
     "crashing": (3, Kind.DEAD, (1,), ("rank 1 is dead, killed by SIGSEGV",)),

@@ -1,7 +1,8 @@
-"""Lets this process write its stacks when another process asks by a signal.
+"""Lets this process write its main thread's stack when another process asks by a signal.
 
 The handler is Python's faulthandler: C that takes no lock, so that it works while the GIL is held
-and inside of C.
+and inside of C. It could write the stacks of all threads, but the frames of a thread that runs
+meanwhile go away under it, which has ended a healthy process by a segmentation fault.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 SIGNAL = signal.SIGRTMAX - 7
-"""The signal that asks for stacks."""
+"""The signal that asks for the stack."""
 
 
 def write_on_signal(path: Path) -> None:
-    """Let this process write its stacks to a file when `SIGNAL` comes.
+    """Let this process write its stack to a file when `SIGNAL` comes.
 
     Does nothing if the program handles the signal itself.
     """
@@ -24,7 +25,7 @@ def write_on_signal(path: Path) -> None:
         return
     file = path.open("ab", buffering=0)
     _Kept.files.append(file)
-    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+    faulthandler.register(SIGNAL, file=file, all_threads=False, chain=False)
 
 
 class _Kept:

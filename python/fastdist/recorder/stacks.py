@@ -1,4 +1,7 @@
-"""Python's stacks of other processes: by py-spy where it is installed, else by a signal."""
+"""Python's stacks of other processes: by py-spy where it is installed, else by a signal.
+
+A signal brings the stack of the main thread alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from fastdist.recorder.system import catches
 
 _LARGE_BYTES = 1 << 20
 _MOST_PY_SPIES = 2 * (os.cpu_count() or 1)  # more at once would not end in time
-_THREAD = re.compile(r"^(?:Current t|T)hread 0x(\w+)")
+_THREAD = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack \()")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 

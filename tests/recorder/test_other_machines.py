@@ -106,7 +106,7 @@ CAUSES: dict[str, tuple[str, list[int], tuple[str, ...]]] = {
         [2],
         ("rank 2 has not arrived", "in asleep", "ranks 0, 1 and 3 wait for it there"),
     ),
-    "other_size": ("other call or size", [2], ("rank 2 called", "ranks 0, 1 and 3 called")),
+    "other_size": ("other call or size", [2], ("float64 × 9", "float64 × 8")),
     "killed": ("dead", [2], ("rank 2 is dead",)),
 }
 

@@ -1,4 +1,4 @@
-"""What `fastdist why` says of real jobs that stand still: the class, the rank and the line."""
+"""The answers of `fastdist why` for real jobs that stand still: the class, the rank and the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank is taken to do, by what the kernel, its stack and its phase tell."""
+"""The occupation that a rank is taken to have, by what the kernel, its stack and its phase tell."""
 
 from __future__ import annotations
 

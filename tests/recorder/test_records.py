@@ -1,4 +1,4 @@
-"""What a process records of its own calls, read back from its file."""
+"""The records that a process makes of its own calls, read back from its file."""
 
 import os
 import signal

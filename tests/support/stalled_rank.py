@@ -118,7 +118,7 @@ def loading() -> None:
 
 
 def for_all(kind: str) -> None:
-    """What all ranks do together."""
+    """Make the calls that all ranks make together."""
     if kind == "all_killed":
         comm.barrier()
         if comm.rank == RANK:

@@ -1,4 +1,4 @@
-"""Who takes part in an elastic job, kept by its launcher.
+"""The roster of an elastic job, in which its launcher keeps who takes part.
 
 A rank that wants the next world asks to join, and how far it has come. When all ranks of the
 present world have asked, the roster makes a world of all that wait: those that have come furthest
@@ -30,7 +30,6 @@ import secrets
 import selectors
 import signal
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,18 +38,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastdist.cluster.launch import ROSTER_VARIABLE
+from fastdist.cluster.peer import is_own_user, peer_pid
 
 _LAST_CALL_S = 30.0
 _LATE_S = 5.0  # that a rank has left which others have reported as late
 _GATHERING_S = 30.0  # that a gathering may take
 _PAUSE_S = 0.05
 _MOST_BYTES = 1 << 20  # of a message
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
 class RosterPlace:
-    """What a process needs in order to join an elastic job.
+    """The way of a process into an elastic job.
 
     Attributes:
         name: the roster's abstract Unix socket.
@@ -69,12 +68,6 @@ def roster_place(environ: Mapping[str, str] = os.environ) -> RosterPlace | None:
     """Return this process's place; None if its job is not elastic."""
     text = environ.get(ROSTER_VARIABLE)
     return None if text is None else RosterPlace(**json.loads(text))
-
-
-def is_own_user(connection: socket.socket) -> bool:
-    """Return True if the process at the other end runs as the same user."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
 
 
 class Line:
@@ -163,7 +156,9 @@ class Roster:
         self._came = 0
         self._world = 0
         self._size = 0  # of this world
-        self._last_call_s = 0.0  # when the first world begins without those that are missing
+        self._last_call_s: float | None = (
+            None  # when the first world begins without those that are missing
+        )
         self._gathered_s: float | None = None  # when the gathering under way takes too long
         self._has_finished = False
         self._selector = selectors.DefaultSelector()
@@ -215,7 +210,7 @@ class Roster:
     def _serve(self) -> None:
         while not self._is_closed:
             times_s = [member.ends_s for member in self._members]
-            times_s += [self._gathered_s, self._last_call_s or None]
+            times_s += [self._gathered_s, self._last_call_s]
             next_s = min((at_s for at_s in times_s if at_s is not None), default=None)
             wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
             for key, _ in self._selector.select(wait_s):
@@ -230,11 +225,10 @@ class Roster:
         except OSError:  # no descriptor is left, for example
             time.sleep(_PAUSE_S)
             return
-        raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         try:
             if not is_own_user(connection):
                 raise PermissionError
-            pid_fd = os.pidfd_open(_CREDENTIALS.unpack(raw)[0])
+            pid_fd = os.pidfd_open(peer_pid(connection))
         except OSError:  # it has ended already, or is another user's
             connection.close()
             return
@@ -338,7 +332,7 @@ class Roster:
             self._last_call_s = self._last_call_s or time.monotonic() + _LAST_CALL_S
             if time.monotonic() < self._last_call_s:
                 return
-        self._last_call_s, self._gathered_s = 0.0, None
+        self._last_call_s = self._gathered_s = None
         self._world += 1
         self._size = len(waiting)
         waiting.sort(key=lambda member: (-(member.progress or 0), member.number))

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fastdist.cluster.launch import Launch
+from fastdist.cluster.peer import is_own_user
 from fastdist.errors import ClusterConfigError
 
 _MAGIC = b"fastdist"
@@ -115,7 +116,7 @@ class _Rendezvous:
             connection.setblocking(False)  # another user's process might not accept
             try:
                 connection.connect(name)
-                is_own = _peer_uid(connection) == os.getuid()
+                is_own = is_own_user(connection)
             except OSError:
                 connection.close()
                 continue
@@ -136,13 +137,6 @@ def _names(prefix: str) -> list[str]:
         for fields in lines
         if len(fields) == 8 and fields[3] == _LISTENS and fields[7].startswith(start)
     ]
-
-
-def _peer_uid(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
-    )
-    return int(struct.unpack("3i", credentials)[1])
 
 
 def _host(rendezvous: _Rendezvous, own_fd: int) -> list[int]:
@@ -241,7 +235,7 @@ class _Guests:
                 f"rendezvous: rank 0 cannot accept another rank ({error.strerror}): see ulimit -n",
                 (0,),
             ) from None
-        if _peer_uid(connection) != os.getuid():
+        if not is_own_user(connection):
             connection.close()
             return
         connection.setblocking(False)

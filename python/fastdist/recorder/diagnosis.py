@@ -26,7 +26,7 @@ _FEW_CALLS = 20  # too few to tell before 5 s what is unusual
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a job does not go on.
+    """The cause for which a job does not go on.
 
     Attributes:
         ranks: the ranks that are the cause.

@@ -37,7 +37,7 @@ class RecordedRank:
 
     @property
     def last_s(self) -> float:
-        """When the process last did something, on the monotonic clock."""
+        """The moment at which the process last did something, on the monotonic clock."""
         calls = self.records.calls
         last = max((each.done_s or each.entered_s for each in calls[-16:]), default=0.0)
         return max(self.records.began_s, self.records.phase_since_s, last)
@@ -67,7 +67,7 @@ class Job:
 
     @property
     def began_s(self) -> float:
-        """When its youngest rank began, on the monotonic clock."""
+        """The moment at which its youngest rank began, on the monotonic clock."""
         return max(each.records.began_s for each in self.ranks)
 
 

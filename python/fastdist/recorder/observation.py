@@ -87,7 +87,7 @@ class ObservedRank:
 
     @property
     def idle_since_s(self) -> float:
-        """When its last call ended, on the monotonic clock."""
+        """The moment at which its last call ended, on the monotonic clock."""
         ends = (call.done_s for call in self.records.calls if call.done_s is not None)
         return max(ends, default=self.records.began_s)
 

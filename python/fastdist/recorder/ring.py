@@ -136,7 +136,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Usual:
-    """How long nearly all of some calls took."""
+    """The time within which nearly all of some calls ended."""
 
     calls: int
     p99_s: float

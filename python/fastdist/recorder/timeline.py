@@ -207,7 +207,7 @@ def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Late
 
 
 class _CallsBefore:
-    """When the calls before each call of a rank had ended."""
+    """The moments at which the calls before each call of a rank had ended."""
 
     def __init__(self, timeline: RankTimeline) -> None:
         self._ends: dict[int, float] = {}

@@ -32,7 +32,7 @@ class Wait:
 
     @property
     def since_s(self) -> float:
-        """When the call began, on the monotonic clock."""
+        """The moment at which the call began, on the monotonic clock."""
         return self.call.entered_s
 
 

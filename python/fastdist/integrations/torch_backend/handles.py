@@ -24,7 +24,7 @@ from fastdist.integrations.torch_backend.bootstrap import StoreBootstrap, host_o
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """What other ranks must know of a rank's process group.
+    """The facts of a rank's process group that other ranks need.
 
     Attributes:
         name: a random name of the group object.

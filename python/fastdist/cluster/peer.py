@@ -1,0 +1,25 @@
+"""The process at the other end of a Unix socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+
+_CREDENTIALS = struct.Struct("3i")  # process, user and group
+
+
+def peer_pid(connection: socket.socket) -> int:
+    """Return the id of the process that has connected, or that listens."""
+    return _credentials(connection)[0]
+
+
+def is_own_user(connection: socket.socket) -> bool:
+    """Return True if the process at the other end runs as the same user."""
+    return _credentials(connection)[1] == os.getuid()
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, group = _CREDENTIALS.unpack(raw)
+    return pid, user, group

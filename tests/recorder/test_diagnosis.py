@@ -1,4 +1,4 @@
-"""The answers of `fastdist why` for real jobs that stand still: the class, the rank and the line."""
+"""The answers of `fastdist why` for real jobs that stand still: class, rank and line."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import os
 import pickle
 import signal
 import socket
+import socketserver
 import struct
 import sys
 import threading
@@ -259,14 +260,23 @@ def test_a_worker_may_appear_on_a_foreign_port(cluster: PlainCluster, monkeypatc
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     host, port = cluster.addresses[1].removeprefix("tcp://").split(":")
     cluster.kill(1)
-    with socket.create_server((host, int(port))) as server:
+
+    class Foreign(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + bytes(100))
+            self.request.recv(1 << 16)
+
+    class Server(socketserver.ThreadingTCPServer):  # coordinators of earlier tests connect too
+        allow_reuse_address = daemon_threads = True
+
+    with Server((host, int(port)), Foreign) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses[1:], cluster.keys))
-        connection, _ = server.accept()
-        connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + bytes(100))
+        wait_for(lambda: coordinator._dispatcher._links[0].last_error != "no answer")
         coordinator.schedule(os.getpid)
         with pytest.raises(UnavailableError, match="or is not a fastdist worker"):
             coordinator.join()
-        connection.close()
+        server.shutdown()
     cluster.start(1)
     wait_for(lambda: coordinator.workers == [0])
     assert coordinator.schedule(os.getpid).fetch(20) == cluster.tasks[1].pid

@@ -126,6 +126,11 @@ def test_the_cause_is_on_the_other_machine(network: Network, tmp_path: Path, kin
             wait_until(lambda: "[0] rank 2 has not arrived: it is in user code" in made.output(0))
 
 
+def test_a_timeout_names_the_rank_on_the_other_machine(network: Network, tmp_path: Path) -> None:
+    with job(network, tmp_path, "timed_out_late") as made:
+        wait_until(lambda: "] why: rank 2 has not arrived: it is in user code" in made.output(0))
+
+
 def test_what_cannot_be_reached(network: Network, tmp_path: Path) -> None:
     with job(network, tmp_path, "steady") as made:
         found = made.until("slow, not stuck")

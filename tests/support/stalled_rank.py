@@ -150,10 +150,10 @@ def for_all(kind: str) -> None:
     elif kind == "steady":
         while True:
             step()
-    elif kind == "timed_out":
+    elif kind in ("timed_out", "timed_out_late"):
         if comm.rank == RANK:
             asleep()
-        comm.barrier(timeout=0.5)
+        comm.barrier(timeout=0.5 if kind == "timed_out" else 4.0)
 
 
 def meet(pair: fd.Communicator) -> None:

@@ -6,6 +6,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
 from fastdist.cluster.address import join_address
@@ -14,7 +15,7 @@ from fastdist.errors import ClusterConfigError
 from fastdist.recorder.elsewhere import answer_to, key_of
 from fastdist.recorder.questions import answer
 
-_MOST_AT_ONCE = 16
+_MOST_AT_ONCE = 64
 _QUESTION_S = 2.0
 
 _log = logging.getLogger("fastdist")
@@ -49,27 +50,49 @@ def answering(host: str, port: int) -> Iterator[str]:
         listener.close()
 
 
+class _Shared:
+    """Answers all that ask the same at the same time with one look at the ranks."""
+
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, str], Future[str]] = {}
+        self._lock = threading.Lock()
+
+    def answer_to(self, job: str, about: str) -> str:
+        with self._lock:
+            is_first = (job, about) not in self._running
+            future = self._running.setdefault((job, about), Future())
+        if is_first:
+            try:
+                future.set_result(answer_to(job, about))
+            except Exception as error:
+                future.set_exception(error)
+            with self._lock:
+                del self._running[job, about]
+        return future.result()
+
+
 def _family(ip: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
 def _listen(listener: socket.socket) -> None:
     places = threading.Semaphore(_MOST_AT_ONCE)
+    shared = _Shared()
     while True:
         try:
             connection, _ = listener.accept()
         except OSError:
             return
         if places.acquire(blocking=False):
-            threading.Thread(target=_answer, args=(connection, places), daemon=True).start()
+            threading.Thread(target=_answer, args=(connection, places, shared), daemon=True).start()
         else:
             connection.close()
 
 
-def _answer(connection: socket.socket, places: threading.Semaphore) -> None:
+def _answer(connection: socket.socket, places: threading.Semaphore, shared: _Shared) -> None:
     with connection:
         try:
-            answer(connection, key_of, answer_to, _QUESTION_S)
+            answer(connection, key_of, shared.answer_to, _QUESTION_S)
         except Exception:
             _log.debug("a question was not answered", exc_info=True)
         finally:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
 import stat
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +46,22 @@ class RecordPath:
 
     def remove(self) -> None:
         """Remove all files of the process."""
-        for path in (self.stacks, self.ending, self.machines, self.path):
+        for path in (self.stacks, self.ending, self.machines, self._ended, self.path):
             path.unlink(missing_ok=True)
+
+    def seconds_ended(self) -> float:
+        """Return for how long the process has been known to be dead, which begins with this call.
+
+        Raises:
+            OSError: that cannot be noted.
+        """
+        with contextlib.suppress(FileExistsError):
+            self._ended.touch(exist_ok=False)
+        return time.time() - self._ended.stat().st_mtime
+
+    @property
+    def _ended(self) -> Path:
+        return self.path.with_suffix(".ended")
 
     @property
     def is_locked(self) -> bool:

@@ -23,6 +23,7 @@ SERVER = "parameter server"
 """The beginning of the names of those tasks; the number follows."""
 
 _NO_CLIENT = 256
+_KEPT_S = 10.0  # launchers read what their ranks did when a job ends
 
 _log = logging.getLogger("fastdist")
 
@@ -146,17 +147,21 @@ def _end(own: RecordPath) -> None:
 
 
 def _remove_old(job: str) -> None:
-    """Remove the records of dead processes, but for those of the job that was last alive."""
-    dead: dict[str, list[tuple[float, RecordPath]]] = {}
+    """Remove the records of jobs that ended a while ago, but for the job that was last alive."""
+    live = {job}
+    ended: dict[str, list[tuple[float, RecordPath]]] = {}
     for found in record_paths():
         who = identity(found.path)
-        if who is None or found.is_locked or (found.is_here and start_of(who.pid) == who.started):
+        if who is None:
+            continue
+        if found.is_locked or (found.is_here and start_of(who.pid) == who.started):
+            live.add(who.job)
             continue
         with contextlib.suppress(OSError):
-            changed = found.path.stat().st_mtime
-            dead.setdefault(who.job, []).append((changed, found))
-    dead.pop(job, None)
-    newest = max(dead, key=lambda each: max(at for at, _ in dead[each]), default=None)
-    for its_job, files in dead.items():
-        for _, old in files if its_job != newest else []:
-            old.remove()
+            ended.setdefault(who.job, []).append((found.path.stat().st_mtime, found))
+    newest = max(ended, key=lambda each: max(at for at, _ in ended[each]), default=None)
+    for its_job in ended.keys() - live - {newest}:
+        for _, old in ended[its_job]:
+            with contextlib.suppress(OSError):
+                if old.seconds_ended() > _KEPT_S:
+                    old.remove()

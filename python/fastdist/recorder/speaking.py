@@ -64,7 +64,11 @@ def _reason(is_late: bool, failed_s: float) -> str:
     if not is_late:
         return _quote()
     job = job_of(os.getpid())
-    return diagnose(job, 0.1).sentence if _has_waited(job, failed_s) else ""
+    if not _has_waited(job, failed_s):
+        return ""
+    found = diagnose(job, 0.1, everywhere=True)
+    # Ranks that are dead ended since: the call would have failed otherwise.
+    return "" if found.kind is Kind.DEAD else found.sentence
 
 
 def _quote() -> str:

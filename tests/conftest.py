@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -30,6 +31,18 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 _LARGE_RUN = 500  # tests
+
+with contextlib.suppress(ImportError):  # the tests of wheels do without
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "tests",
+        database=None,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("tests")
 
 
 def pytest_configure() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from held_ports import free_port
 from machines import Network, network
 
 pytest.importorskip("torch.distributed")
@@ -43,12 +43,6 @@ CODE = """
         time.sleep(60)
     comm.barrier()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(folder: Path, hosts: str, host: str, *arguments: str) -> subprocess.Popen[str]:

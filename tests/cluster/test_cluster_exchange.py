@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from fastdist.cluster import IndexedJobClusterResolver, TorchrunClusterResolver
 from fastdist.cluster.own_address import own_address
 from fastdist.errors import ClusterConfigError
 from fork_server import python
+from held_ports import free_port
 
 JOBS = {"chief": 1, "worker": 2, "ps": 1}
 SHOW = """
@@ -45,12 +45,6 @@ def environ(**changes: str) -> dict[str, str]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in names}
     return kept | {"OMP_NUM_THREADS": "1"} | changes
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def check_shown(folder: Path) -> None:

@@ -259,11 +259,14 @@ class TestLateRanks:
             gather(member)
         assert process.wait(20) == -signal.SIGKILL
 
-    def test_that_come_after_all_live(self, job: Job, pool: ThreadPoolExecutor) -> None:
+    def test_that_come_after_all_live(
+        self, job: Job, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(roster, "_LATE_S", 2.0)
         job.begin(2, 2)
         members = job.members(2)
         join_all(pool, *members)
         members[0].report([members[1].Get_rank()])
         assert sorted(join_all(pool, *members)) == [(2, 0, 2), (2, 1, 2)]
-        time.sleep(0.5)
+        time.sleep(2.5)
         assert not members[1].must_join()

@@ -69,7 +69,7 @@ def require_error(comm: Communicator, call: Call, names: str) -> None:
     begin = time.monotonic()
     with pytest.raises(CollectiveMismatchError, match="ranks wait for each other") as caught:
         call(comm)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
     assert caught.value.ranks
     for rank, name in enumerate(names.split()):
         assert name == "?" or f"rank {rank}: {name}(" in str(caught.value), str(caught.value)

@@ -119,7 +119,7 @@ def die_behind_a_late_rank(comm: Communicator) -> None:
         start = time.monotonic()
     with pytest.raises(PeerFailureError) as caught:
         comm.barrier()
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 3.5
     assert caught.value.ranks == (comm.world_size - 1,)
 
 
@@ -193,6 +193,12 @@ def shared_memory_bytes() -> int:
     raise AssertionError("no Shmem in /proc/meminfo")
 
 
+def shared_bytes_of(pid: int) -> int:
+    """Return how much shared memory a process has touched."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssShmem:")[2].split()[0]) << 10
+
+
 def test_memory_is_gone_after_kill(job: str) -> None:
     code = """
 comm = fd.init()
@@ -206,14 +212,14 @@ time.sleep(60)
     for rank in ranks:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "ready\n"
-    assert shared_memory_bytes() - before > 400 << 20  # tests beside this one have some, too
+    assert sum(shared_bytes_of(rank.pid) for rank in ranks) > 400 << 20
     for rank in ranks:
         rank.kill()
         rank.communicate()
-    deadline = time.monotonic() + 5
-    while shared_memory_bytes() - before > 80 << 20 and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60  # tests beside this one have some, too
+    while shared_memory_bytes() - before > 80 << 20:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert shared_memory_bytes() - before < 80 << 20
 
 
 def test_ctrl_c_amid_a_call(job: str) -> None:
@@ -225,14 +231,14 @@ except KeyboardInterrupt: print("interrupted"); sys.exit(5)
 """
     other = """
 comm = fd.init()
-time.sleep(0.5)
+time.sleep(3)
 try: comm.barrier(); comm.barrier()  # rank 0 had arrived at the first
 except fd.errors.PeerFailureError as e: print(e)
 """
     ranks = [start(0, 2, job, code), start(1, 2, job, other)]
     assert ranks[0].stdout is not None
     ranks[0].stdout.readline()
-    time.sleep(0.2)
+    time.sleep(0.5)
     ranks[0].send_signal(signal.SIGINT)
     assert finish(ranks[0]) == (5, "interrupted\n")
     returncode, output = finish(ranks[1])
@@ -248,7 +254,7 @@ def test_a_rank_that_is_stopped_while_it_uses_an_array_in_place(job: str, interr
 comm = fd.init(timeout=1.5)
 x = comm.empty(1 << 28, "uint8")
 x[:] = 1
-comm.barrier()
+comm.barrier(timeout=30)
 print("r", flush=True)
 begin = time.monotonic()
 try:
@@ -295,8 +301,9 @@ def test_ctrl_c_for_all_ranks_ends_all_of_them(job: str) -> None:
     for rank in ranks:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "r\n"
-    for rank in ranks:
-        rank.send_signal(signal.SIGINT)
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):  # for all at the same time
+        for rank in ranks:
+            rank.send_signal(number)
     assert [finish(rank)[0] for rank in ranks] == [-signal.SIGINT] * 4
 
 
@@ -345,7 +352,7 @@ comm.barrier()
     for rank in ranks:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "r\n"
-    time.sleep(0.3)
+    time.sleep(1)
     ranks[0].send_signal(signal.SIGUSR1)
     assert ranks[0].stdout is not None
     assert ranks[0].stdout.readline() == "a signal handler called a collective\n"
@@ -384,11 +391,11 @@ def test_a_dropped_communicator_finishes_its_calls() -> None:
 
 
 def test_missing_rank(job: str) -> None:
-    ranks = [start(r, 3, job, MEET, **SOON) for r in (0, 2)]
+    ranks = [start(r, 3, job, MEET, FASTDIST_RENDEZVOUS_TIMEOUT_S="4") for r in (0, 2)]
     for rank in ranks:
         returncode, output = finish(rank)
         assert returncode == 0
-        assert "ranks [1] of 3 did not arrive within 1 s" in output
+        assert "ranks [1] of 3 did not arrive within 4 s" in output
 
 
 def test_missing_first_rank(job: str) -> None:

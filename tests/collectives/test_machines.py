@@ -28,7 +28,8 @@ from fastdist.errors import (
     FastdistError,
     PeerFailureError,
 )
-from machines import MACHINES, MachineRanks, Network, free_port, network, ports
+from held_ports import free_port
+from machines import MACHINES, MachineRanks, Network, network, ports
 from ranks import RankError
 from test_net import check_compression_roughly, reduced_by_place
 
@@ -143,16 +144,16 @@ def come_late(world: Communicator, late: int) -> None:
     assert comm is not None
     comm.barrier()
     if comm.rank == late:
-        time.sleep(1.5)
+        time.sleep(6)
     start = time.monotonic()
 
     def two_calls() -> None:
-        comm.all_reduce(np.zeros(3, np.float32), timeout=0.3)
+        comm.all_reduce(np.zeros(3, np.float32), timeout=3)
         comm.barrier()  # the late rank fails here at the latest
 
     with pytest.raises(FastdistError) as caught:
         two_calls()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15
     if comm.rank != late:
         assert isinstance(caught.value, CollectiveTimeoutError)
         assert caught.value.ranks == (late,), str(caught.value)
@@ -511,15 +512,15 @@ def test_rank_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_store_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1")
+    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "3")
     for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     begin = time.monotonic()
-    with pytest.raises(ClusterConfigError, match=r"cannot reach the store .* within 1 s: .*refuse"):
+    with pytest.raises(ClusterConfigError, match=r"cannot reach the store .* within 3 s: .*refuse"):
         fastdist.init()
-    assert time.monotonic() - begin < 1.9  # torch alone may take twice the timeout
+    assert time.monotonic() - begin < 5.9  # torch alone may take twice the timeout
 
 
 def await_listener(port: int) -> None:

@@ -306,7 +306,7 @@ def test_ranks_that_cannot_connect() -> None:
     def connect(rank: int) -> str:
         (inner,) = HostEngine.of_threads(1)
         with pytest.raises(ClusterConfigError) as error:
-            NetEngine(layout, rank, inner, listeners[rank], addresses, f"key {rank}", 0.5)
+            NetEngine(layout, rank, inner, listeners[rank], addresses, f"key {rank}", 2.0)
         assert error.value.ranks == (1 - rank,)
         return str(error.value)
 

@@ -103,7 +103,7 @@ def test_the_first_error_is_raised_once(coordinator: Any) -> None:
         begun[0].fetch()
     outcomes = [_outcome(value) for value in waiting]
     assert set(outcomes) <= {"1", "the function was cancelled before it began, because another one"}
-    assert sum(outcome != "1" for outcome in outcomes) > 30
+    assert sum(outcome != "1" for outcome in outcomes) > 10
     coordinator.join()
     assert coordinator.done()
     assert coordinator.schedule(work).fetch() == 1
@@ -158,7 +158,7 @@ def test_closing_ends_all_waits(cluster: PsCluster) -> None:
         coordinator.join()
     with pytest.raises(FastdistError, match="was closed"):
         coordinator.schedule(os.getpid)
-    value = cluster.coordinator(cluster.strategy()).schedule(time.sleep, (1,))
+    value = cluster.coordinator(cluster.strategy()).schedule(time.sleep, (5,))
     with pytest.raises(FastdistError, match="is no longer referenced"):
         value.fetch(20)
 
@@ -325,10 +325,12 @@ def test_waiting_runs_an_incomplete_group(cluster: PsCluster) -> None:
 def test_the_latest_coordinator_gets_the_workers(
     cluster: PsCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1")
-    first = fd.ClusterCoordinator(cluster.strategy())
+    one, two = cluster.strategy(), cluster.strategy()
+    with monkeypatch.context() as patch:
+        patch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1")
+        first = fd.ClusterCoordinator(one)
     wait_for(lambda: first.workers == [0, 1])
-    second = cluster.coordinator(cluster.strategy())
+    second = cluster.coordinator(two)
     cluster.kill("worker", 0)
     cluster.start("worker", 0)
     wait_for(lambda: second.workers == [0, 1])

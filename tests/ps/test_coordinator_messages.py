@@ -243,6 +243,7 @@ def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> No
         coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
         fake.receive_until(Kind.HELLO)
         fake.send(b"FDCO\x02\x00" + pack(Kind.REJECTED)[6:], b"a message of version 1, expected 2")
+        wait_for(lambda: coordinator._dispatcher._links[0].last_error != "no answer")
         coordinator.schedule(os.getpid)
         with pytest.raises(UnavailableError, match="a message of version 2, expected 1"):
             coordinator.join()
@@ -251,6 +252,8 @@ def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> No
 def test_other_keys_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses, Keys.make()))
+    links = coordinator._dispatcher._links
+    wait_for(lambda: all(link.last_error != "no answer" for link in links))
     coordinator.schedule(os.getpid)
     with pytest.raises(UnavailableError, match="it has other keys, or is not a fastdist worker"):
         coordinator.join()
@@ -290,7 +293,7 @@ def test_results_of_a_lost_worker_count(cluster: PlainCluster, tmp_path: Path) -
         with runs.open("a") as file:
             file.write("x")
         time.sleep(0.1)
-        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return 7
 
     value = coordinator.schedule(work)

@@ -245,7 +245,7 @@ def test_ended_functions_use_no_memory(coordinator: Any) -> None:
     for _ in range(3000):
         coordinator.schedule(nothing)
     coordinator.join()
-    assert kept() <= before
+    wait_for(lambda: kept() <= before)
 
 
 def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.Mo
     cluster.tasks[0].send_signal(signal.SIGSTOP)
     try:
         assert coordinator.fetch(values, 20) == list(range(50))
-        assert coordinator.workers == [1]
+        wait_for(lambda: coordinator.workers == [1])
     finally:
         cluster.tasks[0].send_signal(signal.SIGCONT)
     wait_for(lambda: coordinator.workers == [0, 1])
@@ -418,7 +418,7 @@ def test_nothing_begins_when_the_job_ends(tmp_path: Path) -> None:
 
     def work(i: int) -> None:
         (tmp_path / str(i)).touch()
-        time.sleep(0.3)
+        time.sleep(2)
 
     try:
         with cluster.coordinator() as coordinator:

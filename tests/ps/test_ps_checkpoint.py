@@ -135,18 +135,20 @@ def test_rows_that_no_worker_has_touched(stack: ExitStack, tmp_path: Path) -> No
 def test_save_while_in_use(stack: ExitStack, tmp_path: Path) -> None:
     """Every saved row is a value that the row had, as a whole."""
     job = Job(stack, 2, 2)
-    stop = threading.Event()
+    begun, stop = threading.Event(), threading.Event()
 
     def change() -> None:
         with Client(job.client.servers) as client:
             table = ShardedRows(client, job.hashed.spec, job.hashed.pieces)
             for value in range(1, 10_000):
                 table.assign(IDS, np.full((IDS.size, 2), value))
+                begun.set()
                 if stop.is_set():
                     return
 
     thread = threading.Thread(target=change)
     thread.start()
+    assert begun.wait(20)
     for _ in range(5):
         save_checkpoint(job.client, tmp_path, job.things)
     stop.set()
@@ -287,10 +289,12 @@ def test_a_slow_save_is_waited_for_and_done_once(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
+    may_end = threading.Event()
 
     def slow(*args: Any) -> list[str]:
         calls.append(args)
         time.sleep(1)
+        may_end.wait(20)
         return save(*args)
 
     monkeypatch.setattr("fastdist.ps.server.service.save", slow)
@@ -300,12 +304,12 @@ def test_a_slow_save_is_waited_for_and_done_once(
     thing = ShardedVariable(client, DenseSpec("w", (3,), ADAM), pieces, np.ones(3))
     saving = threading.Thread(target=save_checkpoint, args=(client, tmp_path, [thing]))
     saving.start()
-    with Client([server.address], timeout_s=0.5) as other:
+    with Client([server.address]) as other:
         while not calls:
             other.hello(0)
-        begin = time.monotonic()
         other.hello(0)
-        assert time.monotonic() - begin < 0.5
+        assert saving.is_alive()
+    may_end.set()
     saving.join()
     assert len(calls) == 1
     assert server.stats()["repeated"] == 0

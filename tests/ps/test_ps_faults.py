@@ -153,7 +153,7 @@ def test_a_server_that_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(self: object, *_: object) -> None:
         raise MemoryError("no room")
 
-    with Server() as server, Client([server.address], timeout_s=1) as client:
+    with Server() as server, Client([server.address], timeout_s=3) as client:
         number = client.create(0, DenseSpec("w", (5,), SGD), np.ones(5))
         monkeypatch.setattr(SendBuffers, "send", fail)
         with pytest.raises(UnavailableError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,8 +235,8 @@ def test_replies_after_a_failed_pull(by_hand: zmq.Socket[bytes]) -> None:
             spec = DenseSpec("w", (4,), SGD)
             client.create(0, spec, np.zeros(4))
             out = np.full(4, 7.0, np.float32)
-            tickets = client.begin_read([Item(0, 0, out[:2]), Item(1, 0, out[2:])])
             gone.close()
+            tickets = client.begin_read([Item(0, 0, out[:2]), Item(1, 0, out[2:])])
             with pytest.raises(UnavailableError, match="server 0"):
                 Pending(client.wait, tickets, lambda replies: out).result()
             reply(by_hand, by_hand.recv_multipart(), bytes(8) + np.zeros(2, np.float32).tobytes())
@@ -291,12 +291,16 @@ def test_a_restarted_server_knows_no_rounds() -> None:
             assert (new.pull() == 0).all()
 
 
-def test_idle_rounds_are_discarded() -> None:
+def test_idle_rounds_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(
+        "fastdist.ps.server.rounds.time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
     rounds = Rounds(1 << 20, idle_s=0.2)
     gradient = [(5, (0, np.ones(3, np.float32)))]
     rounds.stage(1, gradient)
     for _ in range(4):
-        time.sleep(0.1)
+        clock[0] += 0.1
         rounds.stage(2, gradient)
     assert rounds.stats() == {"open": 1, "nbytes": 4 * (12 + 512)}
     rounds.stage(1, gradient)

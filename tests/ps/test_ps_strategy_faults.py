@@ -194,7 +194,7 @@ def test_checkpoints_during_functions(
     assert counts == sorted(counts)
     assert all(count % 2 == 0 for count in counts)
     assert counts[0] > 0
-    coordinator.schedule(time.sleep, (0.5,))
+    coordinator.schedule(time.sleep, (2.0,))
     with pytest.raises(FastdistError, match="1 scheduled functions have not ended; join first"):
         strategy.restore(tmp_path)
     coordinator.join()

@@ -25,6 +25,7 @@ from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
 from fastdist.ps.wire.specs import from_json, to_json
 from hypothesis import given
 from hypothesis import strategies as st
+from ps_cluster import wait_for
 from unreliable import Unreliable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -220,14 +221,14 @@ def test_a_client_that_never_takes_replies() -> None:
 
 def test_a_server_that_is_lost_and_comes_back() -> None:
     server = Server()
-    with Client([server.address], timeout_s=1.5, retry_s=0.2) as client:
+    with Client([server.address], timeout_s=1.5, grace_s=60, retry_s=0.2) as client:
         dense = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
         server.close()
         begin = time.monotonic()
         with pytest.raises(UnavailableError, match=r"server 0 at tcp://.*has not answered CHANGE"):
             client.push(0, dense, np.ones(2))
-        assert time.monotonic() - begin < 5
-        ticket = client.submit(0, Op.HELLO)
+        assert time.monotonic() - begin < 20
+        ticket = client.submit(0, Op.HELLO, timeout_s=20)
         with Server(server.address):
             assert b"objects" in bytes(client.wait(ticket))
             again = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
@@ -241,6 +242,7 @@ def test_a_server_that_is_lost_and_comes_back() -> None:
 def test_a_late_reply_is_accepted(server: Server) -> None:
     with Client([server.address], timeout_s=0.3, retry_s=0.1) as client:
         ticket = client.submit(0, Op.HELLO)
+        wait_for(lambda: server.stats()["requests"] == 1)
         time.sleep(0.6)
         assert b"objects" in bytes(client.wait(ticket))
 
@@ -262,7 +264,7 @@ def test_clients_without_keys_are_rejected(which: str) -> None:
     with Server(keys=keys) as server:
         given = {"none": None, "others": others, "server's only": half}[which]
         with (
-            Client([server.address], keys=given, timeout_s=1) as client,
+            Client([server.address], keys=given, timeout_s=3) as client,
             pytest.raises(
                 UnavailableError, match=r"does this client have its keys|it has other keys"
             ),
@@ -424,7 +426,7 @@ def resident_bytes() -> int:
 
 def test_a_message_beyond_the_limit() -> None:
     with Server(max_frame_bytes=1 << 16) as server:
-        with Client([server.address], timeout_s=1) as client:
+        with Client([server.address], timeout_s=3) as client:
             dense = client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
             with pytest.raises(UnavailableError):
                 client.push(0, dense, np.zeros(1 << 20))

@@ -47,7 +47,7 @@ def listening(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int
 
 
 def launcher(connection: socket.socket) -> None:
-    answer(connection, {JOB: KEY}.get, lambda job, about: f"{about} of {job}", 0.5)
+    answer(connection, {JOB: KEY}.get, lambda job, about: f"{about} of {job}", 10.0)
 
 
 def soon() -> float:
@@ -58,7 +58,7 @@ def test_an_answer_and_the_clock() -> None:
     with listening(launcher) as address:
         text, ahead_s = ask(address, KEY, JOB, "ranks", soon())
         assert text == f"ranks of {JOB}"
-        assert abs(ahead_s) < 0.5
+        assert abs(ahead_s) < 5
 
 
 @pytest.mark.parametrize(("key", "job"), [("another key", JOB), (KEY, "fedcba9876543210")])
@@ -115,12 +115,14 @@ def test_strangers_are_not_believed(hello: bytes) -> None:
 
 
 def test_silence_ends_in_time() -> None:
-    with listening(lambda connection: time.sleep(0.5)) as address:
+    over = threading.Event()
+    with listening(lambda connection: over.wait(20)) as address:
         began_s = time.monotonic()
         with pytest.raises(NoAnswerError, match="does not answer in time") as told:
             ask(address, KEY, JOB, "ranks", began_s + 0.2)
         assert not told.value.is_cut
-        assert time.monotonic() - began_s < 0.4
+        assert time.monotonic() - began_s < 5
+        over.set()
     with pytest.raises(NoAnswerError, match="has ended") as told:
         ask(address, KEY, JOB, "ranks", soon())
     assert not told.value.is_cut
@@ -202,5 +204,5 @@ def test_a_machine_without_a_launcher(records: Path) -> None:
     Machines.of_job("key", (machines[0], lost)).write(found.machines)
     began_s = time.monotonic()
     seen = elsewhere.observe_everywhere(job, 0.01)
-    assert time.monotonic() - began_s < 2.5
+    assert time.monotonic() - began_s < 20
     assert len(seen.unreached) == 1

@@ -102,10 +102,10 @@ def test_lines_of_code_that_is_made_and_dropped_are_not_confused() -> None:
 def test_waits_are_timed() -> None:
     def program(comm: Comm) -> None:
         if comm.rank == 1:
-            time.sleep(0.3)
+            time.sleep(1)
         comm.all_reduce(np.ones(2))
         if comm.rank == 0:
-            time.sleep(0.3)
+            time.sleep(1)
             comm.send(np.ones(2), dst=1)
         else:
             comm.recv(np.ones(2), src=0)
@@ -113,13 +113,13 @@ def test_waits_are_timed() -> None:
     (early, _), (late, received) = calls_of(program)
     assert early.there_s is not None
     assert early.done_s is not None
-    assert early.there_s - early.entered_s == pytest.approx(0.3, abs=0.15)
+    assert early.there_s - early.entered_s == pytest.approx(1, abs=0.8)
     assert early.done_s >= early.there_s
-    assert late.entered_s - early.entered_s == pytest.approx(0.3, abs=0.15)
+    assert late.entered_s - early.entered_s == pytest.approx(1, abs=0.8)
     assert late.done_s is not None
     assert received.done_s is not None
-    assert late.done_s - late.entered_s < 0.2
-    assert received.done_s - received.entered_s == pytest.approx(0.3, abs=0.15)
+    assert late.done_s - late.entered_s < 0.8
+    assert received.done_s - received.entered_s == pytest.approx(1, abs=0.8)
 
 
 def test_a_call_that_waits_is_seen_by_another_thread() -> None:

@@ -16,7 +16,7 @@ from fastdist.recorder.diagnosis import Diagnosis, diagnose
 from fastdist.recorder.jobs import Job, jobs_here
 from fastdist.recorder.kinds import Kind
 from fastdist.recorder.signatures import REQUESTS, Signature
-from launched import Launcher
+from launched import Launcher, wait_until
 from stalled import RUN
 from synthetic_records import write_records
 
@@ -50,7 +50,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
             stderr=out,
         )
     try:
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + 150
         while not is_ready(jobs_here()[0]):
             assert time.monotonic() < end_s, (tmp_path / "out").read_text()
             time.sleep(0.05)
@@ -75,11 +75,7 @@ def until(kind: Kind, timeout_s: float = 30.0) -> Diagnosis:
 
 
 def test_a_stopped_server(job: Job) -> None:
-    found = diagnose(job)
-    assert (found.kind, found.sentence) == (
-        Kind.SLOW,
-        "slow, not stuck: parameter servers answer",
-    )
+    wait_until(lambda: diagnose(job).sentence == "slow, not stuck: parameter servers answer")
     os.kill(job.ranks[3].records.pid, signal.SIGSTOP)
     time.sleep(1)
     found = until(Kind.STOPPED)

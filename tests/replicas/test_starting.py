@@ -283,7 +283,7 @@ LAUNCH = """
             fd.launch(failing, replicas=2, args=(how,))
         except Exception as error:
             print(type(error).__name__, error.args, "|", error.__cause__)
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 80
 """
 
 

@@ -47,7 +47,7 @@ def test_a_worker_that_is_killed_in_a_step(run: Callable[[Any], Any]) -> None:
         begin = time.monotonic()
         with pytest.raises(PeerFailureError) as caught:
             strategy.run(step, (True,))
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
         assert caught.value.ranks == (last,), str(caught.value)
         with pytest.raises(FastdistError):
             strategy.run(step, (False,))
@@ -105,7 +105,7 @@ def test_a_worker_that_raises_in_a_step_and_lives_on(run: Callable[[Any], Any]) 
         else:
             with pytest.raises(PeerFailureError, match="rank 0 has"):
                 strategy.run(step, (True,))
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
         model.zero_grad()
         strategy.run(step)
         assert (model.weight.grad == 1).all()
@@ -238,7 +238,7 @@ def test_a_collective_that_only_some_replicas_call(run: Callable[[Any], Any], wh
 
         with pytest.raises((CollectiveMismatchError, PeerFailureError)):
             leave_out()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
         strategy.run(step, (True,))
         strategy.check_in_sync()
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from machines import MachineRanks, Network, free_port, network, ports
+from held_ports import free_port
+from machines import MachineRanks, Network, network, ports
 from test_strategies import Contract, run_case
 
 pytest.importorskip("torch.distributed")

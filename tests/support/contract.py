@@ -537,7 +537,7 @@ def check_timeout(comm: Communicator, folder: Path) -> None:
 
     with pytest.raises(FastdistError) as caught:
         two_calls()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     if comm.rank != late:
         assert isinstance(caught.value, CollectiveTimeoutError)
         assert late in caught.value.ranks

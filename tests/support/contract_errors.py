@@ -235,7 +235,7 @@ def check_wrong_on_one_rank_for_good(comm: Communicator, folder: Path) -> None:
         wait_for_others(comm, folder)
         return
     with pytest.raises(CollectiveTimeoutError) as caught:
-        comm.broadcast(np.zeros(3), timeout=0.2)
+        comm.broadcast(np.zeros(3), timeout=1)
     assert caught.value.ranks == (last,)
     message = str(caught.value)
     assert f"rank {last}" in message.partition("last collective")[0]
@@ -308,7 +308,7 @@ def check_mismatch(comm: Communicator) -> None:
         start = time.monotonic()
         with pytest.raises(CollectiveMismatchError) as caught:
             (other if odd_one_out else usual)()
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 20
         message = str(caught.value)
         assert text in message
         assert ("splits=" in message) == ("splits=" in text)

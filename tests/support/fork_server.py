@@ -67,7 +67,7 @@ _MAX_DESCRIPTORS = 64
 _INT = struct.Struct("i")
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
-_START_S = 60
+_START_S = 150
 _TAKEN = 3  # exit code of a server that finds another one
 
 # --- in the test process ------------------------------------------------------------------------
@@ -145,13 +145,17 @@ class ForkedPython(subprocess.Popen[Any]):
 
 _lock = threading.Lock()
 _started: subprocess.Popen[bytes] | None = None
+_started_s = -1.0
 _control: socket.socket | None = None
 
 
 def start() -> None:
     """Start the server unless another test process of this run has done so; do not wait for it."""
-    global _started
-    if _started is None and _connected() is None:
+    global _started, _started_s
+    # The one that was there may have ended with its last client before this process came.
+    is_due = time.monotonic() > _started_s + 1 and (not _started or _started.poll() == _TAKEN)
+    if is_due and _connected() is None:
+        _started_s = time.monotonic()
         _started = subprocess.Popen(
             [sys.executable, "-W", "error", __file__, _run_id(), str(os.getpid())],
             env=os.environ | _ONE_THREAD,
@@ -164,11 +168,10 @@ def start() -> None:
 def _server() -> socket.socket:
     """The control socket of the server, which the first call starts."""
     with _lock:
-        start()
         deadline = time.monotonic() + _START_S
         while (control := _connected()) is None:
-            assert _started is not None
-            if _started.poll() not in (None, _TAKEN):
+            start()
+            if _started is not None and _started.poll() not in (None, _TAKEN):
                 raise OSError(f"the fork server has ended with {_started.returncode}")
             if time.monotonic() > deadline:
                 raise OSError(f"the fork server did not start within {_START_S} s")

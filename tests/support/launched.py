@@ -87,11 +87,11 @@ class Launcher:
 def finish(
     process: "subprocess.Popen[bytes]", input: bytes = b""
 ) -> "subprocess.CompletedProcess[bytes]":
-    stdout, stderr = process.communicate(input or None, timeout=60)
+    stdout, stderr = process.communicate(input or None, timeout=150)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end_s, "waited in vain"

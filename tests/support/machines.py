@@ -6,20 +6,17 @@ import itertools
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe
 
 import pytest
-from fastdist.cluster.ports import reserve_port
 from ranks import ProcessRanks
 
 MACHINES = ((0, 1), (2, 3))
 WORLD = 4
-ports = itertools.count(29600)  # of the namespaces; ports of this machine are from `free_port`
-_held: list[socket.socket] = []
+ports = itertools.count(29600)  # of the namespaces; held_ports has those of this machine
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,6 @@ def _at_random(share: float, verdict: int) -> str:
     load_random, if_at_least, end = f"32 0 0 {0xFFFFF000 + 56}", "53 0 1", "6 0 0"
     threshold = min(int(share * 2**32), 2**32 - 1)
     return f"4,{load_random},{if_at_least} {threshold},{end} 0,{end} {verdict}"
-
-
-def free_port() -> int:
-    """A port of this machine that no other test gets."""
-    holder, port = reserve_port()
-    _held.append(holder)
-    return port
 
 
 def _run(*command: str) -> None:

@@ -72,7 +72,7 @@ class ThreadRanks:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 150) -> list[Any]:
         makers = [lambda c=c: c for c in fastdist.local_group(self.size)]
         return run_in_threads(makers, function, args, limit_s)
 
@@ -108,7 +108,7 @@ class ProcessRanks:
         self._processes.append(process)
         self._pipes.append(ours)
 
-    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 60) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 150) -> list[Any]:
         if not self._processes:
             self.start()
         for pipe in self._pipes:

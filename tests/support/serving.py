@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,12 +70,6 @@ def end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> tuple[int
     process.send_signal(number)
     _, stderr = process.communicate(timeout=20)
     return process.returncode, stderr
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fill(address: str, keys: Keys | None = None) -> None:

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
-from fastdist.recorder import place
+from fastdist.recorder import observation, place
 from fastdist.recorder.diagnosis import Diagnosis, diagnose
 from fastdist.recorder.jobs import Job, jobs_here
 from fastdist.recorder.kinds import Kind
+from fastdist.recorder.stacks import stacks_of
 from launched import Launcher
 
 PROGRAM = Path(__file__).parent / "stalled_rank.py"
@@ -56,7 +58,7 @@ class Stalled:
     def folder(self, kind: str) -> Path:
         return self._folder / kind
 
-    def job(self, kind: str, timeout_s: float = 30.0) -> Job:
+    def job(self, kind: str, timeout_s: float = 120.0) -> Job:
         """Wait until all ranks of a job have begun, and return the job."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(place, "_folders", lambda: [self.folder(kind)])
@@ -73,16 +75,22 @@ class Stalled:
             return len(job.ranks) == self._sizes[kind]
         return self._launchers[kind].poll() is not None
 
-    def diagnosis(self, kind: str, timeout_s: float = 30.0) -> Diagnosis:
+    def diagnosis(self, kind: str, timeout_s: float = 120.0) -> Diagnosis:
         """Diagnose a job as soon as it is no longer taken for slow."""
         end_s = time.monotonic() + timeout_s
         if kind == "timed_out":
             self._launchers[kind].wait(timeout_s)
         while True:
-            found = diagnose(self.job(kind))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(observation, "stacks_of", partial(stacks_of, timeout_s=10.0))
+                found = diagnose(self.job(kind))
             if found.kind is Kind.DEAD and self._launchers[kind].poll() is None:
                 self._launchers[kind].wait(max(0.1, end_s - time.monotonic()))  # it notes a signal
-            elif kind == "without_the_gil" and found.kind is Kind.USER and time.monotonic() < end_s:
+            elif (
+                kind == "without_the_gil"
+                and "GIL" not in found.sentence
+                and time.monotonic() < end_s
+            ):
                 time.sleep(0.5)  # on a busy machine a thread asks for the GIL less often
             elif found.kind is not Kind.SLOW or kind == "slow" or time.monotonic() > end_s:
                 return found

@@ -221,7 +221,7 @@ class StrategyContract:
                 with pytest.raises(PeerFailureError, match=f"rank {last} has") as failure:
                     run(waits)
                 assert failure.value.ranks == (last,)
-            assert time.monotonic() - begin < 5
+            assert time.monotonic() - begin < 15
             assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == last + 1
 
     @on_replicas

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -255,8 +256,11 @@ def use_all_connections(comm: Communicator) -> None:
                 comm.send(x, first)
 
 
-def lose_connection(comm: Communicator, known: dict[int, int], which: int) -> str:
+def lose_connection(
+    comm: Communicator, known: dict[int, int], which: int, met: threading.Barrier
+) -> str:
     comm.barrier()
+    met.wait()  # all have left the collective
     if comm.rank == 0:
         lost = [fd for inode, fd in sorted(connections().items()) if inode not in known][which]
         with socket.socket(fileno=os.dup(lost)) as its_socket:
@@ -270,7 +274,8 @@ def lose_connection(comm: Communicator, known: dict[int, int], which: int) -> st
 @pytest.mark.parametrize("which", range(0, 18, 4))
 def test_a_lost_connection_is_no_death(which: int) -> None:
     """No rank is told that it has died itself."""
-    texts = MachineThreads(((0,), (1,), (2,))).run(lose_connection, connections(), which)
+    met = threading.Barrier(3)
+    texts = MachineThreads(((0,), (1,), (2,))).run(lose_connection, connections(), which, met)
     for rank, text in enumerate(texts):
         assert "connection" in text
         assert f"rank {rank} has died" not in text

@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from fastdist.errors import FastdistError
+from fastdist.ps.coordinator.remote_value import identity
 from fastdist.ps.coordinator.unpicklable import (
     parts_of_arguments,
     parts_of_function,
@@ -102,7 +103,7 @@ class Definitions:
             return known
         blob, needs = pickle_or_explain(
             self.dumps,
-            functools.partial(_same, fn),
+            functools.partial(identity, fn),
             getattr(fn, "__qualname__", type(fn).__name__),
             lambda: parts_of_function(fn),
         )
@@ -188,10 +189,6 @@ class _Unpickler(pickle.Unpickler):
 def loads(blob: bytes, resolve: Resolve) -> Any:
     """Unpickle the result of `Definitions.dumps`; `resolve` finds the objects that it refers to."""
     return _Unpickler(blob, resolve).load()
-
-
-def _same(thing: Any) -> Any:
-    return thing
 
 
 class Library:

@@ -290,12 +290,22 @@ py::tuple call_route(const table::Owners& owners, py::handle ids) {
   return arrays_of(routes);
 }
 
+py::array_t<std::int64_t> owners_of(const table::Owners& owners, py::handle ids) {
+  const Ids from(ids);
+  py::array_t<std::int64_t> found(from.span().size());
+  const std::span<std::int64_t> to(found.mutable_data(), from.span().size());
+  const GilRelease release;
+  table::find_owners(owners, from.span(), to);
+  return found;
+}
+
 void bind_routing(py::module_& m) {
   py::class_<table::Owners>(m, "Owners")
       .def(py::init([](std::size_t count, std::vector<std::uint64_t> begins, std::uint64_t end) {
              return table::Owners{count, std::move(begins), end};
            }),
            py::arg("count"), py::arg("begins") = std::vector<std::uint64_t>(), py::arg("end") = 0)
+      .def("owners_of", &owners_of, py::arg("ids"))
       .def("route", &call_route<table::route>, py::arg("ids"))
       .def("route_distinct", &call_route<table::route_distinct>, py::arg("ids"));
 }

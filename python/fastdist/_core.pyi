@@ -272,6 +272,8 @@ class RowSnapshot:
 # `begins`, by equal parts of the hashes.
 class Owners:
     def __init__(self, count: int, begins: list[int] = ..., end: int = 0) -> None: ...
+    # Returns the owner of each id, from 0.
+    def owners_of(self, ids: Any) -> npt.NDArray[np.int64]: ...
     # Returns the owners' local ids grouped by owner, the number of ids per owner, and the position
     # of each id in `ids` (None: the order is unchanged).
     def route(

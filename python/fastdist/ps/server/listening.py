@@ -44,7 +44,7 @@ def listen(
         zmq.ZMQError: the address cannot be bound.
     """
     _parse(address)
-    router = context.socket(zmq.ROUTER)
+    router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     try:
         router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         router.setsockopt(zmq.LINGER, 0)

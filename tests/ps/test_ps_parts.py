@@ -12,7 +12,7 @@ from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedVariable, begin_pulls
+from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls
 from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry, PartialPushes, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from hypothesis import given
@@ -58,7 +58,7 @@ def test_a_push_in_parts_is_one_step(stack: ExitStack, server: Server) -> None:
     for step in range(3):
         gradient = rng.standard_normal(SIZE, np.float32)
         push_all(alone, gradient, 0.5)
-        sharded.begin_push(gradient, 0.5, step=0).result()
+        begin_changes(sharded._client, sharded.change(gradient, 0.5, step=0)).result()
         (pull,) = begin_pulls(sharded._client, [sharded.lookup()]).result()
         alone.pull_part(expected, 0)
         np.testing.assert_array_equal(pull.value, expected)
@@ -71,7 +71,7 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     one, two = variable(stack, server), variable(stack, server)
     alone = _core.DenseVariable(np.zeros(SIZE, np.float32), ADAM.make())
     gradients = np.random.default_rng(0).standard_normal((2, SIZE), np.float32)
-    one.begin_push(gradients[0], round=5).result()
+    begin_changes(one._client, one.change(gradients[0]), 5).result()
     (_, number, _), *_ = two.parts()
     client = two._client
     for ticket in client.begin_change([Item(0, number, gradients[1])], round=5):

@@ -285,8 +285,7 @@ class Owners:
         self, ids: Any
     ) -> tuple[npt.NDArray[np.uint64], list[int], npt.NDArray[np.int64] | None]: ...
 
-# Encoding of values in messages: "float32", "bfloat16", "float16", or "int8" with one scale per
-# `dim` values.
+# Encoding of values in messages: "bfloat16", "float16", or "int8" with one scale per `dim` values.
 class WireFormat:
     def __init__(self, name: str, dim: int) -> None: ...
     def nbytes(self, values: int) -> int: ...

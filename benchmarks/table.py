@@ -14,6 +14,7 @@ each must move.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import statistics
@@ -199,10 +200,14 @@ def dense(rounds: int) -> dict[str, Any]:
     moves = {"SGD": 3, "Adagrad": 5, "Adam": 7, "AdamW": 7, "RMSprop": 5}
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: np.copyto(out, gradient), 2),
-        "pull": (lambda: variables["SGD"].pull(out), 2),
+        "pull": (lambda: variables["SGD"].pull_part(out, 0), 2),
     }
+
+    def push(variable: _core.DenseVariable) -> None:
+        variable.push_part(gradient, 0, variable.begin_step())
+
     for rule, variable in variables.items():
-        ways[rule] = (lambda variable=variable: variable.push(gradient), moves[rule])
+        ways[rule] = (functools.partial(push, variable), moves[rule])
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, (way, _) in ways.items():

@@ -219,10 +219,9 @@ void bind_row_table(py::module_& m) {
       .def_property("seed", &RowTable::seed, &RowTable::set_seed);
 }
 
-std::unique_ptr<DenseVariable> make_dense(py::handle initial, const UpdateRule& rule,
-                                          const std::string& storage) {
+std::unique_ptr<DenseVariable> make_dense(py::handle initial, const UpdateRule& rule) {
   const Floats values(initial, "initial");
-  return std::make_unique<DenseVariable>(values.span(), rule, table::storage_of(storage));
+  return std::make_unique<DenseVariable>(values.span(), rule);
 }
 
 void push_part(DenseVariable& v, py::handle gradient, std::size_t begin, std::uint64_t step,
@@ -234,16 +233,7 @@ void push_part(DenseVariable& v, py::handle gradient, std::size_t begin, std::ui
 
 void bind_dense_variable(py::module_& m) {
   py::class_<DenseVariable>(m, "DenseVariable")
-      .def(py::init(&make_dense), py::arg("initial"), py::arg("rule"),
-           py::arg("storage") = "float32")
-      .def(
-          "pull",
-          [](DenseVariable& v, py::handle out) {
-            const FloatsOut to(out);
-            const GilRelease release;
-            v.pull(to.span());
-          },
-          py::arg("out"))
+      .def(py::init(&make_dense), py::arg("initial"), py::arg("rule"))
       .def(
           "pull_part",
           [](DenseVariable& v, py::handle out, std::size_t begin) {
@@ -252,14 +242,6 @@ void bind_dense_variable(py::module_& m) {
             v.pull_part(to.span(), begin);
           },
           py::arg("out"), py::arg("begin"))
-      .def(
-          "push",
-          [](DenseVariable& v, py::handle gradient, std::optional<double> lr) {
-            const Floats from(gradient, "gradient");
-            const GilRelease release;
-            v.push(from.span(), lr);
-          },
-          py::arg("gradient"), py::arg("lr") = py::none())
       .def("begin_step", &DenseVariable::begin_step)
       .def("push_part", &push_part, py::arg("gradient"), py::arg("begin"), py::arg("step"),
            py::arg("lr") = py::none())
@@ -308,12 +290,22 @@ py::tuple call_route(const table::Owners& owners, py::handle ids) {
   return arrays_of(routes);
 }
 
+py::array_t<std::int64_t> owners_of(const table::Owners& owners, py::handle ids) {
+  const Ids from(ids);
+  py::array_t<std::int64_t> found(from.span().size());
+  const std::span<std::int64_t> to(found.mutable_data(), from.span().size());
+  const GilRelease release;
+  table::find_owners(owners, from.span(), to);
+  return found;
+}
+
 void bind_routing(py::module_& m) {
   py::class_<table::Owners>(m, "Owners")
       .def(py::init([](std::size_t count, std::vector<std::uint64_t> begins, std::uint64_t end) {
              return table::Owners{count, std::move(begins), end};
            }),
            py::arg("count"), py::arg("begins") = std::vector<std::uint64_t>(), py::arg("end") = 0)
+      .def("owners_of", &owners_of, py::arg("ids"))
       .def("route", &call_route<table::route>, py::arg("ids"))
       .def("route_distinct", &call_route<table::route_distinct>, py::arg("ids"));
 }

@@ -11,7 +11,6 @@
 
 #include "table/kernels.h"
 #include "table/memory.h"
-#include "table/row_layout.h"
 #include "table/update_rule.h"
 
 namespace fastdist::table {
@@ -23,13 +22,8 @@ class DenseVariable {
  public:
   static constexpr std::size_t kChunk = 16384;
 
-  // Storage is float32 or bfloat16. With bfloat16, steps are computed in float32 and their results
-  // rounded once.
-  DenseVariable(std::span<const float> initial, UpdateRule rule, Storage storage);
+  DenseVariable(std::span<const float> initial, UpdateRule rule);
 
-  void pull(std::span<float> values);
-  // Makes one step.
-  void push(std::span<const float> gradient, std::optional<double> learning_rate);
   // Reads the elements from `begin` on, as many as `values` holds.
   void pull_part(std::span<float> values, std::size_t begin);
   // Begins a step and returns its number. Any threads may push its parts, each element once.
@@ -65,16 +59,15 @@ class DenseVariable {
   template <class Call>
   void for_each_chunk(std::size_t begin, std::size_t end, Call&& call);
   void check_range(const char* argument, std::size_t begin, std::size_t count) const;
-  void read(float* values, std::size_t begin, std::size_t count) const;
-  void write(const float* values, std::size_t begin, std::size_t count);
-  void update(const Coefficients& c, const float* gradient, std::size_t begin, std::size_t count);
 
+  [[nodiscard]] float* element(std::size_t i) const noexcept {
+    return reinterpret_cast<float*>(values_.get()) + i;
+  }
   [[nodiscard]] float* slot(std::size_t i) const noexcept {
     return reinterpret_cast<float*>(slots_.get()) + i * size_;
   }
 
   UpdateRule rule_;
-  Storage storage_;
   std::size_t size_;
   UpdateFunction update_;
   Memory values_;

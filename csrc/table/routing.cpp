@@ -50,6 +50,14 @@ std::size_t Owners::owner_of(std::uint64_t id) const {
   return static_cast<std::size_t>(std::ranges::upper_bound(begins, id) - begins.begin()) - 1;
 }
 
+void find_owners(const Owners& owners, std::span<const std::uint64_t> ids,
+                 std::span<std::int64_t> found) {
+  check_ids(owners, ids);
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    found[i] = static_cast<std::int64_t>(owners.owner_of(ids[i]));
+  }
+}
+
 Routes route(const Owners& owners, std::span<const std::uint64_t> ids) {
   check_ids(owners, ids);
   Routes routes;

@@ -30,6 +30,9 @@ struct Routes {
   std::vector<std::int64_t> positions;
 };
 
+// Sets the owner of each id. Throws kIndex for an id outside all ranges.
+void find_owners(const Owners& owners, std::span<const std::uint64_t> ids,
+                 std::span<std::int64_t> found);
 // Throws kIndex for an id outside all ranges.
 [[nodiscard]] Routes route(const Owners& owners, std::span<const std::uint64_t> ids);
 // Removes duplicate ids, unless there is a single owner and so few duplicates that removing them

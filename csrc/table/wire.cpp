@@ -20,9 +20,7 @@ constexpr std::size_t int8_row_bytes(std::size_t values) {
 
 WireFormat::WireFormat(std::string_view name, std::size_t dim) : dim_(dim) {
   if (dim == 0) throw Error(ErrorCode::kValue, "dim must be 1 or more, got 0");
-  if (name == "float32") {
-    kind_ = Kind::kFloat32;
-  } else if (name == "bfloat16") {
+  if (name == "bfloat16") {
     kind_ = Kind::kBFloat16;
   } else if (name == "float16") {
     kind_ = Kind::kFloat16;
@@ -37,8 +35,6 @@ WireFormat::WireFormat(std::string_view name, std::size_t dim) : dim_(dim) {
 
 std::size_t WireFormat::bytes(std::size_t values) const noexcept {
   switch (kind_) {
-    case Kind::kFloat32:
-      return values * sizeof(float);
     case Kind::kBFloat16:
     case Kind::kFloat16:
       return values * sizeof(std::uint16_t);
@@ -62,9 +58,6 @@ void WireFormat::encode(std::span<const float> values, std::span<std::uint8_t> m
   if (values.empty()) return;
   auto* to = message.data();
   switch (kind_) {
-    case Kind::kFloat32:
-      std::memcpy(to, values.data(), message.size());
-      return;
     case Kind::kBFloat16:
       return kernels().narrow_bfloat16(reinterpret_cast<std::uint16_t*>(to), values.data(),
                                        values.size());
@@ -89,9 +82,6 @@ void WireFormat::decode(std::span<const std::uint8_t> message, std::span<float> 
   if (values.empty()) return;
   const auto* from = message.data();
   switch (kind_) {
-    case Kind::kFloat32:
-      std::memcpy(values.data(), from, message.size());
-      return;
     case Kind::kBFloat16:
       return kernels().widen_bfloat16(values.data(), reinterpret_cast<const std::uint16_t*>(from),
                                       values.size());

@@ -1,4 +1,4 @@
-// Encoding of values in messages: float32, or a narrower format.
+// Encoding of values in messages, narrower than float32.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace fastdist::table {
 // bytes.
 class WireFormat {
  public:
-  // "float32", "bfloat16", "float16" or "int8"; throws kValue.
+  // "bfloat16", "float16" or "int8"; throws kValue.
   WireFormat(std::string_view name, std::size_t dim);
 
   [[nodiscard]] std::size_t bytes(std::size_t values) const noexcept;
@@ -22,7 +22,7 @@ class WireFormat {
   void decode(std::span<const std::uint8_t> message, std::span<float> values) const;
 
  private:
-  enum class Kind : std::uint8_t { kFloat32, kBFloat16, kFloat16, kInt8 };
+  enum class Kind : std::uint8_t { kBFloat16, kFloat16, kInt8 };
 
   void check_size(std::size_t values, std::size_t bytes) const;
 

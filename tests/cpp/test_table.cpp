@@ -53,6 +53,11 @@ Floats pulled(RowTable& table, const Ids& ids) {
   return values;
 }
 
+// Makes a step in which all elements have the same gradient.
+void push_all(DenseVariable& variable, float gradient) {
+  variable.push_part(Floats(variable.size(), gradient), 0, variable.begin_step(), {});
+}
+
 // Checks that all elements of each row are equal, as in every push of these tests.
 void check_whole(std::span<const float> values, std::size_t dim) {
   for (std::size_t i = 0; i < values.size(); ++i) CHECK(values[i] == values[i / dim * dim]);
@@ -360,13 +365,13 @@ CASE(a_snapshot_has_every_row_that_stays) {
 CASE(a_dense_variable_is_whole_chunk_by_chunk) {
   constexpr std::size_t kChunk = DenseVariable::kChunk;
   DenseVariable variable(Floats(2 * kChunk + 5),
-                         UpdateRule("SGD", {{"lr", 1.0}, {"momentum", 0.5}}), Storage::kFloat32);
+                         UpdateRule("SGD", {{"lr", 1.0}, {"momentum", 0.5}}));
   const Work push = [&](std::mt19937& random) {
-    variable.push(Floats(variable.size(), static_cast<float>(random() % 3)), {});
+    push_all(variable, static_cast<float>(random() % 3));
   };
   const Work pull = [&](std::mt19937&) {
     Floats values(variable.size());
-    variable.pull(values);
+    variable.pull_part(values, 0);
     check_whole(std::span(values).first(2 * kChunk), kChunk);
     check_whole(std::span(values).last(5), 5);
     Floats slots(variable.size());
@@ -381,13 +386,13 @@ CASE(a_dense_variable_is_whole_chunk_by_chunk) {
 // Every push is of ones, so that Adagrad's slot counts the pushes and determines the value.
 CASE(a_value_belongs_to_its_slots_and_to_the_step) {
   DenseVariable variable(Floats(9 * DenseVariable::kChunk + 5),
-                         UpdateRule("Adagrad", {{"lr", 1}, {"eps", 0}}), Storage::kFloat32);
+                         UpdateRule("Adagrad", {{"lr", 1}, {"eps", 0}}));
   constexpr std::size_t kPushes = 100;
   Floats belongs(1);
   for (std::size_t n = 1; n <= kPushes; ++n) {
     belongs.push_back(belongs.back() - 1 / std::sqrt(static_cast<float>(n)));
   }
-  const Work push = [&](std::mt19937&) { variable.push(Floats(variable.size(), 1), {}); };
+  const Work push = [&](std::mt19937&) { push_all(variable, 1); };
   const Work read = [&](std::mt19937&) {
     Floats values(variable.size());
     Floats slots(variable.size());
@@ -405,7 +410,7 @@ CASE(a_value_belongs_to_its_slots_and_to_the_step) {
   CHECK(variable.read_state(values, slots) == 7);
   variable.push_part(Floats(3, 1), DenseVariable::kChunk, variable.begin_step(), {});
   CHECK(variable.read_state(values, slots) == 8);
-  DenseVariable empty({}, UpdateRule("SGD", {{"lr", 1.0}}), Storage::kFloat32);
+  DenseVariable empty({}, UpdateRule("SGD", {{"lr", 1.0}}));
   empty.set_step(3);
   CHECK(empty.read_state({}, {}) == 3);
 }
@@ -415,26 +420,23 @@ CASE(a_value_belongs_to_its_slots_and_to_the_step) {
 CASE(parts_of_a_step_come_from_many_threads) {
   constexpr std::size_t kPart = DenseVariable::kChunk / 2 + 3;
   constexpr std::size_t kParts = 8;
-  for (const Storage storage : {Storage::kFloat32, Storage::kBFloat16}) {
-    DenseVariable variable(Floats(kParts * kPart), UpdateRule("SGD", {{"lr", 1}}), storage);
-    const Floats gradient(kPart, -1);
-    const Work work = [&](std::mt19937& random) {
-      Floats seen(kPart);
-      const std::uint64_t step = variable.begin_step();
-      const std::size_t first = random() % kParts;
-      for (std::size_t part = 0; part < kParts; ++part) {
-        const std::size_t begin = (part + first) % kParts * kPart;
-        variable.push_part(gradient, begin, step, std::nullopt);
-        variable.pull_part(seen, begin);
-      }
-    };
-    run_together(std::vector<Work>(8, work), 50);
-    Floats values(kParts * kPart);
-    variable.pull(values);
-    // The next bfloat16 above 256 is 258: adding 1 is rounded off.
-    for (const float value : values) CHECK(value == (storage == Storage::kFloat32 ? 400 : 256));
-    CHECK(variable.step() == 400);
-  }
+  DenseVariable variable(Floats(kParts * kPart), UpdateRule("SGD", {{"lr", 1}}));
+  const Floats gradient(kPart, -1);
+  const Work work = [&](std::mt19937& random) {
+    Floats seen(kPart);
+    const std::uint64_t step = variable.begin_step();
+    const std::size_t first = random() % kParts;
+    for (std::size_t part = 0; part < kParts; ++part) {
+      const std::size_t begin = (part + first) % kParts * kPart;
+      variable.push_part(gradient, begin, step, std::nullopt);
+      variable.pull_part(seen, begin);
+    }
+  };
+  run_together(std::vector<Work>(8, work), 50);
+  Floats values(kParts * kPart);
+  variable.pull_part(values, 0);
+  for (const float value : values) CHECK(value == 400);
+  CHECK(variable.step() == 400);
 }
 
 CASE(routes_and_messages_of_any_size) {
@@ -461,7 +463,7 @@ CASE(routes_and_messages_of_any_size) {
       }
     }
     const Floats values(count, 3);
-    for (const char* name : {"float32", "bfloat16", "float16", "int8"}) {
+    for (const char* name : {"bfloat16", "float16", "int8"}) {
       for (const std::size_t dim : {1, 5, 64}) {
         const WireFormat format(name, dim);
         std::vector<std::uint8_t> message(format.bytes(count));
@@ -486,8 +488,8 @@ CASE(empty_calls_and_empty_tables) {
     const Floats row(kDim);
     if (fixed) CHECK_THROWS(ErrorCode::kIndex, table.push(Ids{0}, row, {}));
   }
-  DenseVariable nothing({}, UpdateRule("Adam", {}), Storage::kBFloat16);
-  nothing.push({}, {});
+  DenseVariable nothing({}, UpdateRule("Adam", {}));
+  push_all(nothing, 1);
   CHECK(nothing.size() == 0 && nothing.bytes() == 0);
 }
 

@@ -15,7 +15,7 @@ from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round, discard_rounds
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.requests import Pending
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_pulls
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes, begin_pulls
 from fastdist.ps.server.rounds import DISCARDED, Rounds
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op, Status
 
@@ -34,8 +34,8 @@ class Worker:
         self.rows = ShardedRows(client, RowsSpec("rows", 2, SGD), placement.place((2, 2), 4))
 
     def push(self, value: float, ids: list[int], round: int) -> None:
-        self.dense.begin_push(np.full((4, 3), value), round=round)
-        self.rows.begin_push(ids, np.full((len(ids), 2), value), round=round)
+        begin_changes(self.client, self.dense.change(np.full((4, 3), value)), round)
+        begin_changes(self.client, self.rows.change(ids, np.full((len(ids), 2), value)), round)
 
     def commit(self, round: int, weight: float = 1.0, lr: float | None = None) -> bool:
         things = [(self.dense, lr), (self.rows, lr)]
@@ -70,7 +70,9 @@ def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Ser
         (pulled,) = pull.result()
         assert (pulled.value == 0).all()
         assert pulled.steps == (0, 0)
-    pushes = [worker.dense.begin_push(np.ones((4, 3)), lr=0.5) for _ in range(4)]
+    pushes = [
+        begin_changes(worker.client, worker.dense.change(np.ones((4, 3)), lr=0.5)) for _ in range(4)
+    ]
     for push in pushes:
         assert push.result() is None
     out = np.empty((4, 3), np.float32)
@@ -92,13 +94,13 @@ def test_staleness_is_counted(stack: ExitStack, servers: list[Server]) -> None:
     (pulled,) = begin_pulls(worker.client, [worker.dense.lookup()]).result()
     worker.dense.push(gradient)  # without a step
     for _ in range(6):
-        worker.dense.begin_push(gradient, step=pulled.steps).result()
-    worker.dense.begin_push(gradient, step=7).result()
-    worker.dense.begin_push(gradient, step=1000).result()
+        begin_changes(worker.client, worker.dense.change(gradient, step=pulled.steps)).result()
+    begin_changes(worker.client, worker.dense.change(gradient, step=7)).result()
+    begin_changes(worker.client, worker.dense.change(gradient, step=1000)).result()
     for server in servers:
         assert server.stats()["staleness"] == {"0": 2, "1": 1, "2-3": 2, "4-7": 3}
     with pytest.raises(ValueError, match="step has 3 numbers, there are 2 pieces"):
-        worker.dense.begin_push(gradient, step=[1, 2, 3])
+        begin_changes(worker.client, worker.dense.change(gradient, step=[1, 2, 3]))
 
 
 def test_a_round_is_one_push_of_the_mean(stack: ExitStack, servers: list[Server]) -> None:
@@ -188,12 +190,12 @@ def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
     pieces = RoundRobin(1).place((1 << 18,), 4)
     thing = ShardedVariable(client, DenseSpec("w", (1 << 18,), SGD), pieces, np.zeros(1 << 18))
     gradient = np.ones(1 << 18, np.float32)
-    thing.begin_push(gradient, round=1).result()
-    thing.begin_push(gradient, round=2).result()
+    begin_changes(client, thing.change(gradient), 1).result()
+    begin_changes(client, thing.change(gradient), 2).result()
     with pytest.raises(MemoryError, match="exceed the server's limit of 2100000"):
-        thing.begin_push(gradient, round=3).result()
+        begin_changes(client, thing.change(gradient), 3).result()
     discard_rounds(client, [0], [1])
-    thing.begin_push(gradient, round=3).result()
+    begin_changes(client, thing.change(gradient), 3).result()
     for round in (2, 3):
         assert commit_round(client, round, [(thing, None)]).result() is True
     assert (thing.pull() == -2).all()
@@ -277,11 +279,11 @@ def test_a_restarted_server_knows_no_rounds() -> None:
     with Client([server.address], timeout_s=20) as client:
         pieces = RoundRobin(1).place((2,), 4)
         thing = ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
-        thing.begin_push(np.ones(2), round=1).result()
+        begin_changes(client, thing.change(np.ones(2)), 1).result()
         server.close()
         with Server(server.address):
             for call in (
-                lambda: thing.begin_push(np.ones(2), round=1).result(),
+                lambda: begin_changes(client, thing.change(np.ones(2)), 1).result(),
                 lambda: commit_round(client, 1, [(thing, None)]).result(),
             ):
                 with pytest.raises(UnavailableError, match="was restarted"):

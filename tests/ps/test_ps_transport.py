@@ -84,14 +84,8 @@ def test_variables_and_rows(keys: Keys | None) -> None:
                 assert len(client.hello(server)["objects"]) == 2
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_many_clients_at_once(threads: int) -> None:
+def test_many_clients_at_once(server: Server) -> None:
     """Every push counts once, and no thread reads half of a push."""
-    with Server(threads=threads) as server:
-        push_from_many_clients(server)
-
-
-def push_from_many_clients(server: Server) -> None:
     clients, pushes, ids = 6, 40, np.arange(500)
 
     def work(seed: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes
 from fastdist.ps.wire.batches import PART_SIZE
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -118,7 +118,7 @@ def test_rows(client: Client, wire: str, shards: int) -> None:
     table = ShardedRows(client, spec, pieces)
     table.assign(ids, initial)
     np.testing.assert_array_equal(table.pull(ids), travelled(initial, wire, 7))
-    table.begin_push(ids, gradient, round=1).result()
+    begin_changes(client, table.change(ids, gradient), 1).result()
     assert commit_round(client, 1, [(table, None)]).result() is True
     expected = initial - travelled(gradient, wire, 7)
     np.testing.assert_array_equal(table.pull(ids), travelled(expected, wire, 7))
@@ -143,8 +143,8 @@ def test_gradients_that_are_not_finite(client: Client, server: Server, refuse: b
     assert (variable.pull()[0], table.pull([4])[0, 0]) == ((0, 0) if refuse else (-1, -1))
     assert [entry["nonfinite"] for entry in server.stats()["objects"]] == [2, 1]
     if refuse:  # the rest of the round continues
-        table.begin_push([4], [[1, 1]], round=1).result()
+        begin_changes(client, table.change([4], [[1, 1]]), 1).result()
         with pytest.raises(ValueError, match="nothing was changed"):
-            table.begin_push([3], rows[:1], round=1).result()
+            begin_changes(client, table.change([3], rows[:1]), 1).result()
         assert commit_round(client, 1, [(table, None)]).result() is True
         assert table.pull([3, 4]).tolist() == [[0, 0], [-1, -1]]

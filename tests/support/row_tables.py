@@ -1,4 +1,4 @@
-"""Small things that the tests of tables share."""
+"""Small things that the tests of tables and dense variables share."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def pulled(table: _core.RowTable, ids: Any) -> Floats:
     out = np.full((ids.size, table.dim), np.nan, np.float32)
     table.pull(ids, out)
     return out
+
+
+def push_all(
+    variable: _core.DenseVariable, gradient: npt.NDArray[Any], lr: float | None = None
+) -> None:
+    """Make a step of a whole dense variable."""
+    variable.push_part(gradient, 0, variable.begin_step(), lr)
 
 
 def slots_of(table: _core.RowTable, ids: Any) -> Floats:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+import fastdist._core as _core
 from fastdist.ps.client.sharded import ShardedRows
 from fastdist.ps.wire.frames import Array, to_ids
-from fastdist.ps.wire.snapshot import owner_of
 
 _NEVER = np.iinfo(np.int64).min // 2
 
@@ -40,6 +40,7 @@ class RowCache:
         self._table = table
         self._max_age = max_age
         self._pulls = 0
+        self._hash = _core.Owners(max_rows)
         self._ids = np.zeros(max_rows, np.uint64)
         self._rows = np.empty((max_rows, table.spec.dim), np.float32)
         self._pulled = np.full(max_rows, _NEVER)  # at which pull
@@ -74,7 +75,7 @@ class RowCache:
 
     def _slots_of(self, ids: Any) -> tuple[Array, Array]:
         flat = to_ids(ids).reshape(-1).view(np.uint64)
-        return flat, owner_of(flat, self._ids.size)
+        return flat, self._hash.owners_of(flat)
 
     def _keep(self, ids: Array, slots: Array, rows: Array) -> None:
         """Store rows. Of ids that share a slot, the last wins, in all three arrays."""

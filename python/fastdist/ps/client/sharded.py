@@ -100,7 +100,7 @@ class ShardedVariable:
 
     def push(self, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient of the whole shape."""
-        self.begin_push(gradient, lr).result()
+        begin_changes(self._client, self.change(gradient, lr)).result()
 
     def assign(self, value: Any) -> None:
         """Set the value, of the whole shape."""
@@ -115,29 +115,17 @@ class ShardedVariable:
         value = self._output(out)
         return Lookup([item.cut() for item in self._split(value)], value)
 
-    def begin_push(
-        self,
-        gradient: Any,
-        lr: float | None = None,
-        *,
-        round: int = 0,
-        step: int | Sequence[int] | None = None,
-    ) -> Pending[None]:
-        """Send a gradient, without waiting.
+    def change(
+        self, gradient: Any, lr: float | None = None, step: int | Sequence[int] | None = None
+    ) -> list[Item]:
+        """Return what to send for a gradient.
 
         Args:
             gradient: the gradient, of the whole shape.
             lr: learning rate; None for the update rule's own, or if the round's commit sets it.
-            round: 0 applies the gradient at once; otherwise it waits for the round's commit.
             step: the step of the value that the gradient was computed from: `Pulled.steps`, or one
                 for all pieces; None if unknown.
         """
-        return begin_changes(self._client, self.change(gradient, lr, step), round)
-
-    def change(
-        self, gradient: Any, lr: float | None = None, step: int | Sequence[int] | None = None
-    ) -> list[Item]:
-        """Return what to send for a gradient; arguments as for `begin_push`."""
         items = self._split(self._to_array(gradient))
         for item, seen in zip(items, _steps(step, len(items)), strict=True):
             item.step, item.lr = seen, lr
@@ -234,24 +222,12 @@ class ShardedRows:
 
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
         """Apply gradients, [ids, dim]; gradients of equal ids are added up."""
-        self.begin_push(ids, gradients, lr).result()
+        begin_changes(self.client, self.change(ids, gradients, lr)).result()
 
     def assign(self, ids: Any, values: Any) -> None:
         """Set rows, [ids, dim]; the last of equal ids wins."""
         items = [item for item in self._divide(ids, values) if item.values.size]
         _begin_assign(self.client, items).result()
-
-    def begin_push(
-        self,
-        ids: Any,
-        gradients: Any,
-        lr: float | None = None,
-        *,
-        round: int = 0,
-        step: int | Sequence[int] | None = None,
-    ) -> Pending[None]:
-        """Send gradients, without waiting; `round`, `step` as for `ShardedVariable.begin_push`."""
-        return begin_changes(self.client, self.change(ids, gradients, lr, step), round)
 
     def change(
         self,
@@ -260,7 +236,7 @@ class ShardedRows:
         lr: float | None = None,
         step: int | Sequence[int] | None = None,
     ) -> list[Item]:
-        """Return what to send for gradients; arguments as for `begin_push`."""
+        """Return what to send for gradients; `lr`, `step` as for `ShardedVariable.change`."""
         # If an effect depends on the number of pushes, all pieces must count this one.
         to_all_pieces = self.spec.rule.counts_steps or self.spec.max_age
         items = self._divide(ids, gradients)
@@ -340,7 +316,13 @@ def begin_pulls(client: Client, lookups: Sequence[Lookup]) -> Pending[list[Pulle
 
 
 def begin_changes(client: Client, items: Sequence[Item], round: int = 0) -> Pending[None]:
-    """Send gradients, without waiting; see `Client.begin_change`."""
+    """Send gradients, without waiting; see `Client.begin_change`.
+
+    Args:
+        client: this thread's client.
+        items: what `change` of variables and tables of this client returned.
+        round: 0 applies the gradients at once; otherwise they wait for the round's commit.
+    """
     return Pending(client.wait, client.begin_change(items, round), no_result)
 
 

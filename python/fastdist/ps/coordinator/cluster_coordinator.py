@@ -17,7 +17,7 @@ from fastdist.errors import FastdistError
 from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.dispatcher import Dispatcher
 from fastdist.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
-from fastdist.ps.coordinator.remote_value import RemoteValue
+from fastdist.ps.coordinator.remote_value import RemoteValue, identity
 from fastdist.ps.coordinator.saved_steps import Saves, saved_steps
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.unpicklable import parts_of_function, pickle_or_explain
@@ -278,7 +278,7 @@ class ClusterCoordinator:
             TypeError: it cannot be pickled; the message names the part.
         """
         name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
-        make = dataset_fn if callable(dataset_fn) else functools.partial(_same, dataset_fn)
+        make = dataset_fn if callable(dataset_fn) else functools.partial(identity, dataset_fn)
         dataset = PerWorkerDataset(self._iterator)
         definition = pickle_or_explain(
             self._definitions.define, make, name, lambda: parts_of_function(dataset_fn)
@@ -331,7 +331,3 @@ def _close(known: weakref.ref[ClusterCoordinator]) -> None:
     coordinator = known()
     if coordinator is not None:
         coordinator.close()
-
-
-def _same(thing: Any) -> Any:
-    return thing

@@ -72,7 +72,7 @@ class RemoteValue:
         return self._decoded
 
     def __reduce__(self) -> Any:
-        return _same, (self.fetch(),)
+        return identity, (self.fetch(),)
 
     def settle(self, outcome: str, content: Any = None) -> None:
         """Record how the function ended; the caller holds the lock.
@@ -90,5 +90,6 @@ class RemoteValue:
         self._outcome = outcome
 
 
-def _same(value: Any) -> Any:
+def identity(value: Any) -> Any:
+    """Return the argument; for pickles, which name the functions that they call."""
     return value

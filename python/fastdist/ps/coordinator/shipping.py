@@ -15,6 +15,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 
 from fastdist.errors import FastdistError
+from fastdist.ps.coordinator.remote_value import identity
 from fastdist.ps.coordinator.unpicklable import (
     parts_of_arguments,
     parts_of_function,
@@ -24,7 +25,6 @@ from fastdist.ps.coordinator.unpicklable import (
 Token = tuple[int, int | None]
 """The number of a definition, and of one of its parts; None for the whole."""
 _NOTHING: Mapping[int, tuple[Any, ...]] = {}
-Resolve = Callable[[Token], Any]
 Reduction = tuple[Any, ...]
 
 reducers: list[Callable[[Any], Reduction | None]] = []
@@ -102,7 +102,7 @@ class Definitions:
             return known
         blob, needs = pickle_or_explain(
             self.dumps,
-            functools.partial(_same, fn),
+            functools.partial(identity, fn),
             getattr(fn, "__qualname__", type(fn).__name__),
             lambda: parts_of_function(fn),
         )
@@ -177,21 +177,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, blob: bytes, resolve: Resolve) -> None:
+    def __init__(self, blob: bytes, resolve: Callable[[Token], Any]) -> None:
         super().__init__(io.BytesIO(blob))
         self._resolve = resolve
 
     def persistent_load(self, token: Token) -> Any:
         return self._resolve(token)
-
-
-def loads(blob: bytes, resolve: Resolve) -> Any:
-    """Unpickle the result of `Definitions.dumps`; `resolve` finds the objects that it refers to."""
-    return _Unpickler(blob, resolve).load()
-
-
-def _same(thing: Any) -> Any:
-    return thing
 
 
 class Library:
@@ -237,5 +228,5 @@ class Library:
         return self._parts_of[number][part]
 
     def loads(self, blob: bytes) -> Any:
-        """Unpickle a pickle that refers to definitions."""
-        return loads(blob, self.get)
+        """Unpickle the result of `Definitions.dumps`."""
+        return _Unpickler(blob, self.get).load()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,17 +60,12 @@ def define_bundle(
         for placement in bundle.placements
         if not placement.is_buffer
     }
-    values = tuple(getattr(bundle, field.name) for field in fields(bundle))
     definition = definitions.define(
-        functools.partial(_make_bundle, adopt, values), replacements=hollow, is_state=True
+        functools.partial(adopt, bundle), replacements=hollow, is_state=True
     )
     for number, part in enumerate(bundle.parts()):
         definitions.name(part, definition, number)
     return definition
-
-
-def _make_bundle(adopt: Callable[[Bundle], Bundle], values: Sequence[Any]) -> Bundle:
-    return adopt(Bundle(*values))
 
 
 def _reduce_without_values(parameter: torch.Tensor) -> tuple[Any, ...]:

@@ -50,12 +50,12 @@ class Found(NamedTuple):
     """The result of a lookup.
 
     Attributes:
-        unique: the distinct ids, sorted.
+        unique: the distinct ids, sorted; None if `rows` are those of all ids.
         rows: their rows.
         positions: for each given id, the position of its row.
     """
 
-    unique: torch.Tensor
+    unique: torch.Tensor | None
     rows: torch.Tensor
     positions: torch.Tensor
 
@@ -145,22 +145,7 @@ class ServedEmbeddingBag(TableLookup, nn.EmbeddingBag):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return one row per bag, as nn.EmbeddingBag."""
-        return self.pool(self.look_up(input), offsets, per_sample_weights)
-
-    def pool(
-        self, found: Found, offsets: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return one row per bag of rows that were found."""
-        return F.embedding_bag(
-            found.positions,
-            found.rows,
-            offsets,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            mode=self.mode,
-            per_sample_weights=weights,
-            include_last_offset=self.include_last_offset,
-            padding_idx=position_of(self.padding_idx, found.unique),
-        )
+        return _pool(self, self.look_up(input), offsets, per_sample_weights)
 
 
 _SERVED: dict[type, type] = {
@@ -290,6 +275,8 @@ class EmbeddingBag(TableLayer):
         torch.Size([2, 8])
     """
 
+    scale_grad_by_freq = False
+
     def __init__(
         self,
         num_embeddings: int | None,
@@ -312,34 +299,24 @@ class EmbeddingBag(TableLayer):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return one row per bag, as nn.EmbeddingBag."""
-        if self.is_served:
-            return self.pool(self.look_up(input), offsets, per_sample_weights)
-        return self._pool(input, self.weight, offsets, per_sample_weights, self.padding_idx)
+        found = self.look_up(input) if self.is_served else Found(None, self.weight, input)
+        return _pool(self, found, offsets, per_sample_weights)
 
-    def pool(
-        self, found: Found, offsets: torch.Tensor | None, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return one row per bag of rows that were found."""
-        padding = position_of(self.padding_idx, found.unique)
-        return self._pool(found.positions, found.rows, offsets, weights, padding)
 
-    def _pool(
-        self,
-        ids: torch.Tensor,
-        rows: torch.Tensor,
-        offsets: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        padding: int | None,
-    ) -> torch.Tensor:
-        return F.embedding_bag(
-            ids,
-            rows,
-            offsets,
-            mode=self.mode,
-            per_sample_weights=weights,
-            include_last_offset=self.include_last_offset,
-            padding_idx=padding,
-        )
+def _pool(
+    bag: Any, found: Found, offsets: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Return one row per bag of rows that were found."""
+    return F.embedding_bag(
+        found.positions,
+        found.rows,
+        offsets,
+        scale_grad_by_freq=bag.scale_grad_by_freq,
+        mode=bag.mode,
+        per_sample_weights=weights,
+        include_last_offset=bag.include_last_offset,
+        padding_idx=position_of(bag.padding_idx, found.unique),
+    )
 
 
 class EmbeddingBagCollection(nn.Module):
@@ -385,13 +362,12 @@ class EmbeddingBagCollection(nn.Module):
         lookups = [(bag, given[name][0]) for name, bag in served.items()]
         found = dict(zip(served, look_up_together(lookups), strict=True)) if served else {}
         pooled = {}
-        bags: dict[str, Any] = dict(self.bags.items())
-        for name, bag in bags.items():
+        for name, bag in self.bags.items():
             ids, offsets, weights = given[name]
-            is_found = name in found
-            pooled[name] = (
-                bag.pool(found[name], offsets, weights) if is_found else bag(ids, offsets, weights)
-            )
+            if name in found:
+                pooled[name] = _pool(bag, found[name], offsets, weights)
+            else:
+                pooled[name] = bag(ids, offsets, weights)
         return pooled
 
     def prefetch(self, batch: Any) -> int:
@@ -490,9 +466,9 @@ def attach_table(module: nn.Module, table: ServedTable) -> None:
         module.__class__ = _SERVED[module.__class__]
 
 
-def position_of(id_: int | None, unique: torch.Tensor) -> int | None:
-    """Return the position of an id among sorted ids; None if it is missing."""
-    if id_ is None:
-        return None
+def position_of(id_: int | None, unique: torch.Tensor | None) -> int | None:
+    """Return the position of an id among sorted ids, or all ids; None if it is missing."""
+    if id_ is None or unique is None:
+        return id_
     position = int(torch.searchsorted(unique, id_))
     return position if position < unique.numel() and int(unique[position]) == id_ else None

@@ -1,9 +1,8 @@
-"""The server's sockets, and the check of its clients' keys."""
+"""The server's socket, and the check of its clients' keys."""
 
 from __future__ import annotations
 
 import ipaddress
-import socket
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -30,43 +29,35 @@ def require_keys(address: str, keys: Keys | None) -> None:
 
 
 def listen(
-    context: zmq.Context[Any], address: str, keys: Keys | None, sockets: int, max_frame_bytes: int
-) -> list[zmq.Socket[bytes]]:
-    """Bind ROUTER sockets to one address; the kernel distributes connections among them.
+    context: zmq.Context[Any], address: str, keys: Keys | None, max_frame_bytes: int
+) -> zmq.Socket[bytes]:
+    """Bind a ROUTER socket.
 
     Args:
         context: the server's context.
-        address: as ZeroMQ names it; more than one socket requires TCP.
+        address: as ZeroMQ names it.
         keys: the job's keys.
-        sockets: how many.
         max_frame_bytes: connections that send larger frames are dropped.
 
     Raises:
         ValueError: the port is invalid.
-        zmq.ZMQError, OSError: the address cannot be bound.
+        zmq.ZMQError: the address cannot be bound.
     """
     _parse(address)
-    routers: list[zmq.Socket[bytes]] = []
+    router: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     try:
-        for _ in range(sockets):
-            router = context.socket(zmq.ROUTER)
-            routers.append(router)
-            router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-            router.setsockopt(zmq.LINGER, 0)
-            router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-            router.setsockopt(zmq.TCP_MAXRT, _STUCK_MS)
-            router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            if keys is not None:
-                use_server_keys(router, keys)
-            if sockets > 1:
-                router.setsockopt(zmq.USE_FD, _shared_listener(_parse(address)))
-            router.bind(address)
-            address = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        router.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        router.setsockopt(zmq.TCP_MAXRT, _STUCK_MS)
+        router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if keys is not None:
+            use_server_keys(router, keys)
+        router.bind(address)
     except BaseException:
-        for router in routers:
-            router.close()
+        router.close()
         raise
-    return routers
+    return router
 
 
 def start_authenticator(context: zmq.Context[Any], keys: Keys) -> ThreadAuthenticator:
@@ -81,21 +72,6 @@ def start_authenticator(context: zmq.Context[Any], keys: Keys) -> ThreadAuthenti
     authenticator.start()
     authenticator.configure_curve_callback(domain="*", credentials_provider=JobKeyOnly())
     return authenticator
-
-
-def _shared_listener(address: SplitResult) -> int:
-    """Return a listening socket that shares its port with others; ZeroMQ closes it."""
-    host = "0.0.0.0" if address.hostname == "*" else address.hostname
-    family, kind, protocol, _, where = socket.getaddrinfo(
-        host, address.port or 0, socket.AF_INET, socket.SOCK_STREAM
-    )[0]
-    with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind(where)
-        listener.listen(128)
-        listener.setblocking(False)
-        return listener.detach()
 
 
 def _parse(address: str) -> SplitResult:

@@ -66,23 +66,15 @@ class Registry:
             RestartedError: an earlier server kept it.
             ValueError: the number is unknown.
         """
-        self.require_incarnation(number)
-        index = number & (1 << _INDEX_BITS) - 1
-        if index >= len(self._stored):
-            raise ValueError(f"object {index} does not exist, there are {len(self._stored)}")
-        return self._stored[index]
-
-    def require_incarnation(self, number: int) -> None:
-        """Raise unless this server gave out the number.
-
-        Raises:
-            RestartedError: an earlier server did.
-        """
         if number >> _INDEX_BITS != self._incarnation:
             raise RestartedError(
                 "the server was restarted, or serves another job, since these variables and tables "
                 "were made, and no longer has them"
             )
+        index = number & (1 << _INDEX_BITS) - 1
+        if index >= len(self._stored):
+            raise ValueError(f"object {index} does not exist, there are {len(self._stored)}")
+        return self._stored[index]
 
     def of_message(self, entries: Sequence[Entry], most: float) -> list[tuple[Spec, Any]]:
         """Return the objects that one message names.

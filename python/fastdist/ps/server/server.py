@@ -18,7 +18,8 @@ from fastdist.ps.wire.keys import Keys
 from fastdist.ps.wire.open_files import allow_open_files
 from fastdist.ps.wire.protocol import MAX_FRAME_BYTES, Op, kind_of
 
-_DONE = "inproc://done-"
+_DONE = "inproc://done"
+_MAX_UNSENT_BYTES = 512 << 20  # of replies that clients have not taken yet
 _SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))  # answered in other threads
 
 
@@ -31,17 +32,13 @@ class Server:
     Args:
         address: where to listen, as ZeroMQ names it; `*` is a free port.
         keys: the job's keys. A server without keys may only listen on this machine's own addresses.
-        threads: number of threads that answer requests, each for some of the clients; more than one
-            requires TCP.
         max_frame_bytes: connections that send larger frames are dropped.
         max_staged_bytes: limit for gradients that wait for their round.
-        max_unsent_bytes: limit for replies that clients have not taken yet; a client with such a
-            reply is asked to try again.
 
     Attributes:
         address: the address with the actual port.
         ended: set when a client has ended the job, or the server has failed.
-        failure: the error of a thread that could not go on; None while the server works.
+        failure: the error that ended the server's thread; None while the server works.
 
     Raises:
         ValueError: the address is beyond this machine, and there are no keys.
@@ -60,19 +57,16 @@ class Server:
         address: str = "tcp://127.0.0.1:*",
         *,
         keys: Keys | None = None,
-        threads: int = 1,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_staged_bytes: int = 4 << 30,
-        max_unsent_bytes: int = 512 << 20,
     ) -> None:
         require_keys(address, keys)
         allow_open_files(100, "a server's connections")
         keep_freed_memory()
         self._service = Service(max_staged_bytes)
-        self._max_unsent_bytes = max_unsent_bytes // threads
         self.ended = self._service.ended
         self.failure: BaseException | None = None
-        self._threads: list[threading.Thread] = []
+        self._thread: threading.Thread | None = None
         self._context = zmq.Context()
         self._authenticator: Any = None
         # Two pools: a worker that connects again must not wait for a checkpoint.
@@ -81,15 +75,13 @@ class Server:
         try:
             if keys is not None:
                 self._authenticator = start_authenticator(self._context, keys)
-            routers = listen(self._context, address, keys, threads, max_frame_bytes)
+            router = listen(self._context, address, keys, max_frame_bytes)
         except BaseException:
             self.close()
             raise
-        self.address: str = routers[0].getsockopt_string(zmq.LAST_ENDPOINT)
-        for number, router in enumerate(routers):
-            thread = threading.Thread(target=self._run, args=(number, router), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        self.address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._run, args=(router,), daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> Server:
         return self
@@ -104,8 +96,8 @@ class Server:
         for pool in (self._files, self._creations):
             pool.shutdown(wait=False, cancel_futures=True)
         self._context.term()
-        for thread in self._threads:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""
@@ -113,19 +105,19 @@ class Server:
 
     # --- threads --------------------------------------------------------------------------------
 
-    def _run(self, number: int, router: zmq.Socket[bytes]) -> None:
-        """Serve one socket. An error ends the server: it would live on and never answer."""
+    def _run(self, router: zmq.Socket[bytes]) -> None:
+        """Serve the socket. An error ends the server: it would live on and never answer."""
         try:
-            self._serve(number, router)
+            self._serve(router)
         except BaseException as error:
             self.failure = error
             self.ended.set()
 
-    def _serve(self, number: int, router: zmq.Socket[bytes]) -> None:
-        """Answer the requests on one socket until the context ends."""
-        buffers = SendBuffers(self._max_unsent_bytes)
+    def _serve(self, router: zmq.Socket[bytes]) -> None:
+        """Answer the requests until the context ends."""
+        buffers = SendBuffers(_MAX_UNSENT_BYTES)
         with router, suppress(zmq.ContextTerminated), self._context.socket(zmq.PULL) as done:
-            done.bind(f"{_DONE}{number}")
+            done.bind(_DONE)
             poller = zmq.Poller()
             poller.register(router, zmq.POLLIN)
             poller.register(done, zmq.POLLIN)
@@ -145,7 +137,7 @@ class Server:
                     slow_requests += 1
                     pool = self._creations if kind == Op.CREATE else self._files
                     with suppress(RuntimeError):  # the server is closing
-                        pool.submit(self._answer_slowly, number, identity.bytes, views)
+                        pool.submit(self._answer_slowly, identity.bytes, views)
                 else:
                     answer = self._service.answer(views, buffers)
                     if answer is not None:
@@ -156,12 +148,12 @@ class Server:
                             buffers.send(router, body, header.client)
                 del frames, views
 
-    def _answer_slowly(self, number: int, identity: bytes, frames: Sequence[memoryview]) -> None:
-        """Pass the answer to the thread of the connection; an empty message means no answer."""
+    def _answer_slowly(self, identity: bytes, frames: Sequence[memoryview]) -> None:
+        """Pass the answer to the thread of the socket; an empty message means no answer."""
         answer = self._service.answer(frames, SendBuffers(0))
         with suppress(zmq.ZMQError), self._context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.LINGER, 1000)
-            socket.connect(f"{_DONE}{number}")
+            socket.connect(_DONE)
             parts = [b""]
             if answer is not None:
                 header, body = answer

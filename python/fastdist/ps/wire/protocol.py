@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 7
+VERSION = 8
 MAX_META_BYTES = 64 << 10
 MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
 MAX_FRAME_BYTES = 2**31 - 1

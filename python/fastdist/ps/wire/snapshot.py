@@ -51,21 +51,6 @@ class Part:
         return max(self.begin, other.begin) < min(self.end, other.end)
 
 
-def owner_of(ids: Array, owners: int) -> Array:
-    """Return the owner of each id of a table without a limit, from 0: hashes spread ids evenly.
-
-    The hash is the finisher of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
-    Generators, 2014); each owner has an equal range of its high bits. Must agree with
-    csrc/table/routing.cpp.
-    """
-    x = ids.view(np.uint64)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x = x ^ (x >> np.uint64(31))
-    owner: Array = ((x >> np.uint64(32)) * np.uint64(owners) >> np.uint64(32)).astype(np.int64)
-    return owner
-
-
 @dataclass(frozen=True, slots=True)
 class _SnapshotFile:
     """An open file, the part that it holds, and the step of the object when it was written."""
@@ -223,7 +208,7 @@ def _read_rows(opened: _SnapshotFile, stored: _core.RowTable, part: Part) -> int
         there = slice(at, min(at + _READ_ROWS, total))
         ids = file.get_slice("ids")[there]
         if part.end < 0:
-            mine = owner_of(ids, part.owners) == part.owner
+            mine = _core.Owners(part.owners).owners_of(ids) == part.owner
         else:
             ids = ids + opened.part.begin
             mine = (ids >= part.begin) & (ids < part.end)

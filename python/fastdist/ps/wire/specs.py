@@ -62,7 +62,6 @@ class DenseSpec:
         name: unique on a server.
         shape: its value's shape.
         rule: applies gradients.
-        storage: "float32" or "bfloat16".
         wire: encoding of gradients and values in messages: "float32", "bfloat16", "float16", or
             "int8" with a scale for every 1024 elements. Initial and assigned values are float32.
         refuse_nonfinite: reject pushes with NaN or infinity instead of only counting them.
@@ -76,7 +75,6 @@ class DenseSpec:
     name: str
     shape: tuple[int, ...]
     rule: RuleSpec
-    storage: str = "float32"
     wire: str = "float32"
     refuse_nonfinite: bool = False
 
@@ -92,7 +90,7 @@ class DenseSpec:
             initial: float32, of `shape`.
         """
         self.wire_format()  # raises for an unknown name
-        return _core.DenseVariable(initial, self.rule.make(), self.storage)
+        return _core.DenseVariable(initial, self.rule.make())
 
     def wire_format(self) -> _core.WireFormat | None:
         """Return the encoder of gradients and values; None for float32."""

@@ -343,7 +343,7 @@ class ReplicatedTrainer:
         self.steps.prepare()
         function = getattr(self._model, f"{kind}_function")
         if not isinstance(function, Step):
-            function = Step(function, run)
+            function = Step(run, function)
             setattr(self._model, f"{kind}_function", function)
         return function
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from fastdist.tpu.gradients import TracedGradients
 from fastdist.tpu.runs import TracedRuns
 from fastdist.tpu.stacked import MeshCopy, is_stacked
 from fastdist.training.contributions import GradientReduction
+from fastdist.training.patched import replaced
 
 _NO_TIMEOUT_S = 1e9
 
@@ -137,17 +138,11 @@ class TPUStrategy(Strategy):
         """Execute the runs that wait because of `steps_per_execution`."""
         self._runs.synchronize()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients of backward stay with their replica."""
         if self._gradients is None:
-            yield
-            return
-        before, self._gradients.is_enabled = self._gradients.is_enabled, False
-        try:
-            yield
-        finally:
-            self._gradients.is_enabled = before
+            return nullcontext()
+        return replaced(self._gradients, "is_enabled", False)
 
     # --- values of all replicas -----------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from fastdist.errors import (
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
 from fastdist.replicas.devices import working_on_gpu
-from fastdist.replicas.per_replica import PerReplica, map_structure, select, wrap
+from fastdist.replicas.per_replica import PerReplica, map_structure, select, shares, wrap
 from fastdist.replicas.random_streams import draw_seed, replica_stream
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.adopted import AdoptedModules
@@ -300,9 +300,8 @@ class ReplicatedStrategy(Strategy):
     ) -> Any:
         weights = None
         if op == "mean" and axis is None and type(value) is PerReplica:
-            examples = value.examples
-            if examples is not None and examples.count(examples[0]) != len(examples):
-                weights = [examples[self._worker] / sum(examples)]
+            everyone = shares(value.examples)
+            weights = None if everyone is None else [everyone[self._worker]]
         return reduce_values(workers, op, self.local_results(value), axis, weights)
 
     def update(

@@ -78,10 +78,7 @@ class AdoptedModules:
             if isinstance(thing, torch.optim.Optimizer):
                 self._optimizers.append(thing)
                 make_states(thing, self._mesh.replicate)
-        for root in roots:
-            for module in root.modules():
-                if isinstance(module, Variable):
-                    own(module, self)
+        own(roots, self)
 
     def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Move new tensors to the devices, with the values of the first process."""

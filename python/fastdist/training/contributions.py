@@ -15,8 +15,6 @@ from typing import Any, Literal
 import torch
 from torch._compile import _disable_dynamo
 
-from fastdist.replicas.per_replica import shares
-
 GradientReduction = Literal["mean", "sum"]
 
 
@@ -132,8 +130,10 @@ class Contributions:
 
     def weight(self) -> float | None:
         """Return this replica's share of the examples; None if all have the same share."""
-        everyone = shares(self.examples)
-        return None if everyone is None else everyone[self._replica]
+        examples = self.examples
+        if examples is None or examples.count(examples[0]) == len(examples):
+            return None
+        return examples[self._replica] / sum(examples)
 
     def share(self, i: int) -> float:
         """Return the factor of this replica's gradient in the sum over replicas."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,11 +15,14 @@ from fastdist.checkpoints.checkpoint import Checkpoint
 from fastdist.checkpoints.manager import CheckpointManager
 
 _POLL_S = 1.0
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _FAILED = 2
 
 
 class PreemptionCheckpointHandler:
     """Saves and exits, at a step that all replicas agree on, after a replica is told to end.
+
+    SIGTERM and SIGUSR1 tell it; they have no other effect while the handler is open.
 
     Make it on every replica, in the main thread, after `manager.restore`, and call
     `save_if_preempted` after every step:
@@ -36,7 +39,6 @@ class PreemptionCheckpointHandler:
     Args:
         manager: where to save.
         checkpoint: what to save.
-        signals: signals that announce the end; they have no other effect while the handler is open.
         watcher: a function that returns True when the end is near, for clouds that announce it
             in another way; called every second, in a thread.
         exit_code: exit code of the process; by default EX_TEMPFAIL, "try again later".
@@ -65,7 +67,6 @@ class PreemptionCheckpointHandler:
         manager: CheckpointManager,
         checkpoint: Checkpoint,
         *,
-        signals: Iterable[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
         watcher: Callable[[], bool] | None = None,
         exit_code: int = os.EX_TEMPFAIL,
     ) -> None:
@@ -79,7 +80,7 @@ class PreemptionCheckpointHandler:
         self._is_told = False
         self._failure: BaseException | None = None
         self._before: dict[signal.Signals, Any] = {
-            number: signal.signal(number, self._on_signal) for number in signals
+            number: signal.signal(number, self._on_signal) for number in _SIGNALS
         }
         self._ended = threading.Event()
         if watcher is not None:

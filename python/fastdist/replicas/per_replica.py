@@ -163,6 +163,14 @@ def leaves(structure: Any) -> list[Any]:
     return found
 
 
+def shares(examples: tuple[int, ...] | None) -> list[float] | None:
+    """Return each replica's share of a batch; None if all replicas have the same share."""
+    if examples is None or examples.count(examples[0]) == len(examples):
+        return None
+    whole = sum(examples)
+    return [count / whole for count in examples]
+
+
 def select(structure: Any, replica: int = 0) -> Any:
     """Replace the per-replica values in a structure by the values of one local replica."""
 

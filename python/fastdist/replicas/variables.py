@@ -364,13 +364,14 @@ _ADDING = (VariableAggregation.SUM, VariableAggregation.MEAN)
 _OWNER = "_fastdist_owner"
 
 
-def own(variable: Variable, owner: Owner) -> None:
-    """Make a variable belong to a strategy; its components then aggregate to its value."""
-    if variable.__dict__.get(_OWNER) is owner:
-        return
-    value = variable._value.clone()
-    variable.__dict__[_OWNER] = owner
-    variable.assign(value)
+def own(roots: Sequence[nn.Module], owner: Owner) -> None:
+    """Make variables belong to a strategy; their components then aggregate to their values."""
+    for root in roots:
+        for module in root.modules():
+            if isinstance(module, Variable) and module.__dict__.get(_OWNER) is not owner:
+                value = module._value.clone()
+                module.__dict__[_OWNER] = owner
+                module.assign(value)
 
 
 def local_components(roots: Sequence[nn.Module]) -> set[int]:

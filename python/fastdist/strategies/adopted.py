@@ -149,10 +149,7 @@ class AdoptedModules:
             for optimizer in optimizers:
                 self._central.take_optimizer(optimizer, self._steps.require_allowed, self.connect)
         self.use(communicators)
-        for root in roots:
-            for module in root.modules():
-                if isinstance(module, Variable):
-                    own(module, self)
+        own(roots, self)
 
     def _release(self) -> None:
         """Forget the models that no replica has any more. Every replica must call."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import unknown_name, unknown_op
 from fastdist.data import (
     AutoShardPolicy,
@@ -22,12 +23,13 @@ from fastdist.data import (
     distribute_dataset,
     distribute_datasets_from_function,
 )
+from fastdist.data.devices import BatchCopy
 from fastdist.data.request import DatasetOptions
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp
-from fastdist.replicas.per_replica import PerReplica, leaves
+from fastdist.replicas.per_replica import PerReplica, leaves, wrap
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.scope import Scope, extensions
 from fastdist.training.graphed import GraphedStep, capture_graph
@@ -85,6 +87,7 @@ class Strategy(ABC):
     """
 
     has_servers = False
+    _make_copy: Callable[[bool], BatchCopy] | None = None  # see InputLayout
 
     def __init__(
         self, devices: Sequence[torch.device], *, worker: int = 0, workers: int = 1
@@ -215,9 +218,30 @@ class Strategy(ABC):
         self._datasets.add(made)
         return made
 
-    @abstractmethod
+    @final
     def _input_layout(self) -> InputLayout:
         """Return the layout of replicas and workers, for datasets."""
+        return InputLayout(
+            num_replicas=self.num_replicas_in_sync,
+            local_replicas=self.local_replica_ids,
+            num_workers=self._num_workers,
+            worker=self._worker,
+            devices=self.devices,
+            all_gather_ints=self._all_gather_ints,
+            make_copy=self._make_copy,
+        )
+
+    @final
+    def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        with self.communicator() as workers:
+            if workers is None:
+                return [list(values)]
+            table: list[list[int]] = workers.all_gather(np.array([values], np.int64)).tolist()
+            return table
+
+    @abstractmethod
+    def communicator(self) -> contextlib.AbstractContextManager[Communicator | None]:
+        """Return a context manager around communication outside `run`; None with one worker."""
 
     # --- running --------------------------------------------------------------------------------
 
@@ -311,6 +335,10 @@ class Strategy(ABC):
         finally:
             state.scopes.pop()
             state.replica = replica
+
+    @abstractmethod
+    def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Implement `merge_call`."""
 
     @final
     def _require_cross_replica(self, call: str) -> None:
@@ -434,9 +462,12 @@ class Strategy(ABC):
             value: a result of `run`, or a `fastdist.Variable` of this strategy.
         """
 
-    @abstractmethod
+    @final
     def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
         """Call `fn(context)` for each local replica in turn; return per-replica values."""
+        replicas = range(len(self.devices))
+        made = [fn(ReplicaContext(self, None, self._merge, replica)) for replica in replicas]
+        return made[0] if self.num_replicas_in_sync == 1 else wrap(made)
 
     @abstractmethod
     def check_in_sync(self) -> None:

@@ -10,14 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
-import numpy as np
 import torch
 from torch import nn
 
 from fastdist._config import settings
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import default_communicator, elastic_member, next_world
-from fastdist.data import InputLayout
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveMismatchError,
@@ -28,7 +26,7 @@ from fastdist.errors import (
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
 from fastdist.replicas.devices import working_on_gpu
-from fastdist.replicas.per_replica import PerReplica, map_structure, select, wrap
+from fastdist.replicas.per_replica import PerReplica, map_structure, select, shares, wrap
 from fastdist.replicas.random_streams import draw_seed, replica_stream
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.adopted import AdoptedModules
@@ -169,23 +167,6 @@ class ReplicatedStrategy(Strategy):
         for dataset in list(self._datasets):
             dataset.divide_anew(self._input_layout())
 
-    def _input_layout(self) -> InputLayout:
-        return InputLayout(
-            num_replicas=self.num_replicas_in_sync,
-            local_replicas=self.local_replica_ids,
-            num_workers=self._num_workers,
-            worker=self._worker,
-            devices=self.devices,
-            all_gather_ints=self._all_gather_ints,
-        )
-
-    def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        with self.communicator() as workers:
-            if workers is None:
-                return [list(values)]
-            table: list[list[int]] = workers.all_gather(np.array([values], np.int64)).tolist()
-            return table
-
     # --- running --------------------------------------------------------------------------------
 
     @final
@@ -289,7 +270,6 @@ class ReplicatedStrategy(Strategy):
             self._members.refresh()
 
     def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call `fn` in cross-replica context, for `merge_call`."""
         with self._cross_replica():
             return select(fn(self, *args, **kwargs))
 
@@ -320,9 +300,8 @@ class ReplicatedStrategy(Strategy):
     ) -> Any:
         weights = None
         if op == "mean" and axis is None and type(value) is PerReplica:
-            examples = value.examples
-            if examples is not None and examples.count(examples[0]) != len(examples):
-                weights = [examples[self._worker] / sum(examples)]
+            everyone = shares(value.examples)
+            weights = None if everyone is None else [everyone[self._worker]]
         return reduce_values(workers, op, self.local_results(value), axis, weights)
 
     def update(
@@ -355,11 +334,6 @@ class ReplicatedStrategy(Strategy):
         if isinstance(value, Variable):
             return (value.component,)
         return value.values if type(value) is PerReplica else (value,)
-
-    def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
-        """Call `fn(context)` for each local replica in turn; return per-replica values."""
-        made = fn(ReplicaContext(self, None, self._merge))
-        return made if self.num_replicas_in_sync == 1 else wrap([made])
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers are bitwise equal on all replicas.

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fastdist.replicas.context import state
 from fastdist.training.metrics import watch_metrics
 from fastdist.training.modules import ModuleRecorder
-from fastdist.training.watch_made import watch_made
+from fastdist.training.patched import watch_made
 
 if TYPE_CHECKING:
     from fastdist.strategies.base import Strategy

@@ -20,6 +20,7 @@ from fastdist.errors import UnsupportedError
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.optimizer_states import make_states
+from fastdist.tpu.padding import tensors_in
 from fastdist.tpu.tensor_hooks import copy_hooks
 from fastdist.training.in_sync import require_in_sync
 from fastdist.training.modules import (
@@ -77,10 +78,7 @@ class AdoptedModules:
             if isinstance(thing, torch.optim.Optimizer):
                 self._optimizers.append(thing)
                 make_states(thing, self._mesh.replicate)
-        for root in roots:
-            for module in root.modules():
-                if isinstance(module, Variable):
-                    own(module, self)
+        own(roots, self)
 
     def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Move new tensors to the devices, with the values of the first process."""
@@ -189,7 +187,7 @@ class AdoptedModules:
             for group in optimizer.param_groups:
                 yield from (v for v in group.values() if _is_on_devices(v))
             for values in optimizer.state.values():
-                yield from filter(_is_on_devices, _tensors_of(values))
+                yield from filter(_is_on_devices, tensors_in(values))
 
     def tensor_ids(self) -> set[int]:
         """Return the ids of all tensors that `leave` converts."""
@@ -318,15 +316,3 @@ def _component(variable: Variable, value: torch.Tensor) -> Variable:
 
 def _is_on_devices(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
-
-
-def _tensors_of(value: Any) -> Iterator[Any]:
-    """Yield the tensors of an optimizer's state, including those in nested lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from _tensors_of(inner)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _tensors_of(inner)

@@ -18,6 +18,9 @@ from fastdist.tpu.adopted import AdoptedModules
 from fastdist.tpu.padding import Padding
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
 from fastdist.training.contributions import GradientReduction
+from fastdist.training.patched import replaced
+
+_ENGINE = "_engine_run_backward"
 
 
 class TracedGradients:
@@ -40,22 +43,21 @@ class TracedGradients:
         self._padding: Padding | None = None
         self._buffers = _buffer_sync(adopted.roots)
         self._thread = 0
-        self._plain: Callable[..., Any] = _engine()
+        self._plain: Callable[..., Any] = vars(torch.autograd)[_ENGINE]
 
     @contextlib.contextmanager
     def tracing(self, padding: Padding | None) -> Iterator[None]:
         """Return a context in which backward reduces gradients."""
         self._padding = padding
         self._thread = threading.get_ident()
-        self._plain = _engine()
+        self._plain = vars(torch.autograd)[_ENGINE]
         self._buffers = _buffer_sync(self._adopted.roots)
-        _set_engine(self._run_backward)
         try:
-            yield
-            if not self.is_suspended:
-                self._reduce([])
+            with replaced(torch.autograd, _ENGINE, self._run_backward):
+                yield
+                if not self.is_suspended:
+                    self._reduce([])
         finally:
-            _set_engine(self._plain)
             self._padding = None
 
     def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -133,15 +135,6 @@ class TracedGradients:
 
 def _weighted(grad: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor | None:
     return grad if grad is None or weight is None else grad * weight
-
-
-def _engine() -> Callable[..., Any]:
-    found: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
-    return found
-
-
-def _set_engine(engine: Callable[..., Any]) -> None:
-    vars(torch.autograd)["_engine_run_backward"] = engine
 
 
 def _buffer_sync(roots: Sequence[nn.Module]) -> BufferSync:

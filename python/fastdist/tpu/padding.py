@@ -54,7 +54,7 @@ class Padding:
 
     def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch, without the padding."""
-        source = next((t for t in _tensors((args, kwargs)) if self.place_in(t) is not None), None)
+        source = next((t for t in tensors_in((args, kwargs)) if self.place_in(t) is not None), None)
         if source is None:
             return func(*args, **kwargs)
         place = self.place_in(source)
@@ -76,7 +76,7 @@ class Padding:
     def _follow_results(
         self, name: str, result: Any, place: tuple[int, int], args: Any, kwargs: Any
     ) -> None:
-        made = _tensors(result)
+        made = tensors_in(result)
         for tensor in made:
             axis, repeats = self._axis_after(name, tensor, place, args, kwargs)
             if axis is not None:
@@ -115,13 +115,14 @@ class Padding:
         return mask.view(shape)
 
 
-def _tensors(structure: Any) -> list[torch.Tensor]:
+def tensors_in(structure: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
     if isinstance(structure, torch.Tensor):
         return [structure]
     if isinstance(structure, dict):
         structure = tuple(structure.values())
     if isinstance(structure, (tuple, list)):
-        return [tensor for inner in structure for tensor in _tensors(inner)]
+        return [tensor for inner in structure for tensor in tensors_in(inner)]
     return []
 
 

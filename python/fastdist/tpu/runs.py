@@ -24,6 +24,7 @@ from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.metrics import DeferredUpdates
 from fastdist.tpu.padding import Padding
 from fastdist.tpu.stacked import Stacked, is_stacked, stack
+from fastdist.training.patched import replaced
 
 # A program contains all traces since the last program, of any thread: one run at a time.
 _run_lock = threading.RLock()
@@ -189,8 +190,7 @@ class TracedRuns:
         with contextlib.ExitStack() as stack:
             for tracer in (functions, gradients):
                 if tracer is not None:
-                    tracer.is_suspended = True
-                    stack.callback(setattr, tracer, "is_suspended", False)
+                    stack.enter_context(replaced(tracer, "is_suspended", True))
             self._adopted.leave()
             stack.callback(self._adopted.enter)
             stack.enter_context(self._strategy._cross_replica())

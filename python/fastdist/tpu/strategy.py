@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from fastdist.cluster.tpu import TPUClusterResolver
 from fastdist.collectives.autograd import check_joinable
 from fastdist.collectives.communicator import Communicator
-from fastdist.data import InputLayout
-from fastdist.replicas.context import ReplicaContext
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
-from fastdist.replicas.per_replica import PerReplica, map_structure, wrap
+from fastdist.replicas.per_replica import PerReplica, map_structure
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.base import Strategy
 from fastdist.tpu.adopted import AdoptedModules
@@ -26,6 +24,7 @@ from fastdist.tpu.gradients import TracedGradients
 from fastdist.tpu.runs import TracedRuns
 from fastdist.tpu.stacked import MeshCopy, is_stacked
 from fastdist.training.contributions import GradientReduction
+from fastdist.training.patched import replaced
 
 _NO_TIMEOUT_S = 1e9
 
@@ -83,6 +82,7 @@ class TPUStrategy(Strategy):
         super().__init__(
             [self._mesh.device] * (replicas // workers), worker=worker, workers=workers
         )
+        self._make_copy = partial(MeshCopy, self._mesh)
         self._adopted = AdoptedModules(self._mesh, self._hosts)
         self._communicator: Communicator | None = None
         self._gradients: TracedGradients | None = None
@@ -112,42 +112,27 @@ class TPUStrategy(Strategy):
         self._runs.metrics.adopt(roots, self.num_replicas_in_sync)
         self._adopted.adopt(roots, made)
 
-    def _input_layout(self) -> InputLayout:
-        return InputLayout(
-            num_replicas=self.num_replicas_in_sync,
-            local_replicas=self.local_replica_ids,
-            num_workers=self._num_workers,
-            worker=self._worker,
-            devices=self.devices,
-            all_gather_ints=self._all_gather_ints,
-            make_copy=lambda is_even: MeshCopy(self._mesh, is_even),
-        )
-
-    def _all_gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        assert self._hosts is not None
-        table: list[list[int]] = self._hosts.all_gather(np.array([values], np.int64)).tolist()
-        return table
+    def communicator(self) -> AbstractContextManager[Communicator | None]:
+        """Return a context manager around communication of the hosts; None with one host."""
+        return nullcontext(self._hosts)
 
     # --- running --------------------------------------------------------------------------------
 
     def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
         return self._runs.run(fn, given, examples)
 
+    def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._runs.merge(fn, args, kwargs)
+
     def synchronize(self) -> None:
         """Execute the runs that wait because of `steps_per_execution`."""
         self._runs.synchronize()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which gradients of backward stay with their replica."""
         if self._gradients is None:
-            yield
-            return
-        before, self._gradients.is_enabled = self._gradients.is_enabled, False
-        try:
-            yield
-        finally:
-            self._gradients.is_enabled = before
+            return nullcontext()
+        return replaced(self._gradients, "is_enabled", False)
 
     # --- values of all replicas -----------------------------------------------------------------
 
@@ -248,14 +233,6 @@ class TPUStrategy(Strategy):
                 return fn(component, *own_args, **own_kwargs)
 
         return self._run(call, (tuple(args), kwargs or {}), None)
-
-    def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
-        """Make per-replica values by calling `fn(context)` once for each replica in turn."""
-        made = [
-            fn(ReplicaContext(self, None, self._runs.merge, replica))
-            for replica in range(len(self.devices))
-        ]
-        return made[0] if self._communicator is None else wrap(made)
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers have the same bits on every device."""

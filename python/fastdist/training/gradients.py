@@ -31,6 +31,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import Compression, Work
 from fastdist.errors import FastdistError
 from fastdist.recorder.phases import Phase, enter
+from fastdist.replicas.per_replica import shares
 from fastdist.training.buffers import BufferSync
 from fastdist.training.contributions import (
     Accumulation,
@@ -161,7 +162,7 @@ class GradientSync:
             examples: number of examples of each replica; None if all replicas weigh the same. A
                 replica without examples keeps its buffers unchanged.
         """
-        if _shares(examples) != _shares(self._buffer_sync.examples):
+        if shares(examples) != shares(self._buffer_sync.examples):
             self.average_buffers()  # what earlier runs have written has the weights of their batch
         self._contributions.examples = examples
         if examples is None or any(examples):
@@ -421,13 +422,6 @@ class GradientSync:
             size += bytes_
         self._buckets = [_Bucket(group, torch.ones(len(group))) for group in groups]
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
-
-
-def _shares(examples: tuple[int, ...] | None) -> list[float] | None:
-    """Return each replica's share of a batch; None if all replicas have the same share."""
-    if examples is None or examples.count(examples[0]) == len(examples):
-        return None
-    return [count / sum(examples) for count in examples]
 
 
 def _is_trainable(parameter: torch.nn.Parameter) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fastdist.replicas.context import ReplicaContext, state
-from fastdist.replicas.per_replica import leaves, map_structure
+from fastdist.replicas.context import state
+from fastdist.replicas.per_replica import leaves, map_structure, shares
 
 # Calls before the capture, in which libraries choose their kernels and communicators connect.
 _WARM_UP_CALLS = 3
@@ -53,7 +53,7 @@ class GraphedStep:
         replica = state.replica
         if replica is None:
             raise RuntimeError("a graphed step must be called by strategy.run")
-        if _is_uneven(replica):  # a graph would repeat this batch's weights
+        if shares(replica.examples) is not None:  # a graph would repeat this batch's weights
             return self._step(*args, **kwargs)
         given = (args, kwargs)
         key = _kind_of(given)
@@ -81,11 +81,6 @@ class GraphedStep:
             stacklevel=4,
         )
         return False
-
-
-def _is_uneven(replica: ReplicaContext) -> bool:
-    examples = replica.examples
-    return examples is not None and examples.count(examples[0]) != len(examples)
 
 
 def _kind_of(given: Any) -> Hashable:

@@ -23,6 +23,7 @@ from torch import nn
 from fastdist.collectives.communicator import Communicator
 from fastdist.replicas.context import Replicas, state
 from fastdist.training.metric_states import join_states
+from fastdist.training.patched import replaced, watch_calls
 
 _STRATEGY = "_fastdist_strategy"
 _GROUPED = "_fastdist_grouped"
@@ -58,11 +59,11 @@ def watch_metrics(note: Callable[[nn.Module], None]) -> Iterator[None]:
             for kind in _kinds():
                 if kind not in watched:  # torchmetrics may be imported inside the context
                     watched.add(kind)
-                    stack.enter_context(_watch_calls(kind, "__setstate__", look))
+                    stack.enter_context(watch_calls(kind, "__setstate__", look))
                 if isinstance(module, kind):
                     note(module)
 
-        stack.enter_context(_watch_calls(nn.Module, "__init__", look))
+        stack.enter_context(watch_calls(nn.Module, "__init__", look))
         look()
         yield
 
@@ -99,25 +100,6 @@ def _keep_lists(metric: Any) -> None:
         value = getattr(metric, name)
         if isinstance(default, list) and isinstance(value, torch.Tensor):
             setattr(metric, name, [value])
-
-
-@contextlib.contextmanager
-def _watch_calls(kind: type, name: str, note: Callable[[Any], None]) -> Iterator[None]:
-    original, inherited = getattr(kind, name), name not in kind.__dict__
-
-    @functools.wraps(original)
-    def watched(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        note(self)
-
-    setattr(kind, name, watched)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, original)
 
 
 def adopt_metrics(roots: Sequence[nn.Module], strategy: _Strategy) -> None:
@@ -167,13 +149,8 @@ def _communicator() -> Communicator | None:
     return None if state.replica is None else state.replica.communicator
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    before, _thread.alone = _thread.alone, True
-    try:
-        yield
-    finally:
-        _thread.alone = before
+def _alone() -> contextlib.AbstractContextManager[None]:
+    return replaced(_thread, "alone", True)
 
 
 def _everywhere(metric: Any, call: Callable[[], Any]) -> Any:

@@ -7,7 +7,8 @@ import hashlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from contextlib import ExitStack
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.nn.modules import module as torch_module
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
 from fastdist.training.frameworks import inner_modules
+from fastdist.training.patched import watch_calls
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -36,27 +38,21 @@ class ModuleRecorder:
     def __init__(self) -> None:
         self._seen: dict[int, weakref.ref[nn.Module]] = {}
         self._thread = threading.get_ident()
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._stack = ExitStack()
 
     def __enter__(self) -> ModuleRecorder:
-        self._handles = [
-            torch_module.register_module_parameter_registration_hook(self._note),
-            torch_module.register_module_buffer_registration_hook(self._note),
-            torch_module.register_module_module_registration_hook(self._note),
-        ]
-        self._set_state = nn.Module.__setstate__
-
-        def noted(module: nn.Module, values: Any) -> None:  # called by copies and pickles
-            self._set_state(module, values)  # type: ignore[no-untyped-call]
-            self._note(module)
-
-        nn.Module.__setstate__ = noted  # type: ignore[method-assign]
+        for register in (
+            torch_module.register_module_parameter_registration_hook,
+            torch_module.register_module_buffer_registration_hook,
+            torch_module.register_module_module_registration_hook,
+        ):
+            self._stack.enter_context(register(self._note))
+        # Copies and pickles call it.
+        self._stack.enter_context(watch_calls(nn.Module, "__setstate__", self._note))
         return self
 
     def __exit__(self, *error: object) -> None:
-        nn.Module.__setstate__ = self._set_state  # type: ignore[method-assign]
-        for handle in self._handles:
-            handle.remove()
+        self._stack.close()
 
     def note(self, module: nn.Module) -> None:
         """Record a module, whether or not it registers anything."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 import torch
 
 from fastdist.replicas.context import state
+from fastdist.training.patched import replaced
 
 
-@contextlib.contextmanager
-def allow_synchronized() -> Iterator[None]:
+def allow_synchronized() -> AbstractContextManager[None]:
     """Return a context manager in which Keras' BatchNormalization takes `synchronized=True`.
 
     On torch its constructor refuses it. The constructor is replaced while this is open.
@@ -30,11 +29,7 @@ def allow_synchronized() -> Iterator[None]:
             object.__setattr__(self, "_moments", functools.partial(_moments, self))
 
     __init__.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
-    keras.layers.BatchNormalization.__init__ = __init__
-    try:
-        yield
-    finally:
-        keras.layers.BatchNormalization.__init__ = original
+    return replaced(keras.layers.BatchNormalization, "__init__", __init__)
 
 
 def _moments(layer: Any, inputs: torch.Tensor, mask: Any) -> tuple[torch.Tensor, torch.Tensor]:

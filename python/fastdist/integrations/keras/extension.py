@@ -16,6 +16,7 @@ from fastdist.errors import UnsupportedError
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.strategies.scope import Scope
+from fastdist.training.patched import replaced
 
 on_servers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """The strategies of Keras models whose values are on parameter servers."""
@@ -40,8 +41,7 @@ class KerasExtension:
                 _note_all(scope)
             return
         layer_class = keras.layers.Layer
-        original = layer_class.__dict__["__new__"]
-        make = original.__get__(None, layer_class)
+        make = layer_class.__new__
         has_new = False
 
         def adopt() -> None:
@@ -62,12 +62,9 @@ class KerasExtension:
 
         from fastdist.integrations.keras.batch_norm import allow_synchronized
 
-        layer_class.__new__ = made
-        try:
-            with allow_synchronized(), _own_models_alone(keras.Model, scope.strategy):
-                yield
-        finally:
-            layer_class.__new__ = original
+        own_models = _own_models_alone(keras.Model, scope.strategy)
+        with replaced(layer_class, "__new__", made), allow_synchronized(), own_models:
+            yield
 
     def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """Attach trainers to Keras models that have none, and adapt random layers.
@@ -117,16 +114,11 @@ def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
 
         return call
 
-    names = ("compile", "make_train_function")
-    owners = [next(c for c in model_class.__mro__ if name in vars(c)) for name in names]
-    plain = [vars(owner)[name] for owner, name in zip(owners, names, strict=True)]
-    for owner, name, method in zip(owners, names, plain, strict=True):
-        setattr(owner, name, checked(method))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in ("compile", "make_train_function"):
+            owner = next(c for c in model_class.__mro__ if name in vars(c))
+            stack.enter_context(replaced(owner, name, checked(vars(owner)[name])))
         yield
-    finally:
-        for owner, name, method in zip(owners, names, plain, strict=True):
-            setattr(owner, name, method)
 
 
 def _note_all(scope: Scope) -> None:

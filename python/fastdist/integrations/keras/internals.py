@@ -21,45 +21,30 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.backend.common.global_state import get_global_attribute
-from keras.src.backend.common.masking import get_keras_mask
-from keras.src.callbacks.monitor_callback import MonitorCallback
-from keras.src.losses.loss import apply_mask
-from keras.src.random.seed_generator import global_seed_generator
-from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.backend.common.global_state import get_global_attribute as get_global_attribute
+from keras.src.backend.common.masking import get_keras_mask as get_keras_mask
+from keras.src.callbacks.monitor_callback import MonitorCallback as MonitorCallback
+from keras.src.losses.loss import apply_mask as apply_mask
+from keras.src.random.seed_generator import global_seed_generator as global_seed_generator
+from keras.src.saving.keras_saveable import KerasSaveable as KerasSaveable
 from keras.src.trainers import trainer as _trainers
-from keras.src.trainers.data_adapters import get_data_adapter
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.array_slicing import train_validation_split
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.data_adapter_utils import (
-    class_weight_to_sample_weights,
-    unpack_x_y_sample_weight,
+from keras.src.trainers.data_adapters import get_data_adapter as get_data_adapter
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as ArrayDataAdapter
+from keras.src.trainers.data_adapters.array_slicing import (
+    train_validation_split as train_validation_split,
 )
-from keras.src.utils import is_default
-from keras.src.utils.tracking import TrackedDict, TrackedList
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    class_weight_to_sample_weights as class_weight_to_sample_weights,
+)
+from keras.src.trainers.data_adapters.data_adapter_utils import (
+    unpack_x_y_sample_weight as unpack_x_y_sample_weight,
+)
+from keras.src.utils import is_default as is_default
+from keras.src.utils.tracking import TrackedDict as TrackedDict
+from keras.src.utils.tracking import TrackedList as TrackedList
 
 from fastdist.errors import UnsupportedError
-
-__all__ = [
-    "ArrayDataAdapter",
-    "DataAdapter",
-    "KerasSaveable",
-    "MonitorCallback",
-    "TrackedDict",
-    "TrackedList",
-    "apply_mask",
-    "class_weight_to_sample_weights",
-    "get_data_adapter",
-    "get_global_attribute",
-    "get_keras_mask",
-    "global_seed_generator",
-    "is_default",
-    "results_of_metrics",
-    "running_fit",
-    "train_validation_split",
-    "unpack_x_y_sample_weight",
-]
 
 
 def running_fit(model: Any) -> tuple[Any, list[Any]]:

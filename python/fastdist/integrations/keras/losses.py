@@ -15,6 +15,7 @@ import torch
 from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.internals import apply_mask, get_keras_mask
 from fastdist.replicas.context import state
+from fastdist.training.patched import replaced
 
 
 def share_losses(model: Any) -> None:
@@ -90,21 +91,14 @@ class _SharedLoss:
     def _call(self, *args: Any) -> tuple[Any, Any]:
         """Call the loss; return its value, and the result of its method `call` with its mask."""
         results: list[Any] = []
-        loss, call = self._loss, self._loss.call
+        call = self._loss.call
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             results.append(call(*args, **kwargs))
             return results[-1]
 
-        before = vars(loss).get("call")
-        loss.call = noted
-        try:
-            return loss(*args), results[0]
-        finally:
-            if before is None:
-                del loss.call
-            else:
-                loss.call = before
+        with replaced(self._loss, "call", noted):
+            return self._loss(*args), results[0]
 
 
 def _batch_share() -> float:

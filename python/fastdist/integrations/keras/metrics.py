@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.integrations.keras.saved import put_values, values_of
 
 
 def variables_of(metrics: Sequence[Any]) -> list[Any]:
@@ -19,14 +20,12 @@ def variables_of(metrics: Sequence[Any]) -> list[Any]:
 @contextlib.contextmanager
 def unchanged(metrics: Sequence[Any]) -> Iterator[None]:
     """Return a context manager that undoes changes of the metrics' variables at its end."""
-    variables = [variable.value for variable in variables_of(metrics)]
-    before = [tensor.detach().clone() for tensor in variables]
+    variables = variables_of(metrics)
+    before = [value.clone() for value in values_of(variables)]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, value in zip(variables, before, strict=True):
-                tensor.copy_(value)
+        put_values(variables, before)
 
 
 @contextlib.contextmanager
@@ -48,9 +47,7 @@ def combined(
     if parts or others:
         workers.all_reduce([*parts, *others])
     with unchanged(metrics):
-        with torch.no_grad():
-            for variable, part in zip(variables, parts, strict=True):
-                variable.value.copy_(part)
+        put_values(variables, parts)
         yield
 
 

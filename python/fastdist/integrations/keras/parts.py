@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import keras
@@ -89,33 +90,13 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
         self._agreement: Agreement = SameData(layout)
         self._is_arrays = isinstance(whole, ArrayDataAdapter)
 
-    @property
-    def num_batches(self) -> Any:
-        """Number of global batches; None if unknown."""
-        return self._whole.num_batches
-
-    @property
-    def batch_size(self) -> Any:
-        """Size of a global batch; None if unknown."""
-        return self._whole.batch_size
-
-    @property
-    def has_partial_batch(self) -> Any:
-        """True if the last global batch is smaller."""
-        return self._whole.has_partial_batch
-
-    @property
-    def partial_batch_size(self) -> Any:
-        """Size of the last global batch, if it is smaller."""
-        return self._whole.partial_batch_size
-
-    def on_epoch_begin(self) -> None:
-        """Call the hook of the global batches' adapter."""
-        self._whole.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        """Call the hook of the global batches' adapter."""
-        self._whole.on_epoch_end()
+    # What the adapter of the global batches says of them.
+    num_batches = property(attrgetter("_whole.num_batches"))
+    batch_size = property(attrgetter("_whole.batch_size"))
+    has_partial_batch = property(attrgetter("_whole.has_partial_batch"))
+    partial_batch_size = property(attrgetter("_whole.partial_batch_size"))
+    on_epoch_begin = property(attrgetter("_whole.on_epoch_begin"))
+    on_epoch_end = property(attrgetter("_whole.on_epoch_end"))
 
     def get_torch_dataloader(self) -> Iterable[Any]:
         """Return an iterable over this replica's parts."""

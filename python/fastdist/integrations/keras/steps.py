@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import keras
@@ -109,20 +110,5 @@ class ReplicaSteps:
         self._result = function(data)
 
 
-class Step:
-    """A function that Keras calls with a list of one batch.
-
-    Args:
-        function: Keras' own function.
-        run: calls it on this replica.
-    """
-
-    def __init__(
-        self, function: Callable[..., Any], run: Callable[[Callable[..., Any], Any], Any]
-    ) -> None:
-        self._function = function
-        self._run = run
-
-    def __call__(self, data: Any) -> Any:
-        """Return the logs or outputs for a list of one batch."""
-        return self._run(self._function, data)
+class Step(partial):  # type: ignore[type-arg]
+    """A function of ReplicaSteps, bound to Keras' own function."""

@@ -7,6 +7,8 @@ methods run on every replica, with the replica's part of each global batch, in `
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,7 +44,25 @@ from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.training.modules import broadcast_state
 
+_ARRAYS = ("x", "y", "sample_weight")
 _STOPS = ("stop_training", "stop_evaluating", "stop_predicting")
+
+
+def _with_arguments_of_keras(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass a method the arguments of Keras' own method by name, with the defaults."""
+    own = inspect.signature(getattr(keras.Model, method.__name__))
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        bound = own.bind(self, *args, **options)
+        bound.apply_defaults()
+        _, *named = bound.arguments.items()
+        given = dict(named)
+        given.update(given.pop("kwargs", {}))  # of evaluate
+        return method(self, given)
+
+    call.__signature__ = own  # type: ignore[attr-defined]
+    return call
 
 
 class ReplicatedTrainer:
@@ -100,27 +120,17 @@ class ReplicatedTrainer:
         assert workers is not None
         return workers
 
+    @contextlib.contextmanager
+    def _communicator(self) -> Iterator[Communicator]:
+        """Return a context manager around communication outside `run`."""
+        with self._strategy.communicator() as workers:
+            assert workers is not None
+            yield workers
+
     # --- fit, evaluate, predict -----------------------------------------------------------------
 
-    def fit(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: Any = "auto",
-        callbacks: Any = None,
-        validation_split: float = 0.0,
-        validation_data: Any = None,
-        shuffle: Any = True,
-        class_weight: Any = None,
-        sample_weight: Any = None,
-        initial_epoch: int = 0,
-        steps_per_epoch: int | None = None,
-        validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
-    ) -> Any:
+    @_with_arguments_of_keras
+    def fit(self, given: dict[str, Any]) -> Any:
         """Train on all replicas, as Keras' `Model.fit` does on one device. Every replica must call.
 
         Args:
@@ -130,72 +140,38 @@ class ReplicatedTrainer:
         The other arguments are those of Keras.
         """
         with self._all_replicas():
-            if validation_split and validation_data is None:
-                (x, y, sample_weight), validation_data = train_validation_split(
-                    (x, y, sample_weight), validation_split=validation_split
-                )
-            data = self._parts(
-                x, y, sample_weight, batch_size, steps_per_epoch, shuffle, class_weight
-            )
-            if validation_data is not None:
-                val_x, val_y, val_weight = unpack_x_y_sample_weight(validation_data)
-                size = validation_batch_size or batch_size
-                validation_data = self._parts(val_x, val_y, val_weight, size, validation_steps)
-            return self._plain("fit")(
-                data,
-                epochs=epochs,
-                verbose=verbose,
-                callbacks=self._callbacks(
-                    callbacks, verbose, data, epochs, steps_per_epoch, add_history=True
-                ),
-                validation_data=validation_data,
-                initial_epoch=initial_epoch,
-                steps_per_epoch=steps_per_epoch,
-                validation_steps=validation_steps,
-                validation_freq=validation_freq,
-            )
+            split, whole = given.pop("validation_split"), given["validation_data"]
+            if split and whole is None:
+                arrays = tuple(given[name] for name in _ARRAYS)
+                arrays, whole = train_validation_split(arrays, validation_split=split)
+                given.update(zip(_ARRAYS, arrays, strict=True))
+            if whole is not None:
+                validation = dict(zip(_ARRAYS, unpack_x_y_sample_weight(whole), strict=True))
+                validation["batch_size"] = given["validation_batch_size"] or given["batch_size"]
+                given["validation_data"] = self._parts(validation, given["validation_steps"])
+            del given["validation_batch_size"]
+            return self._pass("fit", given, given["steps_per_epoch"], add_history=True)
 
-    def evaluate(
-        self,
-        x: Any = None,
-        y: Any = None,
-        batch_size: int | None = None,
-        verbose: Any = "auto",
-        sample_weight: Any = None,
-        steps: int | None = None,
-        callbacks: Any = None,
-        return_dict: bool = False,
-        **kwargs: Any,
-    ) -> Any:
+    @_with_arguments_of_keras
+    def evaluate(self, given: dict[str, Any]) -> Any:
         """Evaluate on all replicas, as Keras' `Model.evaluate`. Every replica must call."""
         with self._all_replicas():
-            data = self._parts(x, y, sample_weight, batch_size, steps)
-            return self._plain("evaluate")(
-                data,
-                verbose=verbose,
-                steps=steps,
-                callbacks=self._callbacks(callbacks, verbose, data, 1, steps),
-                return_dict=return_dict,
-                **kwargs,
-            )
+            return self._pass("evaluate", given, given["steps"])
 
-    def predict(
-        self,
-        x: Any,
-        batch_size: int | None = None,
-        verbose: Any = "auto",
-        steps: int | None = None,
-        callbacks: Any = None,
-    ) -> Any:
+    @_with_arguments_of_keras
+    def predict(self, given: dict[str, Any]) -> Any:
         """Predict on all replicas; each returns all predictions. Every replica must call."""
         with self._all_replicas():
-            data = self._parts(x, None, None, batch_size, steps)
-            return self._plain("predict")(
-                data,
-                verbose=verbose,
-                steps=steps,
-                callbacks=self._callbacks(callbacks, verbose, data, 1, steps),
-            )
+            return self._pass("predict", given, given["steps"])
+
+    def _pass(
+        self, call: str, given: dict[str, Any], steps: int | None, add_history: bool = False
+    ) -> Any:
+        """Call one of Keras' methods with this replica's parts and callbacks."""
+        data = self._parts(given, steps)
+        if not isinstance(given["callbacks"], ReplicaCallbacks):  # those of fit, in its evaluation
+            given["callbacks"] = self._callbacks(given, data, steps, add_history)
+        return self._plain(call)(data, **given)
 
     def train_on_batch(
         self,
@@ -253,69 +229,43 @@ class ReplicatedTrainer:
         share_random_state(self._workers())
         self.steps.seed()
 
-    def _parts(
-        self,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        batch_size: int | None,
-        steps: int | None,
-        shuffle: Any = False,
-        class_weight: Any = None,
-    ) -> Any:
-        """Return a data adapter that yields this replica's parts."""
+    def _parts(self, given: dict[str, Any], steps: int | None) -> Any:
+        """Take the data out of arguments; return an adapter that yields this replica's parts."""
+        names = (*_ARRAYS, "batch_size", "class_weight", "shuffle")
+        data = {name: given.pop(name) for name in names if name in given}
+        x = data["x"]
         if isinstance(x, (PartAdapter, DistributedAdapter)):
             return x
         if isinstance(x, DistributedDataset):
-            for name, value in [
-                ("y", y),
-                ("sample_weight", sample_weight),
-                ("batch_size", batch_size),
-                ("class_weight", class_weight),
-            ]:
+            for name in ("y", "sample_weight", "batch_size", "class_weight"):
+                value = data.get(name)
                 if value is not None:
                     raise ValueError(
                         f"{name} must not be given with a distributed dataset, whose batches have "
                         f"their own; got {type(value).__name__}"
                     )
             return DistributedAdapter(x, self._layout, self._note)
-        whole = get_data_adapter(
-            x=x,
-            y=y,
-            sample_weight=sample_weight,
-            batch_size=batch_size,
-            steps_per_epoch=steps,
-            shuffle=shuffle,
-            class_weight=class_weight,
-        )
+        whole = get_data_adapter(**data, steps_per_epoch=steps)
         return PartAdapter(whole, self._layout, self._workers, self._begin_pass, self._note)
 
     def _note(self, examples: tuple[int, ...]) -> None:
         self.steps.examples = examples
 
     def _callbacks(
-        self,
-        callbacks: Any,
-        verbose: Any,
-        data: DataAdapter,
-        epochs: int,
-        steps: int | None,
-        add_history: bool = False,
+        self, given: dict[str, Any], data: DataAdapter, steps: int | None, add_history: bool
     ) -> ReplicaCallbacks:
-        if isinstance(callbacks, ReplicaCallbacks):  # those of fit, in its evaluation
-            return callbacks
         return ReplicaCallbacks(
-            callbacks,
+            given["callbacks"],
             is_chief=self._workers().rank == 0,
             globalize=self._global_logs,
             any_replica=self._any_replica,
             agree=self._agree_to_stop,
             share=self._share_chief,
             share_rate=self._share_learning_rate,
-            add_progbar=verbose != 0,
+            add_progbar=given["verbose"] != 0,
             add_history=add_history,
-            verbose=verbose,
-            epochs=epochs,
+            verbose=given["verbose"],
+            epochs=given.get("epochs", 1),
             steps=steps or data.num_batches,
             model=self._model,
         )
@@ -343,7 +293,7 @@ class ReplicatedTrainer:
         self.steps.prepare()
         function = getattr(self._model, f"{kind}_function")
         if not isinstance(function, Step):
-            function = Step(function, run)
+            function = Step(run, function)
             setattr(self._model, f"{kind}_function", function)
         return function
 
@@ -361,10 +311,8 @@ class ReplicatedTrainer:
         plain = results_of_metrics(self._model)
         if state.replica is not None:
             return plain()
-        with self._strategy.communicator() as workers:
-            assert workers is not None
-            with combined(self._model.metrics, workers):
-                return plain()
+        with self._communicator() as workers, combined(self._model.metrics, workers):
+            return plain()
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Return the metrics of all replicas, or the logs of a step that has logs of its own."""
@@ -375,15 +323,13 @@ class ReplicatedTrainer:
         if not isinstance(logs, dict) or not logs:
             return logs
         plain = results_of_metrics(self._model)
-        with self._strategy.communicator() as workers:
-            assert workers is not None
+        with self._communicator() as workers:
             return global_logs(logs, self._model.metrics, plain, workers, self.steps.last_examples)
 
     def _any_replica(self, conditions: list[bool]) -> list[bool]:
         """Return, for each condition, True if it holds on any replica. Every replica must call."""
         found = np.array(conditions, np.uint8)
-        with self._strategy.communicator() as workers:
-            assert workers is not None
+        with self._communicator() as workers:
             workers.all_reduce(found, "max")
         return [bool(one) for one in found]
 
@@ -404,8 +350,7 @@ class ReplicatedTrainer:
     def _share_chief(self) -> None:
         """Give all replicas what the chief's callbacks have restored. Every replica must call."""
         model = self._model
-        with self._strategy.communicator() as workers:
-            assert workers is not None
+        with self._communicator() as workers:
             model._initial_epoch = workers.broadcast_object(model._initial_epoch)
             optimizer = getattr(model, "optimizer", None)
             variables = [*model.variables, *(optimizer.variables if optimizer else [])]
@@ -415,8 +360,7 @@ class ReplicatedTrainer:
         """Give all replicas the chief's learning rate. Every replica must call."""
         rate = getattr(getattr(self._model, "optimizer", None), "_learning_rate", None)
         if isinstance(rate, keras.Variable):
-            with self._strategy.communicator() as workers:
-                assert workers is not None
+            with self._communicator() as workers:
                 broadcast_state(workers, [rate.value])
 
     # --- saving ---------------------------------------------------------------------------------

@@ -52,10 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--sizes",
         default="8:64M",
         metavar="SIZES",
-        help="a range 8:256M or a list 8,1K,64K, in bytes (default %(default)s)",
-    )
-    what.add_argument(
-        "--factor", type=int, default=4, help="ratio of successive sizes of a range (default 4)"
+        help="a range 8:256M, by factors of 4, or a list 8,1K,64K, in bytes (default %(default)s)",
     )
     what.add_argument(
         "--list",
@@ -160,24 +157,6 @@ def _add_effort(group: argparse._ArgumentGroup) -> None:
         default=True,
         help="verify the results, outside of the timed calls",
     )
-    group.add_argument(
-        "--bind",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="bind each rank to a core of its own, if there are enough cores",
-    )
-    group.add_argument(
-        "--graph",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="on GPUs: also replay a CUDA graph that holds the call",
-    )
-    group.add_argument(
-        "--timeout-s",
-        type=float,
-        default=300.0,
-        help="seconds to wait for an engine",
-    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -200,7 +179,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write JSON; -: JSON to stdout, the table to stderr",
     )
-    group.add_argument("--csv", metavar="FILE", help="write CSV to a file")
     group.add_argument(
         "--plot", metavar="FILE", help="draw latency and bandwidth into a file, such as plot.png"
     )

@@ -1,8 +1,7 @@
-"""Formats a report as a table, line by line, as JSON, and as CSV."""
+"""Formats a report as a table, line by line, and as JSON."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -263,20 +262,3 @@ def write_json(report: Report, file: TextIO) -> None:
     """Write `report_object`."""
     json.dump(report_object(report), file, indent=2)
     file.write("\n")
-
-
-def write_csv(report: Report, file: TextIO) -> None:
-    """Write a line per case, with columns for the p50, ratio and host time of each peer."""
-    lines = []
-    for row in map(row_object, report.rows):
-        peers = row.pop("peers")
-        for name, figures in peers.items():
-            row[f"{name} p50_us"] = figures.get("p50_us")
-            row[f"{name} times_as_fast"] = figures.get("times_as_fast")
-            if "host_us" in figures:
-                row[f"{name} host_us"] = figures["host_us"]
-        lines.append({"ranks": report.ranks, **row})
-    columns = dict.fromkeys(name for line in lines for name in line)
-    writer = csv.DictWriter(file, list(columns))
-    writer.writeheader()
-    writer.writerows(lines)

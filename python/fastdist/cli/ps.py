@@ -8,6 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from fastdist.cli.command import add_command
+
 if TYPE_CHECKING:
     from fastdist.recorder.jobs import Job
 
@@ -16,18 +18,19 @@ _TITLES = ("job", "state", "ranks", "began", "last call", "pids", "program")
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the `ps` command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "ps",
+        "ps:run",
         help="list your jobs on this machine",
-        description="Lists this user's jobs on this machine: those that run, and the last one that "
-        "ended with an error. fastdist why JOB says why a job stands still.",
-        allow_abbrev=False,
+        description="Lists this user's jobs on this machine: those that run, and the last one\n"
+        "that ended with an error. fastdist why JOB says why a job stands still.",
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead")
-    parser.set_defaults(handler=_ps)
 
 
-def _ps(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
+    """Print the jobs."""
     from fastdist.recorder.jobs import jobs_here  # numpy: only when it runs
 
     jobs, notes = jobs_here()
@@ -39,7 +42,6 @@ def _ps(options: argparse.Namespace) -> int:
         sys.stdout.write("no jobs\n")
     for note in notes:
         print(f"fastdist ps: could not be seen: {note}", file=sys.stderr)
-    return 0
 
 
 def _facts(job: Job) -> dict[str, object]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastdist._config import SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
+from fastdist.cli.command import UsageError
 from fastdist.cluster.address import join_address
 from fastdist.cluster.launch import (
     JOB_VARIABLE,
@@ -32,10 +33,6 @@ _SSH_OPTIONS = (
     *("-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=15"),
 )
-
-
-class VariableError(Exception):
-    """A variable that the launcher sets itself was given with --env, or variables are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +63,12 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
         machines: the machines of the job; None if all ranks are on this machine.
 
     Raises:
-        VariableError: `user` has a variable that fastdist run sets.
+        UsageError: `user` has a variable that fastdist run sets.
     """
     machines_set = () if machines is None else _MASTER_VARIABLES
     for variable in (*_RANK_VARIABLES, *machines_set):
         if variable in user:
-            raise VariableError(f"--env {variable}: fastdist run sets it itself, for each rank")
+            raise UsageError(f"--env {variable}: fastdist run sets it itself, for each rank")
     if machines is None:
         machines = Machines(1, 0, _HOST, _free_port(), launcher="")
     # With the variables of an outer torchrun, torch would look for the store of that torchrun.
@@ -102,11 +99,11 @@ def elastic_tasks(most: int, roster: str, user: Mapping[str, str]) -> list[Task]
         user: variables that override inherited ones.
 
     Raises:
-        VariableError: `user` has a variable that makes a rank.
+        UsageError: `user` has a variable that makes a rank.
     """
     for variable in (*_RANK_VARIABLES, ROSTER_VARIABLE):
         if variable in user:
-            raise VariableError(f"--env {variable}: ranks of an elastic job change")
+            raise UsageError(f"--env {variable}: ranks of an elastic job change")
     environment = {**without_rank(os.environ), **user}
     _set_defaults(environment, most)
     width = len(str(most - 1))
@@ -160,13 +157,13 @@ def take_variables() -> dict[str, str]:
     """Read from stdin what `host_tasks` sends: set variables, and return those of the user.
 
     Raises:
-        VariableError: stdin has ended before.
+        UsageError: stdin has ended before.
     """
     line = bytearray()
     while not line.endswith(b"\n"):  # one by one: the rest of stdin is the supervisor's
         byte = os.read(0, 1)
         if not byte:
-            raise VariableError("the launcher of this job has ended")
+            raise UsageError("the launcher of this job has ended")
         line += byte
     carried, user = json.loads(line)
     os.environ.update(carried)
@@ -192,7 +189,7 @@ def role_tasks(
         user: variables that override inherited ones.
 
     Raises:
-        VariableError: `user` has a variable that differs from task to task, or that makes a rank.
+        UsageError: `user` has a variable that differs from task to task, or that makes a rank.
     """
     for variable in (_SPEC_VARIABLE, *_RANK_VARIABLES):
         if variable in user:
@@ -201,7 +198,7 @@ def role_tasks(
                 if variable == _SPEC_VARIABLE
                 else "tasks of a job with parameter servers are not ranks"
             )
-            raise VariableError(f"--env {variable}: {why}")
+            raise UsageError(f"--env {variable}: {why}")
     environment = {**without_rank(os.environ), **keys, **user}
     _set_defaults(environment, workers + servers)
     places = [

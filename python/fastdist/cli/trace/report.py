@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -22,14 +23,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
 
 
-def run(
-    files: Sequence[Path],
-    *,
-    as_json: bool,
-    plot: Path | None,
-    output: Path | None,
-    flight_records: Path | None,
-) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print what traces tell, and write the files that were asked for.
 
     Raises:
@@ -37,16 +31,17 @@ def run(
         OSError: a file cannot be read or written.
         ValueError: a file is no trace, two have the same rank, or a plot has an unknown type.
     """
-    if plot is not None:
-        check_plot(plot)
-    ranks = join([read_trace(path) for path in files])
-    if output is not None:
-        write_trace(output, ranks)
-    if flight_records is not None:
-        write_flight_records(flight_records, ranks)
-    if plot is not None:
-        _draw(ranks, plot)
-    sys.stdout.write(json.dumps(_facts(ranks), indent=2) + "\n" if as_json else describe(ranks))
+    if options.plot is not None:
+        check_plot(options.plot)
+    ranks = join([read_trace(path) for path in options.files])
+    if options.output is not None:
+        write_trace(options.output, ranks)
+    if options.flight_recorder is not None:
+        write_flight_records(options.flight_recorder, ranks)
+    if options.plot is not None:
+        _draw(ranks, options.plot)
+    text = json.dumps(_facts(ranks), indent=2) + "\n" if options.json else describe(ranks)
+    sys.stdout.write(text)
 
 
 def join(machines: Sequence[list[RankTimeline]]) -> list[RankTimeline]:

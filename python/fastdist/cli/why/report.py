@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ class Row:
     stack: str
 
 
-def run(name: str | None, *, as_json: bool, plot: Path | None) -> None:
+def run(options: argparse.Namespace) -> None:
     """Diagnose a job and print the result.
 
     Raises:
@@ -44,18 +45,19 @@ def run(name: str | None, *, as_json: bool, plot: Path | None) -> None:
         ImportError: matplotlib is missing.
         ValueError: the file of the picture has another type.
     """
-    if plot == _TERMINAL and as_json:
+    plot = options.plot
+    if plot == _TERMINAL and options.json:
         raise ValueError("--plot - draws into the output of --json; use a file, or one of them")
     if plot is not None and plot != _TERMINAL:
         check_plot(plot)
     jobs, notes = jobs_here()
     try:
-        job = find_job(jobs, name)
+        job = find_job(jobs, options.job)
     except LookupError as error:
         raise LookupError("; ".join([str(error), *notes])) from None
     diagnosis = diagnose(job, everywhere=True)
     unseen = [*notes, *diagnosis.observation.notes, *_missing(diagnosis)]
-    sys.stdout.write(_to_json(diagnosis, unseen) if as_json else _to_text(diagnosis, unseen))
+    sys.stdout.write(_to_json(diagnosis, unseen) if options.json else _to_text(diagnosis, unseen))
     if plot == _TERMINAL:
         sys.stdout.write("\n" + to_text(diagnosis.observation.ranks))
     elif plot is not None:

@@ -14,6 +14,7 @@ from fastdist.cluster.launch import (
     note_launch,
     without_rank,
 )
+from fastdist.processes.proc import start_ticks
 
 try:
     INITIAL_DIRECTORY: str | None = os.getcwd()
@@ -105,9 +106,8 @@ def patience_s() -> float:
     """
     if _Known.own is None:
         return 0.0
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return 3.0 * max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    started_s = start_ticks("self") / os.sysconf("SC_CLK_TCK")
+    return 3.0 * max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
 def become_first(replica: StartedReplica) -> None:

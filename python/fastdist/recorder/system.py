@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastdist.processes.proc import stat
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_THREADS = 64
 _STOPPED = "Tt"
@@ -111,7 +113,7 @@ def look_at(pid: int, started: int) -> Process:
     """
     now_s = time.monotonic()
     try:
-        fields = _stat(Path(f"/proc/{pid}/stat"))
+        fields = stat(pid)
     except (OSError, IndexError):
         return Process(pid, "", now_s)
     if int(fields[19]) != started:
@@ -138,7 +140,7 @@ def look_at(pid: int, started: int) -> Process:
 def start_of(pid: int) -> int | None:
     """Return the start of a running process, in clock ticks since boot; None if it has ended."""
     try:
-        fields = _stat(Path(f"/proc/{pid}/stat"))
+        fields = stat(pid)
         return None if fields[0] in _ENDED else int(fields[19])
     except (OSError, IndexError):
         return None
@@ -147,21 +149,9 @@ def start_of(pid: int) -> int | None:
 def state_of(pid: int) -> str:
     """Return the letter for the state of a process, as ps shows it; X if there is none."""
     try:
-        return _stat(Path(f"/proc/{pid}/stat"))[0]
+        return stat(pid)[0]
     except (OSError, ValueError, IndexError):
         return "X"
-
-
-def ancestors(pid: int) -> list[int]:
-    """Return the processes from which a process descends, beginning with its parent."""
-    found: list[int] = []
-    while pid > 1:
-        try:
-            pid = int(_stat(Path(f"/proc/{pid}/stat"))[1])
-        except (OSError, IndexError):
-            break
-        found.append(pid)
-    return found
 
 
 def out_of_memory_kills() -> int:
@@ -257,7 +247,7 @@ class _Look:
     def _thread(self, tid: int) -> Thread | None:
         task = f"task/{tid}"
         try:
-            fields = _stat(self.folder / task / "stat")
+            fields = stat(f"{self.folder.name}/{task}")
         except (OSError, IndexError):
             return None  # it has ended
         waits_in = self.text(f"{task}/wchan").strip()
@@ -320,11 +310,6 @@ class _Look:
 
     def _note(self, name: str, error: OSError) -> None:
         self.notes.append(f"{self.folder}/{name}: {error.strerror}")
-
-
-def _stat(path: Path) -> list[str]:
-    """Return the fields of a stat file after the program's name: state, parent, …"""
-    return path.read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
 def _cpu_s(fields: list[str]) -> float:

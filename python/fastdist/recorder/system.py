@@ -14,6 +14,7 @@ from fastdist.processes.proc import stat
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_THREADS = 64
+_CGROUPS = Path("/sys/fs/cgroup")
 _STOPPED = "Tt"
 _ENDED = "ZX"
 _FUTEX_CALL = 202 if os.uname().machine == "x86_64" else 98
@@ -159,6 +160,22 @@ def out_of_memory_kills() -> int:
     return _Look(Path("/proc/self")).out_of_memory_kills()
 
 
+def cgroups(memberships: str, controller: str, mount: Path = _CGROUPS) -> Iterator[Path]:
+    """Yield the folders of a process's control groups, version 1 or 2, that may have a controller.
+
+    Args:
+        memberships: the text of the process's file cgroup in /proc.
+        controller: "memory" or "cpu".
+        mount: where control groups are mounted.
+    """
+    for line in memberships.splitlines():
+        _, controllers, name = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            # If versions 1 and 2 are both mounted, version 2 has a folder of its own.
+            version_2 = "unified" if not controllers and (mount / "unified").is_dir() else ""
+            yield mount / controllers / version_2 / name.lstrip("/")
+
+
 def owner_of(pid: int) -> int | None:
     """Return the user id of a process; None if there is no such process."""
     try:
@@ -271,7 +288,7 @@ class _Look:
         return "", argument if number == _FUTEX_CALL else 0
 
     def out_of_memory_kills(self) -> int:
-        for folder in self._cgroups():
+        for folder in cgroups(self.text("cgroup"), "memory"):
             for file in (folder / "memory.events", folder / "memory.oom_control"):
                 found = re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE)
                 if found:
@@ -279,19 +296,12 @@ class _Look:
         return 0
 
     def memory_stall(self) -> float:
-        files = [folder / "memory.pressure" for folder in self._cgroups()]
+        files = [folder / "memory.pressure" for folder in cgroups(self.text("cgroup"), "memory")]
         for file in [*files, Path("/proc/pressure/memory")]:
             found = re.search(r"^full avg10=([\d.]+)", _read(file), re.MULTILINE)
             if found:
                 return float(found[1]) / 100
         return 0.0
-
-    def _cgroups(self) -> Iterator[Path]:
-        """Yield the folders of the process's cgroups that may count memory."""
-        for line in self.text("cgroup").splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers in ("", "memory"):
-                yield Path("/sys/fs/cgroup", controllers, name.lstrip("/"))
 
     def connections(self) -> Iterator[Connection]:
         """Yield the TCP connections with unsent bytes or retransmissions."""

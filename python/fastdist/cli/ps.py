@@ -32,12 +32,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> None:
     """Print the jobs."""
     from fastdist.recorder.jobs import jobs_here  # numpy: only when it runs
+    from fastdist.recorder.words import columns
 
     jobs, notes = jobs_here()
     if options.json:
         sys.stdout.write(json.dumps([_facts(job) for job in jobs], indent=2) + "\n")
     elif jobs:
-        sys.stdout.write(_table(jobs))
+        table = [_TITLES, *map(_cells, jobs)]
+        sys.stdout.write("\n".join(columns(table)) + "\n")
     else:
         sys.stdout.write("no jobs\n")
     for note in notes:
@@ -56,16 +58,6 @@ def _facts(job: Job) -> dict[str, object]:
         "pids": [each.records.pid for each in job.ranks],
         "program": job.ranks[0].records.program,
     }
-
-
-def _table(jobs: list[Job]) -> str:
-    table = [_TITLES, *(_cells(job) for job in jobs)]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(_TITLES))]
-    rows = (
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in table
-    )
-    return "\n".join(rows) + "\n"
 
 
 def _cells(job: Job) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""Ranks, lines and times in words."""
+"""Ranks, lines, times and tables in words."""
 
 from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.waits import UNSEEN
@@ -59,6 +59,12 @@ def seconds(value_s: float) -> str:
     if value_s < 120:
         return f"{value_s:.0f} s"
     return f"{value_s / 60:.0f} min" if value_s < 7200 else f"{value_s / 3600:.1f} h"
+
+
+def columns(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """Lay out the rows of a table, all of the same length, in columns; return its lines."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
 
 
 def how_it_ended(status: int) -> str:

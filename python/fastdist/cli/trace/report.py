@@ -17,6 +17,7 @@ from fastdist.cli.bench.plot import check_plot
 from fastdist.recorder.flight_recorder import write_flight_records
 from fastdist.recorder.timeline import RankTimeline, align, find_late
 from fastdist.recorder.trace_file import read_trace, write_trace
+from fastdist.recorder.words import columns
 
 _PHASES = ("data", "forward", "backward", "optimizer", "saving", "user")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -100,8 +101,7 @@ def _table(ranks: Sequence[RankTimeline]) -> list[str]:
         row = [str(rank.rank), _ms(float(np.median(steps))) if steps else "-"]
         row += [f"{phases.get(name, 0.0):.3g}" for name in _PHASES]
         rows.append([*row, f"{rank.waiting_s():.3g}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    return columns(rows, str.rjust)
 
 
 def _pictures(ranks: Sequence[RankTimeline]) -> list[str]:

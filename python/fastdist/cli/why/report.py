@@ -13,7 +13,7 @@ from fastdist.cli.why.picture import check_plot, to_text, write_plot
 from fastdist.recorder.diagnosis import Diagnosis, diagnose
 from fastdist.recorder.jobs import find_job, jobs_here
 from fastdist.recorder.observation import ObservedRank
-from fastdist.recorder.words import names, seconds, short
+from fastdist.recorder.words import columns, names, seconds, short
 
 _TERMINAL = Path("-")
 _STATES = {"R": "running", "S": "asleep", "D": "in the kernel", "I": "idle"}
@@ -114,11 +114,8 @@ def _to_text(diagnosis: Diagnosis, unseen: list[str]) -> str:
     table = [_TITLES, *(_cells(row) for row in rows(diagnosis))]
     if len({each.records.host for each in diagnosis.observation.ranks}) == 1:
         table = [(rank, *rest) for rank, _, *rest in table]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [diagnosis.sentence[0].upper() + diagnosis.sentence[1:] + ".", ""]
-    for cells in table:
-        padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
-        lines.append("  ".join(padded).rstrip())
+    sentence = diagnosis.sentence[0].upper() + diagnosis.sentence[1:] + "."
+    lines = [sentence, "", *columns(table)]
     if unseen:
         lines += ["", "could not be seen:", *(f"  {note}" for note in unseen)]
     return "\n".join(lines) + "\n"

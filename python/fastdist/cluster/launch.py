@@ -137,6 +137,19 @@ def without_rank(environ: Environ) -> dict[str, str]:
     }
 
 
+def rank_variables(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, job: str
+) -> dict[str, str]:
+    """Return the variables of a rank, as `fastdist run` sets them; `job`: the same on all ranks."""
+    return {
+        JOB_VARIABLE: job,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+    }
+
+
 def _fastdist_run(environ: Environ) -> Launch | None:
     job = environ.get(JOB_VARIABLE)
     if job is None:

@@ -8,10 +8,10 @@ import time
 from dataclasses import asdict, dataclass
 
 from fastdist.cluster.launch import (
-    JOB_VARIABLE,
     REPLICAS_VARIABLE,
     Launch,
     note_launch,
+    rank_variables,
     without_rank,
 )
 from fastdist.processes.proc import start_ticks
@@ -72,11 +72,7 @@ def rank_environment(
     return {
         "OMP_NUM_THREADS": str(threads),
         **without_rank(os.environ),
-        JOB_VARIABLE: job,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
+        **rank_variables(rank, world_size, local_rank, local_world_size, job),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pkgutil
 import sys
 from typing import Any
@@ -39,6 +40,11 @@ def add_command(
     )
     parser.set_defaults(handler=f"fastdist.cli.{handler}", errors=errors, title=parser.prog)
     return parser
+
+
+def has_colour() -> bool:
+    """Return True if the user wants colours on terminals."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def run_command(arguments: argparse.Namespace) -> int:

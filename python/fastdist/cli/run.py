@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdist._config import KEYS_VARIABLE
-from fastdist.cli.command import UsageError, add_command
+from fastdist.cli.command import UsageError, add_command, has_colour
 from fastdist.cli.program import find_program
 from fastdist.cli.slow_ranks import slow_ranks_told
 from fastdist.cli.tasks import (
@@ -277,7 +277,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             elastic=elastic,
             grace_s=arguments.grace_s,
             prefix=arguments.prefix,
-            colour=_has_colour(),
+            colour=has_colour(),
             ends_with_stdin=arguments.ends_with_stdin,
         )
         with _traced(_trace_of_machine(arguments)), slow_ranks_told(_NAME):
@@ -358,12 +358,8 @@ def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     tasks = host_tasks(hosts, [*there, *arguments.command], rdzv[1], rdzv[0], variables)
     # The launchers on the machines begin each line with its rank.
     grace_s = arguments.grace_s + _ANSWER_S
-    job = Job(_NAME, (), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=_has_colour())
+    job = Job(_NAME, (), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=has_colour())
     return supervise(job)
-
-
-def _has_colour() -> bool:
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _check_options(arguments: argparse.Namespace) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+from fastdist.processes.process import signal_name
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.waits import UNSEEN
 
@@ -70,12 +70,7 @@ def columns(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.
 def how_it_ended(status: int) -> str:
     """Describe the status of a zombie, as `os.waitpid` gives it."""
     number = status & 0x7F
-    if not number:
-        return f"with exit code {status >> 8}"
-    try:
-        return f"by signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"by signal {number}"
+    return f"by signal {signal_name(number)}" if number else f"with exit code {status >> 8}"
 
 
 def how_it_died(rank: ObservedRank) -> str:

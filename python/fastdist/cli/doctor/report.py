@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 
+from fastdist.cli.command import has_colour
 from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
 from fastdist.cli.doctor.explain import explain
 from fastdist.cli.doctor.facts import Fact, Section, State
@@ -39,8 +39,7 @@ def run(options: argparse.Namespace) -> int:
     sections = explain(*options.explain) if options.explain else examine()
     if not sections:  # rank 0 prints
         return 0
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    colour = colour and os.environ.get("TERM") != "dumb"
+    colour = sys.stdout.isatty() and has_colour()
     sys.stdout.write(to_json(sections) if options.json else to_text(sections, colour=colour))
     return 0 if all(section.is_well for section in sections) else 1
 

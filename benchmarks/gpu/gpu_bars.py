@@ -72,7 +72,7 @@ class GpuBench:
 
 def all_reduce(bench: GpuBench) -> Iterator[Bar]:
     """One array: time on the GPU and time of the host."""
-    sizes = parse_sizes(_SIZES, 4)
+    sizes = parse_sizes(_SIZES)
     cases = array_cases("all_reduce", sizes, _RANKS, array="torch")
     for case, row in bench.measure(cases):
         name = f"all_reduce {case.label}"

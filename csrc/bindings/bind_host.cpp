@@ -150,7 +150,6 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
 void bind_host(py::module_& m) {
   py::class_<Tuning>(m, "Tuning");
   m.def("begin_exit", &begin_exit);
-  m.def("is_exiting", &is_exiting);
   m.def("tuning_for", &host::tuning_for);
 
   // The file holds each rank's first block, since peers may read the block before it is allocated.

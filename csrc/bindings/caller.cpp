@@ -42,8 +42,6 @@ void begin_exit() noexcept {
   }
 }
 
-bool is_exiting() noexcept { return exiting.load(std::memory_order_relaxed); }
-
 void retake_gil(PyThreadState* state) noexcept {
   // The main thread shuts the interpreter down, and may continue.
   const bool is_main = ::syscall(SYS_gettid) == ::getpid();

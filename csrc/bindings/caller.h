@@ -19,7 +19,6 @@ namespace fastdist::bindings {
 // Must be called when the interpreter is about to shut down, with the GIL. Waits for the thread
 // that tells of a call that waits.
 void begin_exit() noexcept;
-[[nodiscard]] bool is_exiting() noexcept;
 
 // Takes the GIL again. While the interpreter shuts down, taking the GIL would end the thread by
 // unwinding through destructors that must not throw; this function instead blocks such a thread

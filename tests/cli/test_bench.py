@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import json
 import os
@@ -37,11 +36,6 @@ has_torch = importlib.util.find_spec("torch") is not None
 has_matplotlib = importlib.util.find_spec("matplotlib") is not None
 
 
-def read_csv(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def run_bench(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "fastdist", "bench", *arguments],
@@ -70,7 +64,7 @@ def rank_processes(folder: Path) -> list[str]:
 def test_a_run_writes_its_table_and_goes_on_without_a_missing_peer(tmp_path: Path) -> None:
     peers = "gloo,mpich" if has_torch else "mpich"
     plot = ["--plot", str(tmp_path / "plot.png")] if has_matplotlib else []
-    files = ["--json", str(tmp_path / "a.json"), "--csv", str(tmp_path / "a.csv"), *plot]
+    files = ["--json", str(tmp_path / "a.json"), *plot]
     done = run_bench(
         *("all_reduce", "--sizes", "8,64K", "--ranks", "2", "--iters", "4"),
         *("--vs", peers, "--peers-dir", str(tmp_path)),
@@ -85,7 +79,6 @@ def test_a_run_writes_its_table_and_goes_on_without_a_missing_peer(tmp_path: Pat
     assert [row["wrong"] for row in loaded["rows"]] == [0, 0]
     assert all(row["iterations"] >= 4 and row["p50_us"] > 0 for row in loaded["rows"])
     assert loaded["copy_gb_per_s"] > 0
-    assert [line["bytes"] for line in read_csv(tmp_path / "a.csv")] == ["8", "65536"]
     for name in files[1::2]:
         assert f"# wrote {name}\n" in done.stdout
     assert "# warning: too few calls: fewer than 20 at all of them" in done.stdout
@@ -235,7 +228,7 @@ def test_an_engine_that_cannot_start_is_named_with_the_rank_and_its_error(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     worker = (sys.executable, "-m", "fastdist.cli.bench.worker")
     lost = Engine("lost", "no_such", worker, per_rank=True)
-    first = r"lost failed to start: ModuleNotFoundError: No module named .*no_such_driver'\n"
+    first = r"lost failed to start: KeyError: 'no_such'\n"
     expected = pytest.raises(EngineError, match=rf"^{first}rank [01] raised:\nTraceback")
     with expected, Session([lost], 2, Effort()):
         pass

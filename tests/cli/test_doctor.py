@@ -15,6 +15,7 @@ from typing import Any
 import fastdist
 import pytest
 from fastdist.cli import doctor
+from fastdist.cli.command import run_command
 from fastdist.cli.doctor import engines, libraries, machine
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
 from fastdist.cli.doctor.machine import Cgroups
@@ -225,7 +226,7 @@ def test_exit_code_and_text_of_bad_facts(
     parser = argparse.ArgumentParser()
     doctor.add_parser(parser.add_subparsers())
     options = parser.parse_args(["doctor"])
-    assert options.handler(options) == 1
+    assert run_command(options) == 1
     assert capsys.readouterr().out == "one\n  a b  fails\n"
     assert json.loads(to_json(sections)) == {"one": {"a_b": 1}, "empty": {}, "well": False}
     assert "\033[31mfails\033[0m" in to_text(sections, colour=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fastdist.cli import program
+from fastdist.cli.command import UsageError
 from launched import Launcher, finish, read_lines, wait_until
 
 # A rank that says when it can be signalled, with a process of its own that ignores what it can.
@@ -281,7 +282,7 @@ class TestBadInput:
         path = script("")
         path.chmod(0)
         monkeypatch.setattr(os, "access", lambda *_: False)  # as for a user other than root
-        with pytest.raises(program.ProgramError, match="no permission to read"):
+        with pytest.raises(UsageError, match="no permission to read"):
             program.find_program([str(path)], False, {})
 
     def test_program_that_cannot_be_started(self, launcher: Launcher, tmp_path: Path) -> None:

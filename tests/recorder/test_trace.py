@@ -79,7 +79,7 @@ def test_holds_every_call_and_phase(ranks: list[RankTimeline]) -> None:
     assert [rank.rank for rank in ranks] == [0, 1]
     first, second = ranks
     assert first.lost_calls == second.lost_calls == 0
-    calls = [[(c.communicator, c.sequence, c.text) for c in rank.calls] for rank in ranks]
+    calls = [[(c.communicator, c.sequence, str(c.signature)) for c in rank.calls] for rank in ranks]
     assert sorted(calls[0]) == sorted(calls[1])
     gradients = [call for call in first.calls if call.site.endswith(" in step")]
     assert len(gradients) == STEPS
@@ -172,8 +172,8 @@ def test_a_killed_rank_leaves_the_call_it_was_in(tmp_path: Path) -> None:
     ran = fastdist("run", "-n", 2, "--trace", "out.json", "die.py", folder=tmp_path)
     assert ran.returncode == 128 + 9
     first, second = read_trace(tmp_path / "out.json")
-    assert [(c.op, c.is_failed) for c in first.calls][-1] == ("barrier", True)
-    assert [c.op for c in second.calls][-1] == "all_reduce"
+    assert [(c.signature.op, c.is_failed) for c in first.calls][-1] == ("barrier", True)
+    assert [c.signature.op for c in second.calls][-1] == "all_reduce"
 
 
 def torchs_collectives(folder: Path, trace: str) -> "tuple[list[Any], str]":

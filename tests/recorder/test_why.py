@@ -149,7 +149,6 @@ def test_stacks_of_faulthandler_are_read() -> None:
     other, main_stack = parse_faulthandler(text)
     assert (other.user_line, other.is_main) == ("/a/load.py:3 in hold", False)
     assert (main_stack.user_line, main_stack.is_main) == ("/a/train.py:12 in step", True)
-    assert main_stack.is_locking
 
 
 def test_programs_keep_their_signal(tmp_path: Path) -> None:

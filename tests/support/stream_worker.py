@@ -5,14 +5,13 @@ Started as the bench's own worker is; stands in for the drivers of GPUs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import fastdist
+from fastdist.cli.bench import fastdist_cuda_driver, torch_nccl_driver
 from fastdist.cli.bench.arrays import ArrayLibrary
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.fastdist_driver import FastdistCalls
@@ -25,7 +24,7 @@ Call = Callable[[], object]
 class StreamDriver(FastdistCalls):
     """A call enqueues its work; where `is_capturable` is False, capturing a call raises."""
 
-    def __init__(self, is_capturable: bool) -> None:
+    def __init__(self, is_capturable: bool, folder: Path) -> None:
         super().__init__(fastdist.init())
         self.gpu = StreamDevice()
         self.version = "streams on CPUs"
@@ -57,16 +56,7 @@ class StreamDriver(FastdistCalls):
         self._comm.close()
 
 
-def replace_driver(kind: str, is_capturable: bool) -> None:
-    def open_driver(folder: Path) -> StreamDriver:
-        return StreamDriver(is_capturable)
-
-    module = ModuleType(f"fastdist.cli.bench.{kind}_driver")
-    module.open_driver = open_driver  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
-
-
 if __name__ == "__main__":
-    replace_driver("fastdist_cuda", is_capturable=True)
-    replace_driver("torch_nccl", is_capturable=False)
+    fastdist_cuda_driver.FastdistCudaDriver = partial(StreamDriver, True)  # type: ignore[misc]
+    torch_nccl_driver.TorchNcclDriver = partial(StreamDriver, False)  # type: ignore[misc]
     raise SystemExit(main())

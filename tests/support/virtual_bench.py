@@ -7,14 +7,14 @@ ones; times mean nothing, since the runtime below keeps none.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from types import ModuleType
 from typing import Any
 
 import virtual_arrays as va
+from fastdist.cli.bench import gpu
 from fastdist.cli.bench.arrays import ArrayLibrary
+from fastdist.cli.bench.worker import main
 
 Call = Callable[[], object]
 
@@ -92,13 +92,9 @@ def copy_all(to: Sequence[Any], source: Sequence[Any]) -> None:
 
 def stand_in_for_torch() -> None:
     """From now on the bench's GPUs are virtual, where it asks for torch's."""
-    module = ModuleType("fastdist.cli.bench.torch_gpu")
-    module.open_gpu = VirtualGpu  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
+    gpu.Gpu = VirtualGpu  # type: ignore[assignment,misc]
 
 
 if __name__ == "__main__":
-    from fastdist.cli.bench.worker import main
-
     stand_in_for_torch()
     raise SystemExit(main())

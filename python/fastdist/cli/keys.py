@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+from fastdist.cli.command import add_command
+
 _DESCRIPTION = """\
 Prints new keys for a job with parameter servers, as one line of JSON.
 
@@ -22,23 +24,18 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `keys` to the `fastdist` command."""
-    parser = subparsers.add_parser(
+    add_command(
+        subparsers,
         "keys",
+        "keys:run",
         help="make keys for a job with parameter servers",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.set_defaults(handler=_keys)
 
 
-def _keys(options: argparse.Namespace) -> int:
-    del options
-    try:
-        from fastdist.ps import Keys
-    except ImportError as error:
-        sys.stderr.write(f"fastdist keys: {error}\n")
-        return 2
+def run(options: argparse.Namespace) -> None:
+    """Print new keys."""
+    from fastdist.ps import Keys  # pyzmq: only when it runs
+
     sys.stdout.write(Keys.make().to_json() + "\n")
-    return 0

@@ -9,13 +9,11 @@ from typing import NoReturn
 
 from fastdist._version import __version__
 from fastdist.cli import bench, doctor, keys, ps, run, serve, trace, why
+from fastdist.cli.command import run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the `fastdist` command.
-
-    Each subcommand's `add_parser(subparsers)` sets the default `handler`, which takes the parsed
-    arguments and returns the exit code.
 
     Args:
         argv: the arguments after the program's name; this process's arguments if None.
@@ -29,10 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        exit_code: int = arguments.handler(arguments)
+        return run_command(arguments)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return exit_code
 
 
 def make_parser() -> argparse.ArgumentParser:

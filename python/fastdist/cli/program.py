@@ -7,11 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 
+from fastdist.cli.command import UsageError
+
 _PYTHON_SUFFIXES = (".py", ".pyc", ".pyz")
-
-
-class ProgramError(Exception):
-    """The program of a job does not exist or cannot be run."""
 
 
 def find_program(
@@ -25,54 +23,54 @@ def find_program(
         environment: the environment of the processes; PATH and PYTHONPATH are used.
 
     Raises:
-        ProgramError: the program does not exist, or this user may not run it.
+        UsageError: the program does not exist, or this user may not run it.
     """
     words = words[1:] if words[:1] == ["--"] else words
     if not words:
         wanted = "a module" if is_module else "a Python script, -m and a module, or a program"
-        raise ProgramError(f"nothing to run; expected {wanted}")
+        raise UsageError(f"nothing to run; expected {wanted}")
     target, *rest = words
     if is_module:
         _check_module(target, environment)
         return [sys.executable, "-m", target, *rest]
     if os.path.isdir(target):
         if not os.path.isfile(os.path.join(target, "__main__.py")):
-            raise ProgramError(f"{target} is a directory without a __main__.py")
+            raise UsageError(f"{target} is a directory without a __main__.py")
         return [sys.executable, target, *rest]
     if os.path.exists(target):
         return _file_command(target, rest)
     program = shutil.which(target, path=environment.get("PATH")) if "/" not in target else None
     if program is None:
-        raise ProgramError(f"no such file or program: {target!r}")
+        raise UsageError(f"no such file or program: {target!r}")
     return [program, *rest]
 
 
 def _file_command(target: str, rest: Sequence[str]) -> list[str]:
     if target.endswith(_PYTHON_SUFFIXES):
         if not os.access(target, os.R_OK):
-            raise ProgramError(f"no permission to read {target}")
+            raise UsageError(f"no permission to read {target}")
         return [sys.executable, target, *rest]
     if not os.access(target, os.X_OK):
-        raise ProgramError(f"{target} is neither a Python script (*.py) nor executable")
+        raise UsageError(f"{target} is neither a Python script (*.py) nor executable")
     # Without a slash, the name would be looked up in PATH.
     return [target if "/" in target else f"./{target}", *rest]
 
 
 def _check_module(name: str, environment: Mapping[str, str]) -> None:
-    """Raise ProgramError if `python -m name` would fail to find the module; import nothing."""
+    """Raise UsageError if `python -m name` would fail to find the module; import nothing."""
     extra = environment.get("PYTHONPATH", "").split(os.pathsep)
     places: Sequence[str] | None = [os.getcwd(), *filter(None, extra), *sys.path]
     sought = ""
     for part in name.split("."):
         if places is None:
-            raise ProgramError(f"no module named {name}: {sought} is not a package")
+            raise UsageError(f"no module named {name}: {sought} is not a package")
         sought = f"{sought}.{part}" if sought else part
         spec = _find_spec(sought, places) if part else None
         if spec is None:
-            raise ProgramError(f"no module named {sought}")
+            raise UsageError(f"no module named {sought}")
         places = spec.submodule_search_locations
     if places is not None and _find_spec(f"{name}.__main__", places) is None:
-        raise ProgramError(f"no module named {name}.__main__: {name} is a package without one")
+        raise UsageError(f"no module named {name}.__main__: {name} is a package without one")
 
 
 def _find_spec(name: str, places: Sequence[str]) -> ModuleSpec | None:

@@ -8,6 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from fastdist.cli.command import add_command
+
 if TYPE_CHECKING:
     from fastdist.recorder.jobs import Job
 
@@ -16,30 +18,32 @@ _TITLES = ("job", "state", "ranks", "began", "last call", "pids", "program")
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the `ps` command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "ps",
+        "ps:run",
         help="list your jobs on this machine",
-        description="Lists this user's jobs on this machine: those that run, and the last one that "
-        "ended with an error. fastdist why JOB says why a job stands still.",
-        allow_abbrev=False,
+        description="Lists this user's jobs on this machine: those that run, and the last one\n"
+        "that ended with an error. fastdist why JOB says why a job stands still.",
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead")
-    parser.set_defaults(handler=_ps)
 
 
-def _ps(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
+    """Print the jobs."""
     from fastdist.recorder.jobs import jobs_here  # numpy: only when it runs
+    from fastdist.recorder.words import columns
 
     jobs, notes = jobs_here()
     if options.json:
         sys.stdout.write(json.dumps([_facts(job) for job in jobs], indent=2) + "\n")
     elif jobs:
-        sys.stdout.write(_table(jobs))
+        table = [_TITLES, *map(_cells, jobs)]
+        sys.stdout.write("\n".join(columns(table)) + "\n")
     else:
         sys.stdout.write("no jobs\n")
     for note in notes:
         print(f"fastdist ps: could not be seen: {note}", file=sys.stderr)
-    return 0
 
 
 def _facts(job: Job) -> dict[str, object]:
@@ -54,16 +58,6 @@ def _facts(job: Job) -> dict[str, object]:
         "pids": [each.records.pid for each in job.ranks],
         "program": job.ranks[0].records.program,
     }
-
-
-def _table(jobs: list[Job]) -> str:
-    table = [_TITLES, *(_cells(job) for job in jobs)]
-    widths = [max(len(cells[i]) for cells in table) for i in range(len(_TITLES))]
-    rows = (
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
-        for cells in table
-    )
-    return "\n".join(rows) + "\n"
 
 
 def _cells(job: Job) -> tuple[str, ...]:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdist._config import KEYS_VARIABLE
-from fastdist.cli.program import ProgramError, find_program
+from fastdist.cli.command import UsageError, add_command, has_colour
+from fastdist.cli.program import find_program
 from fastdist.cli.slow_ranks import slow_ranks_told
 from fastdist.cli.tasks import (
     Machines,
-    VariableError,
     elastic_tasks,
     host_tasks,
     rank_tasks,
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     _Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _NAME = "fastdist run"
-_USAGE_EXIT_CODE = 2
 _OUTPUTS = 2
 _OTHER_FILES = 24
 _MAX_RESTARTS = 3
@@ -90,20 +89,17 @@ examples:
 """
 
 
-class _OptionError(Exception):
-    """Options that exclude each other, or that exceed a limit of this machine."""
-
-
 def add_parser(subparsers: "_Subparsers") -> None:
     """Add `run` to the `fastdist` command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "run",
+        "run:run",
+        (StartError,),
         help="start the processes of a job on this machine",
         usage=f"fastdist run [options] {_TARGET} [argument]...",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "-n",
@@ -159,7 +155,6 @@ def add_parser(subparsers: "_Subparsers") -> None:
     )
     # shtab.FILE, so that shells complete names of files.
     vars(command)["complete"] = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-    parser.set_defaults(handler=_run)
 
 
 def _add_machines(parser: argparse.ArgumentParser) -> None:
@@ -234,18 +229,20 @@ def _add_roles(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    try:
-        _check_options(arguments)
-        _say_what_comes_first(arguments)
-        if arguments.hosts is not None:
-            return _repeat(arguments, lambda: _run_on_hosts(arguments))
-        if arguments.workers is None and arguments.min is None:
-            return _repeat(arguments, lambda: _run_here(arguments))
-        return _run_here(arguments).exit_code
-    except (_OptionError, VariableError, ProgramError, StartError) as error:
-        sys.stderr.write(f"fastdist run: {error}\n")
-        return _USAGE_EXIT_CODE
+def run(arguments: argparse.Namespace) -> int:
+    """Run the job; return its exit code.
+
+    Raises:
+        UsageError: the options are wrong.
+        StartError: a process cannot be started.
+    """
+    _check_options(arguments)
+    _say_what_comes_first(arguments)
+    if arguments.hosts is not None:
+        return _repeat(arguments, lambda: _run_on_hosts(arguments))
+    if arguments.workers is None and arguments.min is None:
+        return _repeat(arguments, lambda: _run_here(arguments))
+    return _run_here(arguments).exit_code
 
 
 def _repeat(arguments: argparse.Namespace, run: Callable[[], Outcome]) -> int:
@@ -280,7 +277,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             elastic=elastic,
             grace_s=arguments.grace_s,
             prefix=arguments.prefix,
-            colour=_has_colour(),
+            colour=has_colour(),
             ends_with_stdin=arguments.ends_with_stdin,
         )
         with _traced(_trace_of_machine(arguments)), slow_ranks_told(_NAME):
@@ -324,7 +321,7 @@ def _traced(path: Path | None) -> Iterator[None]:
         yield
         return
     if not path.absolute().parent.is_dir():
-        raise _OptionError(f"--trace {path}: there is no folder {path.absolute().parent}")
+        raise UsageError(f"--trace {path}: there is no folder {path.absolute().parent}")
     # numpy takes longer to import than the launcher to start.
     from fastdist.recorder.collector import Collector
     from fastdist.recorder.trace_file import write_trace
@@ -332,7 +329,7 @@ def _traced(path: Path | None) -> Iterator[None]:
     try:
         write_trace(path, [])
     except OSError as error:
-        raise _OptionError(f"--trace {path}: {error.strerror}") from None
+        raise UsageError(f"--trace {path}: {error.strerror}") from None
     collector = Collector()
     try:
         yield
@@ -353,7 +350,7 @@ def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     if arguments.trace is not None:
         there += ["--trace", str(arguments.trace)]
     if not arguments.command:
-        raise _OptionError(f"expected {_TARGET}")
+        raise UsageError(f"expected {_TARGET}")
     host = hosts[0].rpartition("@")[2]
     # A port that other jobs on these machines hardly have; nobody can look there beforehand.
     rdzv = arguments.rdzv or (host, secrets.choice(_PORTS))
@@ -361,12 +358,8 @@ def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     tasks = host_tasks(hosts, [*there, *arguments.command], rdzv[1], rdzv[0], variables)
     # The launchers on the machines begin each line with its rank.
     grace_s = arguments.grace_s + _ANSWER_S
-    job = Job(_NAME, (), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=_has_colour())
+    job = Job(_NAME, (), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=has_colour())
     return supervise(job)
-
-
-def _has_colour() -> bool:
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -375,25 +368,25 @@ def _check_options(arguments: argparse.Namespace) -> None:
         _check_elastic(arguments)
     elif workers is None and servers is None:
         if arguments.evaluator:
-            raise _OptionError("--evaluator needs --workers and --ps")
+            raise UsageError("--evaluator needs --workers and --ps")
         _check_machines(arguments)
     elif arguments.nnodes > 1 or arguments.hosts is not None:
         option = "--hosts" if arguments.hosts is not None else "--nnodes"
-        raise _OptionError(f"{option} starts ranks; start each parameter server by itself")
+        raise UsageError(f"{option} starts ranks; start each parameter server by itself")
     elif arguments.ranks is not None:
-        raise _OptionError("-n starts ranks, --workers and --ps start a job without ranks; use one")
+        raise UsageError("-n starts ranks, --workers and --ps start a job without ranks; use one")
     elif servers is None:
-        raise _OptionError(f"--workers {workers} needs --ps, the number of parameter servers")
+        raise UsageError(f"--workers {workers} needs --ps, the number of parameter servers")
     elif workers is None:
-        raise _OptionError(f"--ps {servers} needs --workers, the number of workers")
+        raise UsageError(f"--ps {servers} needs --workers, the number of workers")
 
 
 def _check_elastic(arguments: argparse.Namespace) -> None:
     least, most = arguments.min, arguments.max
     if least is None or most is None:
-        raise _OptionError("--min and --max belong together: the least and the most ranks")
+        raise UsageError("--min and --max belong together: the least and the most ranks")
     if least > most:
-        raise _OptionError(f"--min must be at most --max, got {least} and {most}")
+        raise UsageError(f"--min must be at most --max, got {least} and {most}")
     others = {
         "-n": arguments.ranks,
         "--workers": arguments.workers,
@@ -403,7 +396,7 @@ def _check_elastic(arguments: argparse.Namespace) -> None:
     }
     for option, value in others.items():
         if value is not None:
-            raise _OptionError(f"--min and --max start an elastic job on one machine, not {option}")
+            raise UsageError(f"--min and --max start an elastic job on one machine, not {option}")
 
 
 def _say_what_comes_first(arguments: argparse.Namespace) -> None:
@@ -425,14 +418,14 @@ def _check_machines(arguments: argparse.Namespace) -> None:
     machines, own = arguments.nnodes, arguments.node_rank
     if arguments.hosts is not None:
         if machines > 1 or own is not None:
-            raise _OptionError("--hosts starts all machines, --nnodes only this one; use one")
+            raise UsageError("--hosts starts all machines, --nnodes only this one; use one")
         if arguments.ranks is None:
-            raise _OptionError("--hosts needs -n, the number of ranks on each machine")
+            raise UsageError("--hosts needs -n, the number of ranks on each machine")
         return
     if machines == 1:
         for option, value in (("--node-rank", own), ("--rdzv", arguments.rdzv)):
             if value is not None:
-                raise _OptionError(f"{option} needs --nnodes, the number of machines")
+                raise UsageError(f"{option} needs --nnodes, the number of machines")
         return
     for option, value in (
         ("--node-rank", own),
@@ -440,14 +433,14 @@ def _check_machines(arguments: argparse.Namespace) -> None:
         ("-n, the same on every machine", arguments.ranks),
     ):
         if value is None:
-            raise _OptionError(f"--nnodes {machines} needs {option}")
+            raise UsageError(f"--nnodes {machines} needs {option}")
     if arguments.max_restarts:
-        raise _OptionError(
+        raise UsageError(
             "--max-restarts starts all ranks again, --nnodes only those of this machine; use "
             "--hosts"
         )
     if own >= machines:
-        raise _OptionError(f"--node-rank must be from 0 to {machines - 1}, got {own}")
+        raise UsageError(f"--node-rank must be from 0 to {machines - 1}, got {own}")
 
 
 @contextmanager
@@ -469,17 +462,15 @@ def _tasks(
             machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
         yield rank_tasks(ranks, user, machines)
         return
-    try:
-        from fastdist.ps import Keys
-    except ImportError as error:
-        raise _OptionError(str(error)) from None
+    from fastdist.ps import Keys  # pyzmq: only for servers
+
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator
     _check_limits(tasks, f"{tasks} tasks", files_each=_OUTPUTS + 1)
     with ExitStack() as stack:
         try:
             ports = stack.enter_context(reserved_ports(tasks))
         except OSError as error:
-            raise _OptionError(f"cannot get {tasks} ports: {error.strerror}") from None
+            raise UsageError(f"cannot get {tasks} ports: {error.strerror}") from None
         keys = {KEYS_VARIABLE: Keys.make().to_json()}
         yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, keys, user)
 
@@ -488,7 +479,7 @@ def _check_limits(processes: int, what: str, *, files_each: int) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = processes * files_each + _OTHER_FILES
     if limit != resource.RLIM_INFINITY and needed > limit:
-        raise _OptionError(f"{what} need {needed} open files, the limit is {limit}; see ulimit -n")
+        raise UsageError(f"{what} need {needed} open files, the limit is {limit}; see ulimit -n")
 
 
 def _count(what: str, least: int = 1) -> Callable[[str], int]:

@@ -10,21 +10,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastdist._config import SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
+from fastdist.cli.command import UsageError
 from fastdist.cluster.address import join_address
 from fastdist.cluster.launch import (
     JOB_VARIABLE,
     LAUNCHER_VARIABLE,
     ROSTER_VARIABLE,
+    rank_variables,
     without_rank,
 )
 from fastdist.cluster.roster import RosterPlace
+from fastdist.cluster.tf_config import VARIABLE as TF_CONFIG
+from fastdist.cluster.tf_config import served_tasks, tf_configs
 from fastdist.processes.job import Ending, Task
 
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE, LAUNCHER_VARIABLE),
 )
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
-_SPEC_VARIABLE = "TF_CONFIG"
 _HOST = "127.0.0.1"
 # ssh must not ask for a password, and notices within a minute that a machine is gone.
 _SSH_OPTIONS = (
@@ -32,10 +35,6 @@ _SSH_OPTIONS = (
     *("-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=15"),
 )
-
-
-class VariableError(Exception):
-    """A variable that the launcher sets itself was given with --env, or variables are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +65,12 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
         machines: the machines of the job; None if all ranks are on this machine.
 
     Raises:
-        VariableError: `user` has a variable that fastdist run sets.
+        UsageError: `user` has a variable that fastdist run sets.
     """
     machines_set = () if machines is None else _MASTER_VARIABLES
     for variable in (*_RANK_VARIABLES, *machines_set):
         if variable in user:
-            raise VariableError(f"--env {variable}: fastdist run sets it itself, for each rank")
+            raise UsageError(f"--env {variable}: fastdist run sets it itself, for each rank")
     if machines is None:
         machines = Machines(1, 0, _HOST, _free_port(), launcher="")
     # With the variables of an outer torchrun, torch would look for the store of that torchrun.
@@ -80,14 +79,14 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
     environment |= {"MASTER_ADDR": machines.host, "MASTER_PORT": str(machines.port), **user}
     _set_defaults(environment, ranks)
     world = machines.count * ranks
-    environment |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(ranks)}
-    environment |= {JOB_VARIABLE: secrets.token_hex(16), LAUNCHER_VARIABLE: machines.launcher}
+    environment[LAUNCHER_VARIABLE] = machines.launcher
+    job = secrets.token_hex(16)
     width = len(str(world - 1))
     return [
         Task(
             f"rank {rank}",
             f"{rank:{width}}",
-            environment | {"RANK": str(rank), "LOCAL_RANK": str(local)},
+            environment | rank_variables(rank, world, local, ranks, job),
         )
         for local, rank in enumerate(range(machines.own * ranks, (machines.own + 1) * ranks))
     ]
@@ -102,11 +101,11 @@ def elastic_tasks(most: int, roster: str, user: Mapping[str, str]) -> list[Task]
         user: variables that override inherited ones.
 
     Raises:
-        VariableError: `user` has a variable that makes a rank.
+        UsageError: `user` has a variable that makes a rank.
     """
     for variable in (*_RANK_VARIABLES, ROSTER_VARIABLE):
         if variable in user:
-            raise VariableError(f"--env {variable}: ranks of an elastic job change")
+            raise UsageError(f"--env {variable}: ranks of an elastic job change")
     environment = {**without_rank(os.environ), **user}
     _set_defaults(environment, most)
     width = len(str(most - 1))
@@ -160,13 +159,13 @@ def take_variables() -> dict[str, str]:
     """Read from stdin what `host_tasks` sends: set variables, and return those of the user.
 
     Raises:
-        VariableError: stdin has ended before.
+        UsageError: stdin has ended before.
     """
     line = bytearray()
     while not line.endswith(b"\n"):  # one by one: the rest of stdin is the supervisor's
         byte = os.read(0, 1)
         if not byte:
-            raise VariableError("the launcher of this job has ended")
+            raise UsageError("the launcher of this job has ended")
         line += byte
     carried, user = json.loads(line)
     os.environ.update(carried)
@@ -192,33 +191,25 @@ def role_tasks(
         user: variables that override inherited ones.
 
     Raises:
-        VariableError: `user` has a variable that differs from task to task, or that makes a rank.
+        UsageError: `user` has a variable that differs from task to task, or that makes a rank.
     """
-    for variable in (_SPEC_VARIABLE, *_RANK_VARIABLES):
+    for variable in (TF_CONFIG, *_RANK_VARIABLES):
         if variable in user:
             why = (
                 "fastdist run sets it itself, for each task"
-                if variable == _SPEC_VARIABLE
+                if variable == TF_CONFIG
                 else "tasks of a job with parameter servers are not ranks"
             )
-            raise VariableError(f"--env {variable}: {why}")
+            raise UsageError(f"--env {variable}: {why}")
     environment = {**without_rank(os.environ), **keys, **user}
     _set_defaults(environment, workers + servers)
-    places = [
-        ("chief", 0),
-        *(("worker", index) for index in range(workers)),
-        *(("ps", index) for index in range(servers)),
-        *([("evaluator", 0)] if has_evaluator else []),
-    ]
-    cluster: dict[str, list[str]] = {}
-    for (job, _), port in zip(places, ports, strict=True):
-        cluster.setdefault(job, []).append(f"{_HOST}:{port}")
+    places = served_tasks(workers, servers) + [("evaluator", 0)] * has_evaluator
+    configs = tf_configs(places, [f"{_HOST}:{port}" for port in ports])
     tasks = []
-    for job, index in places:
-        spec = {"cluster": cluster, "task": {"type": job, "index": index}}
+    for (job, index), config in zip(places, configs, strict=True):
         name = f"{job} {index}" if job in ("worker", "ps") else job
         ending = Ending.ENDS_JOB if job == "chief" else Ending.RESTARTED
-        tasks.append(Task(name, name, environment | {_SPEC_VARIABLE: json.dumps(spec)}, ending))
+        tasks.append(Task(name, name, environment | {TF_CONFIG: config}, ending))
     return tasks
 
 

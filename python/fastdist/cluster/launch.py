@@ -8,7 +8,7 @@ one.
 
 import ipaddress
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from fastdist.cluster.environ import (
@@ -22,6 +22,7 @@ from fastdist.cluster.environ import (
 from fastdist.cluster.mpi import is_hydra, is_openmpi
 from fastdist.cluster.slurm import step_of, task_runs
 from fastdist.errors import ClusterConfigError
+from fastdist.processes.proc import ancestors, start_ticks
 
 JOB_VARIABLE = "FASTDIST_JOB"
 """The variable that `fastdist run` sets to a random string, the same for all ranks of a job."""
@@ -35,7 +36,6 @@ ROSTER_VARIABLE = "FASTDIST_ROSTER"
 REPLICAS_VARIABLE = "FASTDIST_REPLICAS"
 """Set by a strategy for the processes that it starts: JSON of a `StartedReplica`."""
 
-_START_TIME_FIELD = 19
 _RANK_VARIABLES = frozenset(
     (
         JOB_VARIABLE,
@@ -134,6 +134,19 @@ def without_rank(environ: Environ) -> dict[str, str]:
         name: value
         for name, value in environ.items()
         if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIXES)
+    }
+
+
+def rank_variables(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, job: str
+) -> dict[str, str]:
+    """Return the variables of a rank, as `fastdist run` sets them; `job`: the same on all ranks."""
+    return {
+        JOB_VARIABLE: job,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
     }
 
 
@@ -276,30 +289,21 @@ def _launcher_process(variable: str) -> str:
     the launcher and the rank inherits the variable. A process whose environment is not readable
     belongs to another user and is not a rank.
     """
-    for pid in _ancestors():
-        try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                entries = file.read().split(b"\0")
-        except OSError:
-            entries = []
-        if not any(entry.startswith(f"{variable}=".encode()) for entry in entries):
-            return f"{pid}/{_process_stat(pid)[_START_TIME_FIELD]}"
+    try:
+        for pid in ancestors("self"):
+            if not _has_variable(pid, variable):
+                return f"{pid}/{start_ticks(pid)}"
+    except OSError as error:
+        raise ClusterConfigError(f"cannot read {error.filename}: {error.strerror}") from error
     raise ClusterConfigError(
         f"{variable} is set; expected the launcher that set it among this process's ancestors"
     )
 
 
-def _ancestors() -> Iterator[int]:
-    pid = os.getppid()
-    while pid > 0:
-        yield pid
-        pid = int(_process_stat(pid)[1])
-
-
-def _process_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat after the program's name: state, parent, …"""
+def _has_variable(pid: int, variable: str) -> bool:
     try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError as error:
-        raise ClusterConfigError(f"cannot read /proc/{pid}/stat: {error.strerror}") from error
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return False
+    return any(entry.startswith(f"{variable}=".encode()) for entry in entries)

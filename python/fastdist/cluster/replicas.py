@@ -8,12 +8,13 @@ import time
 from dataclasses import asdict, dataclass
 
 from fastdist.cluster.launch import (
-    JOB_VARIABLE,
     REPLICAS_VARIABLE,
     Launch,
     note_launch,
+    rank_variables,
     without_rank,
 )
+from fastdist.processes.proc import start_ticks
 
 try:
     INITIAL_DIRECTORY: str | None = os.getcwd()
@@ -71,11 +72,7 @@ def rank_environment(
     return {
         "OMP_NUM_THREADS": str(threads),
         **without_rank(os.environ),
-        JOB_VARIABLE: job,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world_size),
+        **rank_variables(rank, world_size, local_rank, local_world_size, job),
     }
 
 
@@ -105,9 +102,8 @@ def patience_s() -> float:
     """
     if _Known.own is None:
         return 0.0
-    with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
-        started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return 3.0 * max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    started_s = start_ticks("self") / os.sysconf("SC_CLK_TCK")
+    return 3.0 * max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
 def become_first(replica: StartedReplica) -> None:

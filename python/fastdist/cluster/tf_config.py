@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from fastdist.cluster.environ import Environ
@@ -61,6 +62,26 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     def is_available(environ: Environ = os.environ) -> bool:
         """Return True if TF_CONFIG is set and not empty."""
         return bool(environ.get(VARIABLE, "").strip())
+
+
+def served_tasks(workers: int, servers: int) -> list[tuple[str, int]]:
+    """Return job and index of a chief, workers and parameter servers."""
+    return [
+        ("chief", 0),
+        *(("worker", index) for index in range(workers)),
+        *(("ps", index) for index in range(servers)),
+    ]
+
+
+def tf_configs(tasks: Sequence[tuple[str, int]], addresses: Sequence[str]) -> list[str]:
+    """Return the TF_CONFIG of each task, given as job and index, of a cluster of these tasks."""
+    cluster: dict[str, list[str]] = {}
+    for (job, _), address in zip(tasks, addresses, strict=True):
+        cluster.setdefault(job, []).append(address)
+    return [
+        json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+        for job, index in tasks
+    ]
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

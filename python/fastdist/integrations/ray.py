@@ -11,7 +11,6 @@ processes. The function runs as under `fastdist run`.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import socket
@@ -20,7 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastdist._config import KEYS_VARIABLE, SECRET_VARIABLE
-from fastdist.cluster.launch import JOB_VARIABLE
+from fastdist.cluster.launch import rank_variables
+from fastdist.cluster.tf_config import VARIABLE as TF_CONFIG
+from fastdist.cluster.tf_config import served_tasks, tf_configs
 from fastdist.errors import ClusterConfigError, PeerFailureError
 
 try:
@@ -175,20 +176,10 @@ def _environments(places: Sequence[tuple[str, str, int]]) -> list[dict[str, str]
     """Return each rank's variables, as `fastdist run` sets them."""
     nodes = [node for node, _, _ in places]
     _, host, port = places[0]
-    shared = {
-        JOB_VARIABLE: secrets.token_hex(16),
-        SECRET_VARIABLE: secrets.token_hex(32),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(len(places)),
-    }
+    shared = {SECRET_VARIABLE: secrets.token_hex(32), "MASTER_ADDR": host, "MASTER_PORT": str(port)}
+    job = secrets.token_hex(16)
     return [
-        {
-            **shared,
-            "RANK": str(rank),
-            "LOCAL_RANK": str(nodes[:rank].count(node)),
-            "LOCAL_WORLD_SIZE": str(nodes.count(node)),
-        }
+        shared | rank_variables(rank, len(nodes), nodes[:rank].count(node), nodes.count(node), job)
         for rank, node in enumerate(nodes)
     ]
 
@@ -221,11 +212,7 @@ def _roles(workers: int | None, ps: int | None) -> list[tuple[str, int]]:
         return []
     if workers < 1 or ps < 1:
         raise ValueError(f"expected at least one worker and one server, got {workers} and {ps}")
-    return [
-        ("chief", 0),
-        *(("worker", index) for index in range(workers)),
-        *(("ps", index) for index in range(ps)),
-    ]
+    return served_tasks(workers, ps)
 
 
 def _run_roles(
@@ -234,14 +221,11 @@ def _run_roles(
     from fastdist.ps import Keys
 
     places = _places(processes)
-    cluster: dict[str, list[str]] = {}
-    for (role, _), (_, host, port) in zip(roles, places, strict=True):
-        cluster.setdefault(role, []).append(f"{host}:{port}")
+    configs = tf_configs(roles, [f"{host}:{port}" for _, host, port in places])
     keys = Keys.make().to_json()
     calls = []
-    for process, (role, index) in zip(processes, roles, strict=True):
-        spec = {"cluster": cluster, "task": {"type": role, "index": index}}
-        environment = {"TF_CONFIG": json.dumps(spec), KEYS_VARIABLE: keys}
+    for process, (role, _), config in zip(processes, roles, configs, strict=True):
+        environment = {TF_CONFIG: config, KEYS_VARIABLE: keys}
         # Ray calls the function again in a worker or a server that was started again.
         again = 0 if role == "chief" else -1
         calls.append(process.call.options(max_task_retries=again).remote(environment, call))

@@ -69,7 +69,7 @@ class Process:
         assert self.status is not None
         if self.status >= 0:
             return f"exit code {self.status}"
-        return f"killed by signal {_signal_name(-self.status)}"
+        return f"killed by signal {signal_name(-self.status)}"
 
     @property
     def is_consequence(self) -> bool:
@@ -154,7 +154,7 @@ def _death_signal_setter() -> Callable[[], None]:
     return die_with_parent
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     """Format a signal's number and, if it has one, its name: "9 (SIGKILL)"."""
     try:
         return f"{number} ({signal.Signals(number).name})"

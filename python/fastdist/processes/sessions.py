@@ -11,6 +11,7 @@ from typing import Any
 
 from fastdist.processes import guardian
 from fastdist.processes.output import Receiver
+from fastdist.processes.proc import stat
 from fastdist.processes.process import Process, start
 
 _POLL_S = 0.02
@@ -105,8 +106,8 @@ def _live_groups() -> set[int]:
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
-        with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            state, _, group = file.read().rpartition(b")")[2].split()[:3]
-            if state not in b"ZX":
+        with suppress(OSError):
+            state, _, group = stat(name)[:3]
+            if state not in "ZX":
                 groups.add(int(group))
     return groups

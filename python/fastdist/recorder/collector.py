@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
+from fastdist.processes.proc import ancestors
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.place import record_paths
 from fastdist.recorder.ring import Snapshot, UnreadableError
-from fastdist.recorder.system import ancestors, state_of
+from fastdist.recorder.system import state_of
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall, traced
 
 _PERIOD_S = 0.2
@@ -60,7 +61,7 @@ class Collector:
         for found in record_paths():
             if found.path in self._followers or not found.is_here:
                 continue
-            is_own = os.getpid() in ancestors(found.pid)
+            is_own = _descends_from_this(found.pid)
             follower = _open(found.path) if is_own else None
             if follower is not None or not is_own:
                 self._followers[found.path] = follower
@@ -68,6 +69,13 @@ class Collector:
 
 def _is_alive(pid: int) -> bool:
     return state_of(pid) not in "ZX"
+
+
+def _descends_from_this(pid: int) -> bool:
+    try:
+        return os.getpid() in ancestors(pid)
+    except (OSError, IndexError):  # it has ended
+        return False
 
 
 def _open(path: Path) -> _Follower | None:

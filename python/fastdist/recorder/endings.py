@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastdist.errors import CollectiveMismatchError, FastdistError
+from fastdist.recorder.encoding import decode, encode
 from fastdist.recorder.frames import Frame, Stack
 from fastdist.recorder.place import record_paths
 from fastdist.recorder.system import out_of_memory_kills
@@ -81,15 +81,14 @@ def note_killed(pid: int, number: int) -> None:
 
 def _write(path: Path, ending: Ending) -> None:
     with contextlib.suppress(OSError):
-        path.write_text(json.dumps(asdict(ending)), "utf-8")
+        path.write_text(encode(ending), "utf-8")
 
 
 def read_ending(path: Path) -> Ending | None:
     """Read what ended a process; None if the process could not write it."""
     try:
-        fields = json.loads(path.read_text("utf-8"))
-        return Ending(**fields | {"ranks": tuple(fields["ranks"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        return decode(Ending, path.read_text("utf-8"))
+    except (OSError, ValueError):
         return None
 
 

@@ -72,15 +72,15 @@ def _entry(number: int, call: TracedCall, groups: Groups) -> dict[str, Any]:
         "collective_seq_id": call.sequence if call.is_collective else 0,
         "p2p_seq_id": 0 if call.is_collective else call.sequence,
         "op_id": number,
-        "profiling_name": f"{'nccl' if call.on_gpu else 'gloo'}:{_name(call)}",
+        "profiling_name": f"{'nccl' if call.signature.on_gpu else 'gloo'}:{_name(call)}",
         "time_created_ns": begin_ns,
         "time_discovered_started_ns": int(1e9 * call.there_s),
         "time_discovered_completed_ns": None if call.is_failed else end_ns,
         "duration_ms": (end_ns - begin_ns) / 1e6,
         "input_sizes": [given],
-        "input_dtypes": [call.dtype],
+        "input_dtypes": [call.signature.dtype],
         "output_sizes": [result],
-        "output_dtypes": [call.dtype],
+        "output_dtypes": [call.signature.dtype],
         "state": "started" if call.is_failed else "completed",
         "timeout_ms": 0,
         "is_p2p": not call.is_collective,
@@ -89,22 +89,24 @@ def _entry(number: int, call: TracedCall, groups: Groups) -> dict[str, Any]:
 
 
 def _name(call: TracedCall) -> str:
-    if call.op == "send":
-        return f"send {call.rank}->{call.root}"
-    if call.op == "recv":
-        return f"recv {call.rank}<-{call.root}"
-    return _NAMES.get(call.op, call.op)
+    op, root = call.signature.op, call.signature.root
+    if op == "send":
+        return f"send {call.rank}->{root}"
+    if op == "recv":
+        return f"recv {call.rank}<-{root}"
+    return _NAMES.get(op, op)
 
 
 def _sizes(call: TracedCall) -> tuple[list[int], list[int]]:
     """Return the shapes of the argument and the result, as one axis."""
-    n, count = call.size, call.count
-    if call.op == "all_gather":
+    n, count, op = call.size, call.signature.count, call.signature.op
+    is_root = call.rank == call.signature.root
+    if op == "all_gather":
         return [count], [count * n]
-    if call.op == "gather":
-        return [count], [count * n] if call.rank == call.root else []
-    if call.op == "scatter":  # the count is that of a part
-        return [count * n] if call.rank == call.root else [], [count]
-    if call.op == "reduce_scatter":
+    if op == "gather":
+        return [count], [count * n] if is_root else []
+    if op == "scatter":  # the count is that of a part
+        return [count * n] if is_root else [], [count]
+    if op == "reduce_scatter":
         return [count], [count // n]
     return [count], [count]

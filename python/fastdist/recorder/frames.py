@@ -14,7 +14,6 @@ _NOT_USERS = re.compile(
 )
 _DATA = re.compile(r"/torch/utils/data/|/fastdist/data/|/(datasets|webdataset|torchdata)/")
 _GPU = re.compile(r"/torch/cuda/")
-_LOCKS = re.compile(r"/(threading|queue|concurrent/futures/_base)\.py$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +50,6 @@ class Stack:
     def is_in_torch_cuda(self) -> bool:
         """True inside of torch.cuda, whose calls wait for GPUs."""
         return self._has(_GPU)
-
-    @property
-    def is_locking(self) -> bool:
-        """True inside of Python's locks, threads and queues."""
-        return bool(self.frames) and _LOCKS.search(self.frames[0].file) is not None
 
     def _has(self, pattern: re.Pattern[str]) -> bool:
         return any(pattern.search(frame.file) for frame in self.frames)

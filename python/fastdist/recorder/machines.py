@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from fastdist.recorder.encoding import decode, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +49,12 @@ class Machines:
 
     def write(self, path: Path) -> None:
         """Write to a file in a folder that only this user can read."""
-        machines = [[each.ranks, each.ip, each.launcher] for each in self.machines]
-        path.write_text(json.dumps([self.key, machines]), "utf-8")
+        path.write_text(encode(self), "utf-8")
 
 
 def read_machines(path: Path) -> Machines | None:
     """Read the output of `Machines.write`; None if it is not there."""
     try:
-        key, machines = json.loads(path.read_text("utf-8"))
-        return Machines(
-            key, tuple(Machine(tuple(ranks), ip, address) for ranks, ip, address in machines)
-        )
-    except (OSError, ValueError, TypeError):
+        return decode(Machines, path.read_text("utf-8"))
+    except (OSError, ValueError):
         return None

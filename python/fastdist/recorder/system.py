@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastdist.processes.proc import stat
+
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_THREADS = 64
+_CGROUPS = Path("/sys/fs/cgroup")
 _STOPPED = "Tt"
 _ENDED = "ZX"
 _FUTEX_CALL = 202 if os.uname().machine == "x86_64" else 98
@@ -111,7 +114,7 @@ def look_at(pid: int, started: int) -> Process:
     """
     now_s = time.monotonic()
     try:
-        fields = _stat(Path(f"/proc/{pid}/stat"))
+        fields = stat(pid)
     except (OSError, IndexError):
         return Process(pid, "", now_s)
     if int(fields[19]) != started:
@@ -138,7 +141,7 @@ def look_at(pid: int, started: int) -> Process:
 def start_of(pid: int) -> int | None:
     """Return the start of a running process, in clock ticks since boot; None if it has ended."""
     try:
-        fields = _stat(Path(f"/proc/{pid}/stat"))
+        fields = stat(pid)
         return None if fields[0] in _ENDED else int(fields[19])
     except (OSError, IndexError):
         return None
@@ -147,26 +150,30 @@ def start_of(pid: int) -> int | None:
 def state_of(pid: int) -> str:
     """Return the letter for the state of a process, as ps shows it; X if there is none."""
     try:
-        return _stat(Path(f"/proc/{pid}/stat"))[0]
+        return stat(pid)[0]
     except (OSError, ValueError, IndexError):
         return "X"
-
-
-def ancestors(pid: int) -> list[int]:
-    """Return the processes from which a process descends, beginning with its parent."""
-    found: list[int] = []
-    while pid > 1:
-        try:
-            pid = int(_stat(Path(f"/proc/{pid}/stat"))[1])
-        except (OSError, IndexError):
-            break
-        found.append(pid)
-    return found
 
 
 def out_of_memory_kills() -> int:
     """Count the processes of this one's cgroup that the kernel has ended for want of memory."""
     return _Look(Path("/proc/self")).out_of_memory_kills()
+
+
+def cgroups(memberships: str, controller: str, mount: Path = _CGROUPS) -> Iterator[Path]:
+    """Yield the folders of a process's control groups, version 1 or 2, that may have a controller.
+
+    Args:
+        memberships: the text of the process's file cgroup in /proc.
+        controller: "memory" or "cpu".
+        mount: where control groups are mounted.
+    """
+    for line in memberships.splitlines():
+        _, controllers, name = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            # If versions 1 and 2 are both mounted, version 2 has a folder of its own.
+            version_2 = "unified" if not controllers and (mount / "unified").is_dir() else ""
+            yield mount / controllers / version_2 / name.lstrip("/")
 
 
 def owner_of(pid: int) -> int | None:
@@ -257,7 +264,7 @@ class _Look:
     def _thread(self, tid: int) -> Thread | None:
         task = f"task/{tid}"
         try:
-            fields = _stat(self.folder / task / "stat")
+            fields = stat(f"{self.folder.name}/{task}")
         except (OSError, IndexError):
             return None  # it has ended
         waits_in = self.text(f"{task}/wchan").strip()
@@ -281,7 +288,7 @@ class _Look:
         return "", argument if number == _FUTEX_CALL else 0
 
     def out_of_memory_kills(self) -> int:
-        for folder in self._cgroups():
+        for folder in cgroups(self.text("cgroup"), "memory"):
             for file in (folder / "memory.events", folder / "memory.oom_control"):
                 found = re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE)
                 if found:
@@ -289,19 +296,12 @@ class _Look:
         return 0
 
     def memory_stall(self) -> float:
-        files = [folder / "memory.pressure" for folder in self._cgroups()]
+        files = [folder / "memory.pressure" for folder in cgroups(self.text("cgroup"), "memory")]
         for file in [*files, Path("/proc/pressure/memory")]:
             found = re.search(r"^full avg10=([\d.]+)", _read(file), re.MULTILINE)
             if found:
                 return float(found[1]) / 100
         return 0.0
-
-    def _cgroups(self) -> Iterator[Path]:
-        """Yield the folders of the process's cgroups that may count memory."""
-        for line in self.text("cgroup").splitlines():
-            _, controllers, name = line.split(":", 2)
-            if controllers in ("", "memory"):
-                yield Path("/sys/fs/cgroup", controllers, name.lstrip("/"))
 
     def connections(self) -> Iterator[Connection]:
         """Yield the TCP connections with unsent bytes or retransmissions."""
@@ -320,11 +320,6 @@ class _Look:
 
     def _note(self, name: str, error: OSError) -> None:
         self.notes.append(f"{self.folder}/{name}: {error.strerror}")
-
-
-def _stat(path: Path) -> list[str]:
-    """Return the fields of a stat file after the program's name: state, parent, …"""
-    return path.read_text("utf-8", "replace").rpartition(")")[2].split()
 
 
 def _cpu_s(fields: list[str]) -> float:

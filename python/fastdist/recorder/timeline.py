@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fastdist.recorder.ring import Call
-from fastdist.recorder.signatures import REQUESTS
+from fastdist.recorder.signatures import REQUESTS, Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +35,6 @@ class TracedCall:
         rank: this rank's number in the communicator.
         size: the number of ranks of the communicator.
         sequence: of the call in its communicator, or of a send or receive in its lane.
-        text: the call, as in messages of errors.
-        op: its name.
-        count: elements of this rank's argument.
-        dtype: their dtype.
-        root: the root, or the other rank of a send or receive; negative: any rank.
-        on_gpu: True if they are on a GPU.
         site: the caller's line; empty if unknown.
         there_s: when all ranks had announced the call.
         is_failed: True if it has raised.
@@ -50,12 +44,7 @@ class TracedCall:
     rank: int
     size: int
     sequence: int
-    text: str
-    op: str
-    count: int
-    dtype: str
-    root: int
-    on_gpu: bool
+    signature: Signature
     site: str
     entered_s: float
     there_s: float
@@ -65,7 +54,7 @@ class TracedCall:
     @property
     def is_collective(self) -> bool:
         """True if all ranks of the communicator make the call."""
-        return self.op not in ("send", "recv", *REQUESTS)
+        return not self.signature.is_pairwise and self.signature.op not in REQUESTS
 
 
 def traced(call: Call, epoch_s: float = 0.0) -> TracedCall:
@@ -82,12 +71,7 @@ def traced(call: Call, epoch_s: float = 0.0) -> TracedCall:
         rank=call.member.rank,
         size=call.member.size,
         sequence=call.sequence,
-        text=str(call.signature),
-        op=call.signature.op,
-        count=call.signature.count,
-        dtype=call.signature.dtype,
-        root=call.signature.root,
-        on_gpu=call.signature.on_gpu,
+        signature=call.signature,
         site=call.site,
         entered_s=call.entered_s + epoch_s,
         there_s=(done_s if call.is_running else there_s) + epoch_s,

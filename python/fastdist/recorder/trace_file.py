@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastdist.recorder.signatures import Signature
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
 
 _PHASES = 0  # the row of phases; each communicator and lane has another row
@@ -58,7 +59,7 @@ def _events(rank: RankTimeline, begin_s: float) -> Iterator[dict[str, Any]]:
         yield _slice(rank, _PHASES, span.phase, span.begin_s - begin_s, span.end_s - begin_s, {})
     rows: dict[tuple[str, str], int] = {}
     for call in rank.calls:
-        key = (call.communicator, "" if call.is_collective else call.text.split("(")[0])
+        key = (call.communicator, "" if call.is_collective else call.signature.op)
         if key not in rows:
             rows[key] = 1 + len(rows)
             yield _name_of_row(rank, rows[key], f"communicator {len(rows)} {key[1]}".rstrip())
@@ -69,20 +70,18 @@ def _call(
     rank: RankTimeline, row: int, call: TracedCall, begin_s: float
 ) -> Iterator[dict[str, Any]]:
     about = {
-        "call": call.text,
+        "call": str(call.signature),
+        "signature": call.signature.packed,
+        "elements": call.signature.count,
         "number": call.sequence,
         "line": call.site,
         "communicator": call.communicator,
         "rank": call.rank,
         "ranks": call.size,
-        "elements": call.count,
-        "dtype": call.dtype,
-        "root": call.root,
-        "on_gpu": call.on_gpu,
         "failed": call.is_failed,
     }
     entered, there = call.entered_s - begin_s, call.there_s - begin_s
-    yield _slice(rank, row, call.op, entered, call.done_s - begin_s, about)
+    yield _slice(rank, row, call.signature.op, entered, call.done_s - begin_s, about)
     if call.there_s > call.entered_s:
         yield _slice(rank, row, "waits for other ranks", entered, there, {})
 
@@ -117,12 +116,7 @@ def _take(rank: RankTimeline, event: dict[str, Any], begin_s: float) -> None:
                 rank=about["rank"],
                 size=about["ranks"],
                 sequence=about["number"],
-                text=about["call"],
-                op=event["name"],
-                count=about["elements"],
-                dtype=about["dtype"],
-                root=about["root"],
-                on_gpu=about["on_gpu"],
+                signature=Signature(about["signature"], about["elements"]),
                 site=about["line"],
                 entered_s=first,
                 there_s=first,

@@ -1,11 +1,11 @@
-"""Ranks, lines and times in words."""
+"""Ranks, lines, times and tables in words."""
 
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from fastdist.processes.process import signal_name
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.waits import UNSEEN
 
@@ -61,15 +61,16 @@ def seconds(value_s: float) -> str:
     return f"{value_s / 60:.0f} min" if value_s < 7200 else f"{value_s / 3600:.1f} h"
 
 
+def columns(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.ljust) -> list[str]:
+    """Lay out the rows of a table, all of the same length, in columns; return its lines."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
+
+
 def how_it_ended(status: int) -> str:
     """Describe the status of a zombie, as `os.waitpid` gives it."""
     number = status & 0x7F
-    if not number:
-        return f"with exit code {status >> 8}"
-    try:
-        return f"by signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"by signal {number}"
+    return f"by signal {signal_name(number)}" if number else f"with exit code {status >> 8}"
 
 
 def how_it_died(rank: ObservedRank) -> str:

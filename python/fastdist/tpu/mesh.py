@@ -275,11 +275,6 @@ class Mesh:
         """Return the number of programs that this process has compiled."""
         return self._metrics.counter_value("UncachedCompile") or 0
 
-    def program_of(self, tensors: Sequence[torch.Tensor]) -> str:
-        """Return the unoptimized HLO that `sync` of these tensors would compile."""
-        text: str = self._bindings._get_xla_tensors_hlo(list(tensors))
-        return text
-
     def _sharding(self, axes: int, stacked: bool) -> Any:
         key = axes, stacked
         if key not in self._shardings:

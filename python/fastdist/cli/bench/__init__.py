@@ -14,6 +14,7 @@ from fastdist.cli.bench.peers import (
     default_peers_dir,
     default_reports_dir,
 )
+from fastdist.cli.command import add_command
 
 _DESCRIPTION = """\
 Measures a collective between processes on this machine. The columns are those of nccl-tests:
@@ -37,13 +38,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     commands = bench.add_subparsers(metavar="OP", dest="collective", required=True)
     first, *others = COLLECTIVES
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         first,
+        "bench.command:run_command",
         aliases=others,
         help="measure a collective",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_report(commands)
     _add_compare(commands)
@@ -52,10 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--sizes",
         default="8:64M",
         metavar="SIZES",
-        help="a range 8:256M or a list 8,1K,64K, in bytes (default %(default)s)",
-    )
-    what.add_argument(
-        "--factor", type=int, default=4, help="ratio of successive sizes of a range (default 4)"
+        help="a range 8:256M, by factors of 4, or a list 8,1K,64K, in bytes (default %(default)s)",
     )
     what.add_argument(
         "--list",
@@ -85,17 +83,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     _add_effort(parser.add_argument_group("effort"))
     _add_output(parser)
-    parser.set_defaults(handler=_bench)
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "report",
+        "bench.full_report:run_report",
         help="measure every collective next to every installed peer, and write a page",
-        description="Measures every collective on the CPU next to every installed peer, at its "
-        "defaults and at its best, in a few minutes. Writes an HTML page that needs no other file, "
-        "and its data as JSON, and says what changed since the last run on this machine.",
-        allow_abbrev=False,
+        description="Measures every collective on the CPU next to every installed peer, at its\n"
+        "defaults and at its best, in a few minutes. Writes an HTML page that needs no other\n"
+        "file, and its data as JSON, and says what changed since the last run on this machine.",
     )
     parser.add_argument(
         "--ranks", "-n", type=int, help="number of processes (default: usable cores; at least 2)"
@@ -109,16 +107,16 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         f"(default: a file with the date in {default_reports_dir()})",
     )
     parser.add_argument("--json", action="store_true", help="also write the JSON to stdout")
-    parser.set_defaults(handler=_report)
 
 
 def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "compare",
+        "bench.comparison:run_compare",
         help="say what changed between two reports",
-        description="Says for each case of two reports' JSON files how much slower or faster "
+        description="Says for each case of two reports' JSON files how much slower or faster\n"
         "fastdist is in the second, with a 95 % confidence interval.",
-        allow_abbrev=False,
     )
     parser.add_argument("old", type=Path, metavar="A.json")
     parser.add_argument("new", type=Path, metavar="B.json")
@@ -132,7 +130,6 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="PERCENT",
         help="exit with 1 if a case is slower by more than this at both ends of its interval",
     )
-    parser.set_defaults(handler=_compare)
 
 
 def _add_peers_dir(group: argparse._ActionsContainer) -> None:
@@ -160,24 +157,6 @@ def _add_effort(group: argparse._ArgumentGroup) -> None:
         default=True,
         help="verify the results, outside of the timed calls",
     )
-    group.add_argument(
-        "--bind",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="bind each rank to a core of its own, if there are enough cores",
-    )
-    group.add_argument(
-        "--graph",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="on GPUs: also replay a CUDA graph that holds the call",
-    )
-    group.add_argument(
-        "--timeout-s",
-        type=float,
-        default=300.0,
-        help="seconds to wait for an engine",
-    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -200,25 +179,6 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write JSON; -: JSON to stdout, the table to stderr",
     )
-    group.add_argument("--csv", metavar="FILE", help="write CSV to a file")
     group.add_argument(
         "--plot", metavar="FILE", help="draw latency and bandwidth into a file, such as plot.png"
     )
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from fastdist.cli.bench.command import run_command  # imports numpy
-
-    return run_command(options)
-
-
-def _report(options: argparse.Namespace) -> int:
-    from fastdist.cli.bench.full_report import run_report  # imports numpy
-
-    return run_report(options)
-
-
-def _compare(options: argparse.Namespace) -> int:
-    from fastdist.cli.bench.comparison import run_compare  # imports numpy
-
-    return run_compare(options)

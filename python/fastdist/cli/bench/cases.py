@@ -27,6 +27,7 @@ ARRAYS = ("numpy", "torch", "empty")
 DEVICE_ARRAYS = {"cpu": ("numpy", "torch", "empty"), "cuda": ("torch", "empty")}
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_FACTOR = 4  # from a size of a range to the next
 _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -43,18 +44,16 @@ def parse_size(text: str) -> int:
     return size
 
 
-def parse_sizes(text: str, factor: int) -> tuple[int, ...]:
+def parse_sizes(text: str) -> tuple[int, ...]:
     """Parse a range `8:256M` or a list `8,1K,64K` of sizes.
 
-    In a range each size is `factor` times the previous size; the end is always included.
+    In a range each size is 4 times the previous size; the end is always included.
 
     Raises:
-        ValueError: A size is malformed, the range is descending, or the factor is below 2.
+        ValueError: A size is malformed, or the range is descending.
     """
     if ":" not in text:
         return tuple(parse_size(part) for part in text.split(","))
-    if factor < 2:
-        raise ValueError(f"expected a factor of at least 2, got {factor}")
     first, _, last = text.partition(":")
     size, end = parse_size(first), parse_size(last)
     if end < size:
@@ -62,7 +61,7 @@ def parse_sizes(text: str, factor: int) -> tuple[int, ...]:
     sizes = []
     while size < end:
         sizes.append(size)
-        size *= factor
+        size *= _FACTOR
     return (*sizes, end)
 
 

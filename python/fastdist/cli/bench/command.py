@@ -117,9 +117,6 @@ def _write_files(options: argparse.Namespace, report: Report) -> None:
     elif options.json:
         with Path(options.json).open("w") as file:
             text.write_json(report, file)
-    if options.csv:
-        with Path(options.csv).open("w", newline="") as file:
-            text.write_csv(report, file)
     if options.plot:
         write_plot(report, Path(options.plot))
     for line in written_lines(options):

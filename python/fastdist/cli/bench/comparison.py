@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,15 +18,14 @@ from fastdist.cli.bench.intervals import (
     median_interval,
     ratio_interval,
 )
-from fastdist.errors import FastdistError
+from fastdist.cli.command import UsageError
 
 _FAILED = 1
-_USAGE = 2
 _MACHINE = ("processor", "cores", "cache", "memory")
 _CHANCE = 0.05
 
 
-class RunFileError(FastdistError):
+class RunFileError(UsageError):
     """A file cannot be compared."""
 
 
@@ -229,13 +227,12 @@ def run_compare(options: argparse.Namespace) -> int:
     """Compare two files.
 
     Returns:
-        0; 1 if a case is slower than `--fail-slower` allows; 2 if the files cannot be compared.
+        0; 1 if a case is slower than `--fail-slower` allows.
+
+    Raises:
+        RunFileError: The files cannot be compared.
     """
-    try:
-        comparison = _compare_files(options.old, options.new, options.force)
-    except RunFileError as error:
-        print(f"fastdist bench compare: {error}", file=sys.stderr)
-        return _USAGE
+    comparison = _compare_files(options.old, options.new, options.force)
     if options.json:
         print(json.dumps(comparison.to_json(), indent=1))
     else:

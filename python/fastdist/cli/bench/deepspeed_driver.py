@@ -12,7 +12,7 @@ from typing import Any
 from fastdist.cli.bench.arrays import Array, UnsupportedCaseError
 from fastdist.cli.bench.buckets import one_by_one
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import Call, Driver
+from fastdist.cli.bench.driver import Call
 from fastdist.cli.bench.torch_host import TorchHostDriver
 
 
@@ -24,7 +24,7 @@ class DeepSpeedDriver(TorchHostDriver):
         os.environ |= {"MASTER_ADDR": folder.name, "MASTER_PORT": "0"}
         os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]
         self._folder = folder
-        super().__init__("gloo", folder / "deepspeed.store")
+        super().__init__("gloo", folder)
         deepspeed: Any = importlib.import_module("deepspeed")
         builders: Any = importlib.import_module("deepspeed.ops.op_builder.cpu.comm")
         builders.ShareMemCommBuilder().load().initialize(self.world_size, self.rank)
@@ -50,8 +50,3 @@ class DeepSpeedDriver(TorchHostDriver):
         known = ("float32", "float16", "bfloat16")
         if (case.collective, case.redop) != ("all_reduce", "sum") or case.dtype not in known:
             raise UnsupportedCaseError(f"DeepSpeed's kernel has sums of {', '.join(known)} alone")
-
-
-def open_driver(folder: Path) -> Driver:
-    """Join the other ranks. Every rank must call."""
-    return DeepSpeedDriver(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -13,17 +13,24 @@ from fastdist.cli.bench.gpu import Gpu
 
 Call = Callable[[], object]
 
-# Ways to reduce a list of gradients, by driver; ratios are made with the first way.
-LIST_VARIANTS = {
-    "fastdist": ("list", "one array"),
-    "fastdist_torch": ("25 MB buckets", "one by one", "coalesced"),
-    "gloo": ("25 MB buckets", "one by one", "coalesced"),
-    "mlx": ("concatenated",),
-    "deepspeed": ("one by one",),
-    "mpi": ("25 MB buckets",),
-    "fastdist_cuda": ("list", "list in bf16", "one array"),
-    "torch_nccl": ("25 MB buckets", "one by one", "coalesced"),
+_BUCKETED = "25 MB buckets"
+_TORCH = (_BUCKETED, "one by one", "coalesced")
+# The class of each driver, and its ways to reduce a list of gradients; ratios are made with the
+# first way.
+_DRIVERS = {
+    "fastdist": ("fastdist_driver:FastdistDriver", ("list", "one array")),
+    "fastdist_torch": ("torch_host:FastdistTorchDriver", _TORCH),
+    "gloo": ("torch_host:GlooDriver", _TORCH),
+    "mlx": ("mlx_driver:MlxDriver", ("concatenated",)),
+    "deepspeed": ("deepspeed_driver:DeepSpeedDriver", ("one by one",)),
+    "mpi": ("mpi_driver:MpiDriver", (_BUCKETED,)),
+    "fastdist_cuda": (
+        "fastdist_cuda_driver:FastdistCudaDriver",
+        ("list", "list in bf16", "one array"),
+    ),
+    "torch_nccl": ("torch_nccl_driver:TorchNcclDriver", _TORCH),
 }
+LIST_VARIANTS = {kind: variants for kind, (_, variants) in _DRIVERS.items()}
 BUCKET_BYTES = 25 << 20
 
 
@@ -64,8 +71,7 @@ def open_driver(kind: str, folder: Path) -> Driver:
     Args:
         folder: Folder of this run, the same for all ranks, for engines that meet in a file.
     """
-    module = importlib.import_module(f"fastdist.cli.bench.{kind}_driver")
-    driver: Driver = module.open_driver(folder)
+    driver: Driver = pkgutil.resolve_name(f"fastdist.cli.bench.{_DRIVERS[kind][0]}")(folder)
     return driver
 
 

@@ -9,7 +9,6 @@ import select
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import NoReturn
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.peers import Engine
 from fastdist.cluster.launch import without_rank
+from fastdist.cluster.peer import peer_pid
 from fastdist.errors import FastdistError
 from fastdist.processes.process import StartError
 from fastdist.processes.sessions import Sessions
@@ -87,10 +87,8 @@ class EngineRanks:
 
     def adopt(self, rank: int, connection: socket.socket, channel: Channel) -> None:
         """Take over the channel of a connected rank."""
-        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, _, _ = struct.unpack("3i", credentials)
         with contextlib.suppress(ProcessLookupError):  # it has ended
-            self._workers.append(os.pidfd_open(pid))
+            self._workers.append(os.pidfd_open(peer_pid(connection)))
         if rank in self._channels or not 0 <= rank < self._ranks:
             self._fail(f"expected ranks 0 to {self._ranks - 1} once each, got another rank {rank}")
         self._channels[rank] = channel

@@ -10,9 +10,9 @@ from typing import Any
 
 import fastdist
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, torch_arrays
-from fastdist.cli.bench.driver import Call, Driver
+from fastdist.cli.bench.driver import Call
 from fastdist.cli.bench.fastdist_driver import FastdistCalls
-from fastdist.cli.bench.gpu import open_gpu
+from fastdist.cli.bench.gpu import Gpu, gpu_of_rank
 from fastdist.cluster.launch import detect_launch
 from fastdist.collectives.engines import nccl_library
 
@@ -20,9 +20,9 @@ from fastdist.collectives.engines import nccl_library
 class FastdistCudaDriver(FastdistCalls):
     """Calls go to the default communicator, in the order of torch's stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         launch = detect_launch()
-        self.gpu = open_gpu(0 if launch is None else launch.local_rank)
+        self.gpu = Gpu(gpu_of_rank(0 if launch is None else launch.local_rank))
         super().__init__(fastdist.init())
         nccl = nccl_library.load().version_text
         self.version = f"fastdist {fastdist.__version__} with NCCL {nccl}"
@@ -45,8 +45,3 @@ class FastdistCudaDriver(FastdistCalls):
     def close(self) -> None:
         self.gpu.synchronize()
         self._comm.close()
-
-
-def open_driver(folder: Path) -> Driver:
-    """Join the other ranks. Every rank must call."""
-    return FastdistCudaDriver()

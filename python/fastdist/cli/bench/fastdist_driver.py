@@ -17,7 +17,7 @@ from fastdist.cli.bench.arrays import (
 )
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import ROOT
-from fastdist.cli.bench.driver import Call, Driver, ring_call
+from fastdist.cli.bench.driver import Call, ring_call
 
 
 class FastdistCalls:
@@ -58,7 +58,7 @@ class FastdistDriver(FastdistCalls):
 
     gpu = None
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(fastdist.init())
         self.version = f"fastdist {fastdist.__version__}"
 
@@ -75,8 +75,3 @@ class FastdistDriver(FastdistCalls):
 
     def close(self) -> None:
         self._comm.close()
-
-
-def open_driver(folder: Path) -> Driver:
-    """Join the other ranks. Every rank must call."""
-    return FastdistDriver()

@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import fastdist._core as _core
 from fastdist.cli.bench.cases import format_size, parse_size
 
 _CPUS = Path("/sys/devices/system/cpu")
+_PROGRAM_S = 30
 
 
 def usable_cores() -> int:
@@ -29,6 +31,16 @@ def processor() -> str:
         if name.strip() in ("model name", "Model"):
             return value.strip()
     return platform.machine()
+
+
+def output_of(*command: str) -> str:
+    """Return what a program writes to stdout; empty if it fails, or does not end within 30 s."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_PROGRAM_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def largest_cache_bytes() -> int:

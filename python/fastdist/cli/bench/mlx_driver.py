@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import Call, Driver, ring_call
+from fastdist.cli.bench.driver import Call, ring_call
 from fastdist.cluster.ports import reserve_port
 
 _HOST = "127.0.0.1"
@@ -150,8 +150,3 @@ def _addresses(folder: Path) -> list[list[str]]:
         time.sleep(0.005)
     holder.close()
     return [[f"{_HOST}:{path.read_text()}"] for path in paths]
-
-
-def open_driver(folder: Path) -> Driver:
-    """Join the other ranks. Every rank must call."""
-    return MlxDriver(folder)

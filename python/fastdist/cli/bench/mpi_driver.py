@@ -17,7 +17,7 @@ from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError,
 from fastdist.cli.bench.buckets import Buckets
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import COLLECTIVES, ROOT
-from fastdist.cli.bench.driver import BUCKET_BYTES, Call, Driver, ring_call
+from fastdist.cli.bench.driver import BUCKET_BYTES, Call, ring_call
 
 
 class MpiDriver:
@@ -25,7 +25,7 @@ class MpiDriver:
 
     gpu = None
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
         self._comm: Any = self._mpi.COMM_WORLD
         self.rank: int = self._comm.rank
@@ -76,15 +76,8 @@ class MpiDriver:
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
         all_reduce, in_place, redop = self._comm.Allreduce, self._mpi.IN_PLACE, self._redop(case)
-        if variant != "25 MB buckets":
-            raise UnsupportedCaseError(f"MPI has no {variant!r}")
         buckets = Buckets(numpy_arrays(), arrays, case.dtype, BUCKET_BYTES)
         return buckets.reduced(lambda flat: all_reduce(in_place, flat, redop))
 
     def close(self) -> None:
         self._mpi.Finalize()
-
-
-def open_driver(folder: Path) -> Driver:
-    """Join the other ranks. Every rank must call."""
-    return MpiDriver()

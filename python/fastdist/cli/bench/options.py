@@ -124,14 +124,14 @@ def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
         if options.collective != "all_reduce":
             raise ValueError(f"--list is for all_reduce, got {options.collective}")
         return (list_case(options.model, options.dtype, options.redop, array),)
-    sizes = parse_sizes(options.sizes, options.factor)
+    sizes = parse_sizes(options.sizes)
     return array_cases(
         options.collective, sizes, _ranks(options), options.dtype, options.redop, array
     )
 
 
 def _effort(options: argparse.Namespace) -> Effort:
-    for name, least in (("iters", 1), ("warmup", 0), ("time_s", 0), ("timeout_s", 0)):
+    for name, least in (("iters", 1), ("warmup", 0), ("time_s", 0)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise ValueError(
@@ -145,9 +145,8 @@ def _effort(options: argparse.Namespace) -> Effort:
         warmup=options.warmup,
         rounds=min(ROUNDS, options.iters or ROUNDS),
         check=options.check,
-        bind=options.bind and options.device == "cpu",
-        graph=options.graph and options.device == "cuda",
-        timeout_s=options.timeout_s,
+        bind=options.device == "cpu",
+        graph=options.device == "cuda",
     )
 
 
@@ -173,7 +172,7 @@ def _check_files(options: argparse.Namespace) -> None:
     """
     if options.plot:
         check_plot(Path(options.plot))
-    for name in (options.json, options.csv, options.plot):
+    for name in (options.json, options.plot):
         if name in (None, "-"):
             continue
         folder = Path(name).absolute().parent
@@ -183,5 +182,5 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def written_lines(options: argparse.Namespace) -> list[str]:
     """Return a line for each file of the run."""
-    names = (options.json, options.csv, options.plot)
+    names = (options.json, options.plot)
     return [f"# wrote {Path(name)}" for name in names if name not in (None, "-")]

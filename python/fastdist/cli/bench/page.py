@@ -15,7 +15,14 @@ from fastdist.cli.bench.intervals import UNSTABLE_WIDTH
 from fastdist.cli.bench.peers import peer_of
 from fastdist.cli.bench.plot import bars_svg, curves_svg, legend_svgs
 from fastdist.cli.bench.results import Measurement, Report, Row
-from fastdist.cli.bench.summary import digits, peer_sentences, ratio_of, time_of, unstable_titles
+from fastdist.cli.bench.summary import (
+    digits,
+    format_time,
+    peer_sentences,
+    ratio_of,
+    time_of,
+    unstable_titles,
+)
 
 
 def page(report: Report, recorded: dict[str, Any], change: Comparison | None) -> str:
@@ -119,9 +126,8 @@ def _times(measured: Measurement) -> tuple[str, str]:
         return "n/a", ""
     time = time_of(measured)
     flag = "<small class='caution'>unstable</small>" if time.is_unstable else ""
-    return f"{_us(time.estimate)}<small>{_us(time.low)} to {_us(time.high)}</small>{flag}", _us(
-        measured.p99_us
-    )
+    p50, low, high = map(format_time, (time.estimate, time.low, time.high))
+    return f"{p50}<small>{low} to {high}</small>{flag}", format_time(measured.p99_us)
 
 
 def _ratio(row: Row, other: Measurement) -> str:
@@ -153,10 +159,3 @@ def _opens(summary: str, command: str) -> str:
 def _items(lines: Iterable[str], kind: str = "") -> str:
     items = "".join(f"<li>{escape(line)}</li>\n" for line in lines)
     return f"<ul class='{kind}'>{items}</ul>" if items else ""
-
-
-def _us(us: float) -> str:
-    for limit, unit in ((1e6, "s"), (1e3, "ms")):
-        if us >= limit:
-            return f"{us / limit:.3g} {unit}"
-    return f"{us:.3g} µs"

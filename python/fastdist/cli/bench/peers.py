@@ -10,15 +10,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fastdist.cli.bench.machine import usable_cores
+from fastdist.cli.bench.machine import output_of, usable_cores
 
 _WORKER = ("-m", "fastdist.cli.bench.worker")
-_VERSION_TIMEOUT_S = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class MissingPeer:
 @dataclass(frozen=True, slots=True)
 class _Mpi:
     package: str
-    signature: str  # part of the output of its `mpiexec --version`
+    signature: str  # part of what its `mpiexec --version` prints
     prefix_variable: str
 
 
@@ -149,7 +147,11 @@ def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
         environment = _prefix_environment(mpi, prefix, site_packages)
         return _mpi_engine(name, str(prefix / "bin" / "mpiexec"), ranks, environment)
     installed = shutil.which("mpiexec")
-    if installed and importlib.util.find_spec("mpi4py") and _is_vendor(installed, mpi):
+    if (
+        installed
+        and importlib.util.find_spec("mpi4py")
+        and mpi.signature in output_of(installed, "--version")
+    ):
         return _mpi_engine(name, installed, ranks, {})
     packages = f"{mpi.package} mpi4py"
     return MissingPeer(name, f"pip install --ignore-installed --prefix {prefix} {packages}")
@@ -229,17 +231,3 @@ def _mpi_engine(name: str, mpiexec: str, ranks: int, environment: dict[str, str]
         environment |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = (mpiexec, *options, "-n", str(ranks), sys.executable, *_WORKER)
     return Engine(name, "mpi", command, environment)
-
-
-def _is_vendor(mpiexec: str, mpi: _Mpi) -> bool:
-    try:
-        result = subprocess.run(
-            [mpiexec, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=_VERSION_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return mpi.signature in result.stdout + result.stderr

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from dataclasses import dataclass
 
 import fastdist._core as _core
 from fastdist.cli.bench.gpu import gpu_of_rank
+from fastdist.cli.bench.machine import output_of
 
-_QUERY_TIMEOUT_S = 30
 _NVLINK = re.compile(r"Link \d+: ([\d.]+) GB/s")
 # GB/s of a lane in one direction, by generation, without the encoding overhead.
 _PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
@@ -66,12 +64,12 @@ def place_ranks(ranks: int) -> Placement:
 def _link(gpu: int) -> tuple[str, float]:
     # nvidia-smi numbers all GPUs, this process only its visible GPUs; UUIDs are unambiguous.
     uuid = _core.cuda_devices()[gpu].uuid
-    nvlinks = _nvidia_smi("nvlink", "--status", "-i", uuid)
+    nvlinks = output_of("nvidia-smi", "nvlink", "--status", "-i", uuid)
     speed = nvlink_gb_per_s(nvlinks)
     if speed:
         return f"{len(_NVLINK.findall(nvlinks))} NVLinks", speed
     query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
-    return pcie_link(_nvidia_smi(query, "--format=csv,noheader", "-i", uuid))
+    return pcie_link(output_of("nvidia-smi", query, "--format=csv,noheader", "-i", uuid))
 
 
 def nvlink_gb_per_s(status: str) -> float:
@@ -86,20 +84,3 @@ def pcie_link(line: str) -> tuple[str, float]:
         return "", 0.0
     generation, lanes = int(match[1]), int(match[2])
     return f"PCIe {generation}.0 x{lanes}", lanes * _PCIE_LANE_GB_PER_S[generation]
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
-    try:
-        result = subprocess.run(
-            [program, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_QUERY_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout if result.returncode == 0 else ""

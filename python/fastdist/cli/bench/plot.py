@@ -12,6 +12,7 @@ from typing import Any
 from fastdist.cli.bench.cases import format_size
 from fastdist.cli.bench.peers import peer_of, tuned_settings
 from fastdist.cli.bench.results import Measurement, Report, Row, busbw, floor_us
+from fastdist.cli.bench.summary import format_time
 
 _COLORS = {
     "fastdist": "#d1495b",
@@ -143,7 +144,7 @@ def _title(report: Report) -> str:
 def _draw_latency(report: Report, axes: Any) -> None:
     _draw_curves(report, axes, "p50_us")
     _style(axes, "Latency (p50): lower is better")
-    axes.yaxis.set_major_formatter(lambda us, _: _format_time(us))
+    axes.yaxis.set_major_formatter(lambda us, _: format_time(us))
 
 
 def _draw_bandwidth(report: Report, axes: Any) -> None:
@@ -231,13 +232,6 @@ def _style(axes: Any, title: str) -> None:
         side.set_visible(False)
 
 
-def _format_time(us: float) -> str:
-    for limit, unit in ((1e6, "s"), (1e3, "ms"), (1, "µs")):
-        if us >= limit:
-            return f"{us / limit:.3g} {unit}"
-    return f"{us * 1e3:.3g} ns"
-
-
 def _draw_bars(report: Report, axes: Any) -> None:
     """Draw the times of a single case, such as a list's or a barrier's."""
     row = report.rows[0]
@@ -250,12 +244,12 @@ def _draw_bars(report: Report, axes: Any) -> None:
         color=[_color(name) for name in names],
         height=0.65,
     )
-    axes.bar_label(bars, fmt=_format_time, padding=4, color=_TEXT_COLOR)
+    axes.bar_label(bars, fmt=format_time, padding=4, color=_TEXT_COLOR)
     if row.has_floor:
         axes.axvline(row.floor_us, color=_FLOOR_COLOR, linestyle=(0, (4, 3)), linewidth=1.6)
         at = {"xycoords": ("data", "axes fraction"), "va": "bottom", "color": _TEXT_COLOR}
         axes.annotate(f" {_floor_name(report)}", (row.floor_us, 1.0), **at)
     _style(axes, "")
     axes.grid(False, axis="y")
-    axes.xaxis.set_major_formatter(lambda us, _: _format_time(us) if us else "0")
+    axes.xaxis.set_major_formatter(lambda us, _: format_time(us) if us else "0")
     axes.set_xlabel("time (p50): lower is better", color=_TEXT_COLOR)

@@ -1,8 +1,7 @@
-"""Formats a report as a table, line by line, as JSON, and as CSV."""
+"""Formats a report as a table, line by line, and as JSON."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -25,6 +24,9 @@ _COLUMNS = (
 _UNITS = ("", "", "", "", "us", "us", "GB/s", "GB/s", "", "%")
 # Additional columns on GPUs.
 _GPU_COLUMNS = (("host", 9), ("graph", 10))
+_LIST_COLUMNS = (
+    *(("p50 us", 11), ("p99 us", 11), ("algbw", 8), ("busbw", 8), ("wrong", 7), ("floor %", 9)),
+)
 _PEER_WIDTH = 10
 _RATIO_WIDTH = 7
 _WAY_WIDTH = 26
@@ -66,19 +68,8 @@ def column_lines(others: Sequence[str], on_gpu: bool = False) -> list[str]:
 def row_line(row: Row) -> str:
     """Format one line of the table."""
     case, ours = row.case, row.ours
-    moves = case.bytes > 0
-    cells = (
-        str(case.bytes),
-        str(case.count),
-        case.dtype,
-        case.redop or "none",
-        _time(ours.p50_us),
-        _time(ours.p99_us),
-        f"{ours.algbw:.2f}" if moves else "-",
-        f"{ours.busbw:.2f}" if moves else "-",
-        "-" if ours.wrong is None else str(ours.wrong),
-        f"{row.floor_percent:.0f}" if row.has_floor else "-",
-    )
+    names = (str(case.bytes), str(case.count), case.dtype, case.redop or "none")
+    cells = (*names, *_cells(row, ours))
     line = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
     line += _gpu_cells(ours)
     for other in row.others:
@@ -90,6 +81,19 @@ def row_line(row: Row) -> str:
         if ours.host_us is not None:
             line += _optional_time(other.host_us).rjust(_GPU_COLUMNS[0][1])
     return line.rstrip()
+
+
+def _cells(row: Row, measured: Measurement) -> tuple[str, ...]:
+    """Format the times, bandwidths, wrong elements and share of the floor."""
+    moves = row.case.bytes > 0
+    return (
+        _time(measured.p50_us),
+        _time(measured.p99_us),
+        f"{measured.algbw:.2f}" if moves else "-",
+        f"{measured.busbw:.2f}" if moves else "-",
+        "-" if measured.wrong is None else str(measured.wrong),
+        f"{100 * row.floor_us / measured.p50_us:.0f}" if row.has_floor else "-",
+    )
 
 
 def _gpu_cells(measured: Measurement) -> str:
@@ -105,10 +109,8 @@ def _gpu_cells(measured: Measurement) -> str:
 def list_lines(row: Row) -> list[str]:
     """Format a table of the ways to reduce one list, one line per way."""
     ours = row.ours
-    columns = (("p50 us", 11), ("p99 us", 11), ("algbw", 8), ("busbw", 8), ("wrong", 7))
     names = "# engine and way".ljust(_WAY_WIDTH)
-    names += "".join(name.rjust(width) for name, width in columns)
-    names += "floor %".rjust(9)
+    names += "".join(name.rjust(width) for name, width in _LIST_COLUMNS)
     if ours.host_us is not None:
         names += "".join(f"{name} us".rjust(width) for name, width in _GPU_COLUMNS)
     lines = [names + "ratio".rjust(9)]
@@ -116,18 +118,10 @@ def list_lines(row: Row) -> list[str]:
         if way.unsupported:
             lines.append(way.engine.ljust(_WAY_WIDTH) + "n/a".rjust(11))
             continue
-        wrong = "-" if way.wrong is None else str(way.wrong)
-        cells = (
-            _time(way.p50_us),
-            _time(way.p99_us),
-            f"{way.algbw:.2f}",
-            f"{way.busbw:.2f}",
-            wrong,
-        )
+        cells = zip(_cells(row, way), _LIST_COLUMNS, strict=True)
         line = way.engine.ljust(_WAY_WIDTH)
-        line += "".join(cell.rjust(width) for cell, (_, width) in zip(cells, columns, strict=True))
+        line += "".join(cell.rjust(width) for cell, (_, width) in cells)
         ratio = row.times_as_fast(way)
-        line += (f"{100 * row.floor_us / way.p50_us:.0f}" if row.has_floor else "-").rjust(9)
         line += _gpu_cells(way)
         line += (f"{_three_digits(ratio)}x" if ratio and way is not ours else "").rjust(9)
         lines.append(line.rstrip())
@@ -263,20 +257,3 @@ def write_json(report: Report, file: TextIO) -> None:
     """Write `report_object`."""
     json.dump(report_object(report), file, indent=2)
     file.write("\n")
-
-
-def write_csv(report: Report, file: TextIO) -> None:
-    """Write a line per case, with columns for the p50, ratio and host time of each peer."""
-    lines = []
-    for row in map(row_object, report.rows):
-        peers = row.pop("peers")
-        for name, figures in peers.items():
-            row[f"{name} p50_us"] = figures.get("p50_us")
-            row[f"{name} times_as_fast"] = figures.get("times_as_fast")
-            if "host_us" in figures:
-                row[f"{name} host_us"] = figures["host_us"]
-        lines.append({"ranks": report.ranks, **row})
-    columns = dict.fromkeys(name for line in lines for name in line)
-    writer = csv.DictWriter(file, list(columns))
-    writer.writeheader()
-    writer.writerows(lines)

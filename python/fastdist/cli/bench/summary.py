@@ -61,3 +61,11 @@ def unstable_titles(report: Report) -> list[str]:
 def digits(ratio: float) -> str:
     """Format a ratio with two digits or more."""
     return f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
+
+
+def format_time(us: float) -> str:
+    """Format microseconds in the unit that suits: `12.3 µs`."""
+    for limit, unit in ((1e6, "s"), (1e3, "ms"), (1, "µs")):
+        if us >= limit:
+            return f"{us / limit:.3g} {unit}"
+    return f"{us * 1e3:.3g} ns"

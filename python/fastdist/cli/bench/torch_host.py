@@ -1,4 +1,4 @@
-"""Drives torch.distributed with any backend on the CPU, always with torch tensors."""
+"""Drives torch.distributed on the CPU, with Gloo or fastdist, always with torch tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import fastdist  # registers the backend
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, torch_arrays
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import Call, ring_call
@@ -19,13 +20,13 @@ class TorchHostDriver:
 
     gpu = None
 
-    def __init__(self, backend: str, store: Path) -> None:
+    def __init__(self, backend: str, folder: Path) -> None:
         torch: Any = importlib.import_module("torch")
         self._dist: Any = importlib.import_module("torch.distributed")
         torch.set_num_threads(1)
         self._dist.init_process_group(
             backend,
-            init_method=f"file://{store}",
+            init_method=f"file://{folder / type(self).__name__}.store",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
@@ -52,3 +53,18 @@ class TorchHostDriver:
 
     def close(self) -> None:
         self._dist.destroy_process_group()
+
+
+class GlooDriver(TorchHostDriver):
+    """Calls go to Gloo."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("gloo", folder)
+
+
+class FastdistTorchDriver(TorchHostDriver):
+    """Calls go to fastdist as the backend of torch.distributed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("fastdist", folder)
+        self.version = f"fastdist {fastdist.__version__} through torch.distributed"

@@ -11,25 +11,25 @@ from typing import Any
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import Call, Driver
-from fastdist.cli.bench.gpu import nccl_version_text, open_gpu, prepare_for_sharing
+from fastdist.cli.bench.driver import Call
+from fastdist.cli.bench.gpu import Gpu, gpu_of_rank, nccl_version_text, prepare_for_sharing
 from fastdist.cli.bench.torch_calls import TorchCalls
 
 
 class TorchNcclDriver:
     """Calls go to torch.distributed's default process group, in the order of torch's stream."""
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         torch: Any = importlib.import_module("torch")
         self._dist: Any = importlib.import_module("torch.distributed")
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         major, minor, patch = torch.cuda.nccl.version()[:3]
         nccl_version = 10000 * major + 100 * minor + patch
         prepare_for_sharing(nccl_version, world_size)
-        self.gpu = open_gpu(rank)
+        self.gpu = Gpu(gpu_of_rank(rank))
         self._dist.init_process_group(
             "nccl",
-            init_method=f"file://{store}",
+            init_method=f"file://{folder / 'torch.store'}",
             rank=rank,
             world_size=world_size,
             device_id=torch.device("cuda", torch.cuda.current_device()),
@@ -72,8 +72,3 @@ class TorchNcclDriver:
     def close(self) -> None:
         self.gpu.synchronize()
         self._dist.destroy_process_group()
-
-
-def open_driver(folder: Path) -> Driver:
-    """Join the other ranks. Every rank must call."""
-    return TorchNcclDriver(folder / "torch.store")

@@ -41,13 +41,13 @@ def arrays_section() -> Section:
         "arrays",
         (
             Fact("numpy", "host", "host", State.GOOD),
-            _if_installed("ml_dtypes", "numpy_bfloat16_float8", "numpy bfloat16, float8"),
-            _if_installed("torch", "torch_cpu", "torch on CPU"),
+            _used("host", "ml_dtypes", "numpy_bfloat16_float8", "numpy bfloat16, float8"),
+            _used("host", "torch", "torch_cpu", "torch on CPU"),
             Fact("other_dlpack_cpu", "host", "host", State.GOOD, "other DLPack on CPU"),
             Fact("buffer_protocol", "host", "host", State.GOOD),
-            _on_gpu("torch", "torch_cuda", "torch on GPU", why),
-            _on_gpu("cupy", "cupy", "cupy", why),
-            _on_gpu(None, "other_cuda", "other arrays on GPU", why),
+            _used("nccl", "torch", "torch_cuda", "torch on GPU", why),
+            _used("nccl", "cupy", "cupy", "cupy", why),
+            _used("nccl", None, "other_cuda", "other arrays on GPU", why),
         ),
     )
 
@@ -86,18 +86,13 @@ def _nccl(why: str) -> Fact:
     return _available("nccl", serves)
 
 
-def _on_gpu(library: str | None, key: str, label: str, why: str) -> Fact:
+def _used(engine: str, library: str | None, key: str, label: str, why: str = "") -> Fact:
+    """Return the engine for a library's arrays; none if it cannot be used, which `why` tells."""
     if library is not None and version_of(library) is None:
-        return Fact(key, None, f"none: {library} is not installed", State.ABSENT, label)
+        why = f"{library} is not installed"
     if why:
         return Fact(key, None, f"none: {why}", State.ABSENT, label)
-    return Fact(key, "nccl", "nccl", State.GOOD, label)
-
-
-def _if_installed(library: str, key: str, label: str) -> Fact:
-    if version_of(library) is None:
-        return Fact(key, None, f"none: {library} is not installed", State.ABSENT, label)
-    return Fact(key, "host", "host", State.GOOD, label)
+    return Fact(key, engine, engine, State.GOOD, label)
 
 
 def _all_reduce_between_threads() -> list[float]:

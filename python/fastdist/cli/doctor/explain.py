@@ -22,7 +22,7 @@ _LATENCY_CALLS = 200
 _LEAST_CALLS, _MOST_CALLS, _MOST_S = 5, 50, 1.0
 
 
-def explain(name: str, size: str) -> Section | None:
+def explain(name: str, size: str) -> list[Section]:
     """Explain a call. Every rank of the job must call.
 
     Args:
@@ -30,7 +30,7 @@ def explain(name: str, size: str) -> Section | None:
         size: bytes of the larger of a rank's two buffers, like "4M", as in `fastdist bench`.
 
     Returns:
-        The facts, on rank 0; None on other ranks.
+        The facts, on rank 0; nothing on other ranks.
 
     Raises:
         ValueError: unknown collective or malformed size.
@@ -42,7 +42,7 @@ def explain(name: str, size: str) -> Section | None:
         return _explain(comm, name, nbytes)
 
 
-def _explain(comm: Communicator, name: str, nbytes: int) -> Section | None:
+def _explain(comm: Communicator, name: str, nbytes: int) -> list[Section]:
     n = comm.world_size
     count = nbytes // _ITEM // (n if COLLECTIVES[name].blocks else 1)
     passes, gets = buffer_elements(name, count, comm.rank, n)
@@ -62,7 +62,7 @@ def _explain(comm: Communicator, name: str, nbytes: int) -> Section | None:
     call = _call(comm, name, np.ones(passes, np.float32), np.empty(gets, np.float32))
     measured_s = _median_s(comm, call, _calls_for(predicted_s))
     if comm.rank != 0:
-        return None
+        return []
     facts = [
         Fact("call", name, f"{name}, {format_size(nbytes)} of float32 on {n} ranks"),
         Fact("engine", type(comm.engine).__name__, type(comm.engine).__name__),
@@ -80,7 +80,7 @@ def _explain(comm: Communicator, name: str, nbytes: int) -> Section | None:
             ),
         ]
     facts += [_time("predicted_us", predicted_s), _time("measured_us", measured_s)]
-    return Section("explain", tuple(facts))
+    return [Section("explain", tuple(facts))]
 
 
 def _time(key: str, seconds: float) -> Fact:

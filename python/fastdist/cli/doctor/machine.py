@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fastdist.cli.bench.machine import processor
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
+from fastdist.recorder.system import cgroups
 
 _V1_UNLIMITED_BYTES = 1 << 60  # v1 says "no limit" with a number near 2^63
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -51,15 +52,8 @@ class Cgroups:
         return min(limits, default=None)
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        for line in _text(self.memberships).splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            mount = self.mount / controllers
-            if not controllers and (self.mount / "unified").is_dir():
-                mount = self.mount / "unified"  # versions 1 and 2 are both mounted
-            folder = mount / path.lstrip("/")
-            yield from (f for f in (folder, *folder.parents) if f.is_relative_to(mount))
+        for folder in cgroups(_text(self.memberships), controller, self.mount):
+            yield from (f for f in (folder, *folder.parents) if f.is_relative_to(self.mount))
 
 
 def machine_section(cgroups: Cgroups | None = None) -> Section:

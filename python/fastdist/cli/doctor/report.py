@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 
+from fastdist.cli.command import has_colour
 from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
+from fastdist.cli.doctor.explain import explain
 from fastdist.cli.doctor.facts import Fact, Section, State
 from fastdist.cli.doctor.libraries import (
     build_section,
@@ -24,6 +28,20 @@ _COLOURS = {
     State.ABSENT: "\033[2m",
     State.BAD: "\033[31m",
 }
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report, or how a call would go; return 1 if a fact is bad.
+
+    Raises:
+        ValueError: `--explain` has an unknown collective or a malformed size.
+    """
+    sections = explain(*options.explain) if options.explain else examine()
+    if not sections:  # rank 0 prints
+        return 0
+    colour = sys.stdout.isatty() and has_colour()
+    sys.stdout.write(to_json(sections) if options.json else to_text(sections, colour=colour))
+    return 0 if all(section.is_well for section in sections) else 1
 
 
 def examine() -> list[Section]:

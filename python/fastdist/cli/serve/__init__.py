@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from fastdist.cli.command import add_command
+
 _DESCRIPTION = """\
 Keeps variables and tables for jobs with parameter servers until Ctrl-C or SIGTERM, and then drops
 them. Prints its address. A job uses the server if its TF_CONFIG lists the address under "ps". The
@@ -26,13 +28,13 @@ examples:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `serve` to the `fastdist` command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "serve",
+        "serve.command:run",
         help="run a standalone parameter server",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--address",
@@ -51,13 +53,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="print the contents and the activity as a line of JSON every second",
     )
-    parser.set_defaults(handler=_serve)
-
-
-def _serve(options: argparse.Namespace) -> int:
-    from fastdist.cli.serve.command import serve  # numpy: only when it runs
-
-    return serve(options.address, key_file=options.keys, as_json=options.json)
 
 
 def _address(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -13,45 +14,32 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from fastdist.cli.command import UsageError
+
 if TYPE_CHECKING:
     from fastdist.ps import Keys, Server
 
-_USAGE_EXIT_CODE = 2
 _INTERVAL_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class _StartError(Exception):
-    """The server cannot start with the user's options."""
 
 
 class _Stopped(BaseException):
     """A signal has arrived."""
 
 
-def serve(address: str | None, *, key_file: str | None, as_json: bool) -> int:
+def run(options: argparse.Namespace) -> None:
     """Serve until a signal arrives.
 
-    Args:
-        address: where to listen, as ZeroMQ names it; None: any port of this machine, and without
-            keys a socket that only this user can open.
-        key_file: a file of keys; None uses the setting's keys, if any.
-        as_json: print a line of JSON every second, instead of the address once.
-
-    Returns:
-        The exit code: 0, or 2 if the server could not start.
+    Raises:
+        UsageError: the server cannot start.
+        ImportError: pyzmq is missing.
     """
-    try:
-        with (
-            _opened_server(address, key_file) as server,
-            suppress(_Stopped),
-            _signals_raise(),
-        ):
-            _show(server, as_json)
-    except (_StartError, ImportError) as error:
-        sys.stderr.write(f"fastdist serve: {error}\n")
-        return _USAGE_EXIT_CODE
-    return 0
+    with (
+        _opened_server(options.address, options.keys) as server,
+        suppress(_Stopped),
+        _signals_raise(),
+    ):
+        _show(server, options.json)
 
 
 def _show(server: Server, as_json: bool) -> NoReturn:
@@ -91,7 +79,7 @@ def _opened_server(address: str | None, key_file: str | None) -> Iterator[Server
     from fastdist.ps import Server
 
     if keys is None and address is not None:
-        raise _StartError(
+        raise UsageError(
             f"{address} can be reached by other users, here or on other machines, and needs keys: "
             "pass --keys FILE with a file that `fastdist keys` has written"
         )
@@ -103,7 +91,7 @@ def _opened_server(address: str | None, key_file: str | None) -> Iterator[Server
         try:
             server = stack.enter_context(Server(place, keys=keys))
         except ZMQError as error:
-            raise _StartError(f"cannot listen at {place}: {error.strerror}") from None
+            raise UsageError(f"cannot listen at {place}: {error.strerror}") from None
         yield server
 
 
@@ -113,9 +101,9 @@ def _keys(key_file: str | None) -> Keys | None:
     try:
         return job_keys() if key_file is None else read_keys(key_file)
     except OSError as error:
-        raise _StartError(f"cannot read the keys in {error.filename}: {error.strerror}") from None
+        raise UsageError(f"cannot read the keys in {error.filename}: {error.strerror}") from None
     except ValueError as error:
-        raise _StartError(str(error)) from None
+        raise UsageError(str(error)) from None
 
 
 @contextmanager

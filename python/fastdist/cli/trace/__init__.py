@@ -1,8 +1,9 @@
 """`fastdist trace`: says where the time of a traced job went, and who waited for whom."""
 
 import argparse
-import sys
 from pathlib import Path
+
+from fastdist.cli.command import add_command
 
 _DESCRIPTION = """\
 Reads traces that `fastdist run --trace` wrote: prints how long steps took, what ranks did
@@ -22,13 +23,14 @@ examples:
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the `trace` command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "trace",
+        "trace.report:run",
+        (OSError, ValueError),
         help="say where the time of a traced job went",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a machine's trace")
     parser.add_argument("--json", action="store_true", help="write JSON instead")
@@ -44,21 +46,3 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FOLDER",
         help="write files in the format of torch's flight recorder, for torchfrtrace",
     )
-    parser.set_defaults(handler=_trace)
-
-
-def _trace(options: argparse.Namespace) -> int:
-    from fastdist.cli.trace.report import run  # numpy: only when it runs
-
-    try:
-        run(
-            options.files,
-            as_json=options.json,
-            plot=options.plot,
-            output=options.output,
-            flight_records=options.flight_recorder,
-        )
-    except (ImportError, OSError, ValueError) as error:
-        print(f"fastdist trace: {error}", file=sys.stderr)
-        return 2
-    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import sys
@@ -16,20 +17,14 @@ from fastdist.cli.bench.plot import check_plot
 from fastdist.recorder.flight_recorder import write_flight_records
 from fastdist.recorder.timeline import RankTimeline, align, find_late
 from fastdist.recorder.trace_file import read_trace, write_trace
+from fastdist.recorder.words import columns
 
 _PHASES = ("data", "forward", "backward", "optimizer", "saving", "user")
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
 
 
-def run(
-    files: Sequence[Path],
-    *,
-    as_json: bool,
-    plot: Path | None,
-    output: Path | None,
-    flight_records: Path | None,
-) -> None:
+def run(options: argparse.Namespace) -> None:
     """Print what traces tell, and write the files that were asked for.
 
     Raises:
@@ -37,16 +32,17 @@ def run(
         OSError: a file cannot be read or written.
         ValueError: a file is no trace, two have the same rank, or a plot has an unknown type.
     """
-    if plot is not None:
-        check_plot(plot)
-    ranks = join([read_trace(path) for path in files])
-    if output is not None:
-        write_trace(output, ranks)
-    if flight_records is not None:
-        write_flight_records(flight_records, ranks)
-    if plot is not None:
-        _draw(ranks, plot)
-    sys.stdout.write(json.dumps(_facts(ranks), indent=2) + "\n" if as_json else describe(ranks))
+    if options.plot is not None:
+        check_plot(options.plot)
+    ranks = join([read_trace(path) for path in options.files])
+    if options.output is not None:
+        write_trace(options.output, ranks)
+    if options.flight_recorder is not None:
+        write_flight_records(options.flight_recorder, ranks)
+    if options.plot is not None:
+        _draw(ranks, options.plot)
+    text = json.dumps(_facts(ranks), indent=2) + "\n" if options.json else describe(ranks)
+    sys.stdout.write(text)
 
 
 def join(machines: Sequence[list[RankTimeline]]) -> list[RankTimeline]:
@@ -105,8 +101,7 @@ def _table(ranks: Sequence[RankTimeline]) -> list[str]:
         row = [str(rank.rank), _ms(float(np.median(steps))) if steps else "-"]
         row += [f"{phases.get(name, 0.0):.3g}" for name in _PHASES]
         rows.append([*row, f"{rank.waiting_s():.3g}"])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    return columns(rows, str.rjust)
 
 
 def _pictures(ranks: Sequence[RankTimeline]) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+
+from fastdist.cli.command import add_command
 
 _DESCRIPTION = """\
 Says why a job stands still: which rank is the cause, what it does, and where. Asks no rank: it
@@ -22,13 +23,14 @@ examples:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the `why` command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "why",
+        "why.report:run",
+        (LookupError, OSError, ValueError),
         help="say why a job stands still",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "job",
@@ -44,15 +46,3 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="draw when each rank came to the last collectives into a file.png or file.html; "
         "-: into the terminal",
     )
-    parser.set_defaults(handler=_why)
-
-
-def _why(options: argparse.Namespace) -> int:
-    from fastdist.cli.why.report import run  # numpy: only when it runs
-
-    try:
-        run(options.job, as_json=options.json, plot=options.plot)
-    except (LookupError, ImportError, OSError, ValueError) as error:
-        print(f"fastdist why: {error}", file=sys.stderr)
-        return 2
-    return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from fastdist.cli.why.picture import check_plot, to_text, write_plot
 from fastdist.recorder.diagnosis import Diagnosis, diagnose
 from fastdist.recorder.jobs import find_job, jobs_here
 from fastdist.recorder.observation import ObservedRank
-from fastdist.recorder.words import names, seconds, short
+from fastdist.recorder.words import columns, names, seconds, short
 
 _TERMINAL = Path("-")
 _STATES = {"R": "running", "S": "asleep", "D": "in the kernel", "I": "idle"}
@@ -36,7 +37,7 @@ class Row:
     stack: str
 
 
-def run(name: str | None, *, as_json: bool, plot: Path | None) -> None:
+def run(options: argparse.Namespace) -> None:
     """Diagnose a job and print the result.
 
     Raises:
@@ -44,18 +45,19 @@ def run(name: str | None, *, as_json: bool, plot: Path | None) -> None:
         ImportError: matplotlib is missing.
         ValueError: the file of the picture has another type.
     """
-    if plot == _TERMINAL and as_json:
+    plot = options.plot
+    if plot == _TERMINAL and options.json:
         raise ValueError("--plot - draws into the output of --json; use a file, or one of them")
     if plot is not None and plot != _TERMINAL:
         check_plot(plot)
     jobs, notes = jobs_here()
     try:
-        job = find_job(jobs, name)
+        job = find_job(jobs, options.job)
     except LookupError as error:
         raise LookupError("; ".join([str(error), *notes])) from None
     diagnosis = diagnose(job, everywhere=True)
     unseen = [*notes, *diagnosis.observation.notes, *_missing(diagnosis)]
-    sys.stdout.write(_to_json(diagnosis, unseen) if as_json else _to_text(diagnosis, unseen))
+    sys.stdout.write(_to_json(diagnosis, unseen) if options.json else _to_text(diagnosis, unseen))
     if plot == _TERMINAL:
         sys.stdout.write("\n" + to_text(diagnosis.observation.ranks))
     elif plot is not None:
@@ -112,11 +114,8 @@ def _to_text(diagnosis: Diagnosis, unseen: list[str]) -> str:
     table = [_TITLES, *(_cells(row) for row in rows(diagnosis))]
     if len({each.records.host for each in diagnosis.observation.ranks}) == 1:
         table = [(rank, *rest) for rank, _, *rest in table]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [diagnosis.sentence[0].upper() + diagnosis.sentence[1:] + ".", ""]
-    for cells in table:
-        padded = (f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
-        lines.append("  ".join(padded).rstrip())
+    sentence = diagnosis.sentence[0].upper() + diagnosis.sentence[1:] + "."
+    lines = [sentence, "", *columns(table)]
     if unseen:
         lines += ["", "could not be seen:", *(f"  {note}" for note in unseen)]
     return "\n".join(lines) + "\n"

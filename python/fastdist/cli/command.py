@@ -1,0 +1,57 @@
+"""Adds commands to the command line, and runs the one that was given."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pkgutil
+import sys
+from typing import Any
+
+_USAGE_EXIT_CODE = 2
+
+
+class UsageError(Exception):
+    """The options of a command are wrong, or exceed what this machine has."""
+
+
+def add_command(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    handler: str,
+    errors: tuple[type[Exception], ...] = (),
+    **parser_options: Any,
+) -> argparse.ArgumentParser:
+    """Add a command.
+
+    Args:
+        subparsers: where to add it.
+        name: the command.
+        handler: "module:function" below fastdist.cli, which is imported when the command runs. It
+            takes the parsed arguments and returns the exit code, or None for 0.
+        errors: exceptions of the handler that end the command as a `UsageError` does.
+        parser_options: options of the command's parser.
+    """
+    parser = subparsers.add_parser(
+        name,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **parser_options,
+    )
+    parser.set_defaults(handler=f"fastdist.cli.{handler}", errors=errors, title=parser.prog)
+    return parser
+
+
+def has_colour() -> bool:
+    """Return True if the user wants colours on terminals."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def run_command(arguments: argparse.Namespace) -> int:
+    """Run the command of `arguments`; return its exit code."""
+    try:
+        exit_code: int | None = pkgutil.resolve_name(arguments.handler)(arguments)
+    except (UsageError, ImportError, *arguments.errors) as error:  # a library is missing
+        sys.stderr.write(f"{arguments.title}: {error}\n")
+        return _USAGE_EXIT_CODE
+    return exit_code or 0

@@ -78,7 +78,8 @@ def test_further_causes_are_named(one: Stalled, kind: str) -> None:
     started, expected, ranks, words = SLOW[kind]
     one.start(kind, started)
     if kind == "slow":
-        time.sleep(2)
+        one.job(kind)
+        time.sleep(5)
     check(one, kind, expected, ranks, words)
 
 

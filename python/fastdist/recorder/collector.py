@@ -12,13 +12,15 @@ import numpy as np
 
 from fastdist.processes.proc import ancestors
 from fastdist.recorder.phases import Phase
-from fastdist.recorder.place import record_paths
+from fastdist.recorder.place import changed_at_s, record_paths
 from fastdist.recorder.ring import Snapshot, UnreadableError
 from fastdist.recorder.system import state_of
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall, traced
 
 _PERIOD_S = 0.2
-_DISCOVERY_S = 0.02  # a short job removes its records soon after it has made them
+_FIRST_S = 0.02  # a short job removes its records soon after it has made them
+_LATER_S = 0.1
+_SETTLED_S = 0.1  # a folder's time of change is not exact
 _MOST_WORK = 0.05  # of a core
 
 
@@ -30,6 +32,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._followers: dict[Path, _Follower | None] = {}
+        self._discovered_s = 0.0  # all records that were made before are known
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -43,7 +46,7 @@ class Collector:
 
     def _follow(self) -> None:
         read_at_s = 0.0
-        while not self._stop.wait(_DISCOVERY_S):
+        while not self._stop.wait(_LATER_S if any(self._followers.values()) else _FIRST_S):
             self._discover()
             if time.monotonic() >= read_at_s:
                 before_s = time.thread_time()
@@ -58,6 +61,9 @@ class Collector:
                 follower.read()
 
     def _discover(self) -> None:
+        if changed_at_s() < self._discovered_s - _SETTLED_S:
+            return
+        began_s = time.time()
         for found in record_paths():
             if found.path in self._followers or not found.is_here:
                 continue
@@ -65,6 +71,9 @@ class Collector:
             follower = _open(found.path) if is_own else None
             if follower is not None or not is_own:
                 self._followers[found.path] = follower
+            else:
+                began_s = 0.0  # try again
+        self._discovered_s = began_s
 
 
 def _is_alive(pid: int) -> bool:

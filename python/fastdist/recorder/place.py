@@ -121,6 +121,15 @@ def record_paths() -> Iterator[RecordPath]:
                 yield RecordPath(path, int(namespace), int(pid))
 
 
+def changed_at_s() -> float:
+    """Return when such records were last made or removed, in seconds since 1970; 0.0 if never."""
+    times = [0.0]
+    for folder in _folders():
+        with contextlib.suppress(OSError):
+            times.append(folder.stat().st_mtime)
+    return max(times)
+
+
 def _folders() -> list[Path]:
     name = f"fastdist-{os.getuid()}"
     runtime = os.environ.get("XDG_RUNTIME_DIR")

@@ -83,3 +83,14 @@ def test_a_job_that_begins_again_keeps_its_records(
     kill(start("b", 0))
     recording._remove_old("a" * 16)
     assert kept() == ["a", "b"]
+
+
+def test_the_last_dead_job_is_kept_beside_a_living_one_with_younger_dead(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "_KEPT_S", 0.0)
+    kill(start("c", 0))
+    start("a", 0)
+    kill(start("a", 1))
+    recording._remove_old("d" * 16)
+    assert kept() == ["a", "a", "c"]

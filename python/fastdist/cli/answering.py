@@ -16,6 +16,7 @@ from fastdist.recorder.elsewhere import answer_to, key_of
 from fastdist.recorder.questions import answer
 
 _MOST_AT_ONCE = 64
+_PLACE_S = 1.0
 _QUESTION_S = 2.0
 
 _log = logging.getLogger("fastdist")
@@ -83,7 +84,7 @@ def _listen(listener: socket.socket) -> None:
             connection, _ = listener.accept()
         except OSError:
             return
-        if places.acquire(blocking=False):
+        if places.acquire(timeout=_PLACE_S):
             threading.Thread(target=_answer, args=(connection, places, shared), daemon=True).start()
         else:
             connection.close()

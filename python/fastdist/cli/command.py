@@ -20,6 +20,7 @@ def add_command(
     name: str,
     handler: str,
     errors: tuple[type[Exception], ...] = (),
+    title: str = "",
     **parser_options: Any,
 ) -> argparse.ArgumentParser:
     """Add a command.
@@ -30,6 +31,7 @@ def add_command(
         handler: "module:function" below fastdist.cli, which is imported when the command runs. It
             takes the parsed arguments and returns the exit code, or None for 0.
         errors: exceptions of the handler that end the command as a `UsageError` does.
+        title: begins the message of such an error; "" for the whole command.
         parser_options: options of the command's parser.
     """
     parser = subparsers.add_parser(
@@ -38,7 +40,9 @@ def add_command(
         allow_abbrev=False,
         **parser_options,
     )
-    parser.set_defaults(handler=f"fastdist.cli.{handler}", errors=errors, title=parser.prog)
+    parser.set_defaults(
+        handler=f"fastdist.cli.{handler}", errors=errors, title=title or parser.prog
+    )
     return parser
 
 
@@ -51,7 +55,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the command of `arguments`; return its exit code."""
     try:
         exit_code: int | None = pkgutil.resolve_name(arguments.handler)(arguments)
-    except (UsageError, ImportError, *arguments.errors) as error:  # a library is missing
+    except (UsageError, *arguments.errors) as error:
         sys.stderr.write(f"{arguments.title}: {error}\n")
         return _USAGE_EXIT_CODE
     return exit_code or 0

@@ -28,6 +28,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         subparsers,
         "keys",
         "keys:run",
+        (ImportError,),
         help="make keys for a job with parameter servers",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -462,8 +462,10 @@ def _tasks(
             machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
         yield rank_tasks(ranks, user, machines)
         return
-    from fastdist.ps import Keys  # pyzmq: only for servers
-
+    try:
+        from fastdist.ps import Keys
+    except ImportError as error:
+        raise UsageError(str(error)) from None
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator
     _check_limits(tasks, f"{tasks} tasks", files_each=_OUTPUTS + 1)
     with ExitStack() as stack:

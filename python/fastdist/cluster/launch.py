@@ -294,7 +294,8 @@ def _launcher_process(variable: str) -> str:
             if not _has_variable(pid, variable):
                 return f"{pid}/{start_ticks(pid)}"
     except OSError as error:
-        raise ClusterConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        where = error.filename or "the ancestors of this process in /proc"
+        raise ClusterConfigError(f"cannot read {where}: {error.strerror}") from error
     raise ClusterConfigError(
         f"{variable} is set; expected the launcher that set it among this process's ancestors"
     )

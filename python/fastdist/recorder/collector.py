@@ -12,15 +12,14 @@ import numpy as np
 
 from fastdist.processes.proc import ancestors
 from fastdist.recorder.phases import Phase
-from fastdist.recorder.place import changed_at_s, record_paths
+from fastdist.recorder.place import changes_s, record_paths
 from fastdist.recorder.ring import Snapshot, UnreadableError
 from fastdist.recorder.system import state_of
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall, traced
 
 _PERIOD_S = 0.2
-_FIRST_S = 0.02  # a short job removes its records soon after it has made them
-_LATER_S = 0.1
-_SETTLED_S = 0.1  # a folder's time of change is not exact
+_DISCOVERY_S = 0.02  # a short job removes its records soon after it has made them
+_SETTLED_S = 0.1
 _MOST_WORK = 0.05  # of a core
 
 
@@ -32,7 +31,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._followers: dict[Path, _Follower | None] = {}
-        self._discovered_s = 0.0  # all records that were made before are known
+        self._changes_s: list[float] | None = None  # of the folders whose records are known
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -46,7 +45,7 @@ class Collector:
 
     def _follow(self) -> None:
         read_at_s = 0.0
-        while not self._stop.wait(_LATER_S if any(self._followers.values()) else _FIRST_S):
+        while not self._stop.wait(_DISCOVERY_S):
             self._discover()
             if time.monotonic() >= read_at_s:
                 before_s = time.thread_time()
@@ -61,9 +60,11 @@ class Collector:
                 follower.read()
 
     def _discover(self) -> None:
-        if changed_at_s() < self._discovered_s - _SETTLED_S:
+        changes = changes_s()
+        if changes == self._changes_s:
             return
-        began_s = time.time()
+        # A folder's time of change is not exact: another change may have the same.
+        is_known = time.time() - max(changes, default=0.0) > _SETTLED_S
         for found in record_paths():
             if found.path in self._followers or not found.is_here:
                 continue
@@ -72,8 +73,8 @@ class Collector:
             if follower is not None or not is_own:
                 self._followers[found.path] = follower
             else:
-                began_s = 0.0  # try again
-        self._discovered_s = began_s
+                is_known = False
+        self._changes_s = changes if is_known else None
 
 
 def _is_alive(pid: int) -> bool:

@@ -105,7 +105,7 @@ def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = Fal
         job: the job.
         interval_s: seconds between the two moments at which its ranks are looked at.
         everywhere: look at the ranks of other machines too, by asking their launchers. That takes
-            up to two seconds where a machine does not answer.
+            up to three seconds where machines do not answer.
     """
     seen = observe_everywhere(job, interval_s) if everywhere else observe(job, interval_s)
     if any(each.records.task for each in seen.ranks):

@@ -57,7 +57,10 @@ class RecordPath:
         """
         with contextlib.suppress(FileExistsError):
             self._ended.touch(exist_ok=False)
-        return time.time() - self._ended.stat().st_mtime
+        known_s = time.time() - self._ended.stat().st_mtime
+        if not self.path.exists():  # another process has removed the records meanwhile
+            self._ended.unlink(missing_ok=True)
+        return known_s
 
     @property
     def _ended(self) -> Path:
@@ -121,13 +124,13 @@ def record_paths() -> Iterator[RecordPath]:
                 yield RecordPath(path, int(namespace), int(pid))
 
 
-def changed_at_s() -> float:
-    """Return when such records were last made or removed, in seconds since 1970; 0.0 if never."""
-    times = [0.0]
+def changes_s() -> list[float]:
+    """Return when records were last made or removed, by folder, in seconds since 1970."""
+    times = []
     for folder in _folders():
         with contextlib.suppress(OSError):
-            times.append(folder.stat().st_mtime)
-    return max(times)
+            times.append(os.stat(folder).st_mtime)
+    return times
 
 
 def _folders() -> list[Path]:

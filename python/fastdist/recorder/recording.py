@@ -159,8 +159,10 @@ def _remove_old(job: str) -> None:
             continue
         with contextlib.suppress(OSError):
             ended.setdefault(who.job, []).append((found.path.stat().st_mtime, found))
+    for its_job in live & ended.keys():
+        del ended[its_job]
     newest = max(ended, key=lambda each: max(at for at, _ in ended[each]), default=None)
-    for its_job in ended.keys() - live - {newest}:
+    for its_job in ended.keys() - {newest}:
         for _, old in ended[its_job]:
             with contextlib.suppress(OSError):
                 if old.seconds_ended() > _KEPT_S:

@@ -73,6 +73,7 @@ def _call(
         "call": str(call.signature),
         "signature": call.signature.packed,
         "elements": call.signature.count,
+        "on_gpu": call.signature.on_gpu,
         "number": call.sequence,
         "line": call.site,
         "communicator": call.communicator,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -128,11 +129,14 @@ class TPUStrategy(Strategy):
         """Execute the runs that wait because of `steps_per_execution`."""
         self._runs.synchronize()
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Return a context in which gradients of backward stay with their replica."""
         if self._gradients is None:
-            return nullcontext()
-        return replaced(self._gradients, "is_enabled", False)
+            yield
+            return
+        with replaced(self._gradients, "is_enabled", False):
+            yield
 
     # --- values of all replicas -----------------------------------------------------------------
 

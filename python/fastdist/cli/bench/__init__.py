@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         commands,
         first,
         "bench.command:run_command",
+        title="fastdist bench",
         aliases=others,
         help="measure a collective",
         description=_DESCRIPTION,

@@ -13,7 +13,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         subparsers,
         "doctor",
         "doctor.report:run",
-        (ValueError,),
         help="show the build, the machine and missing libraries",
         description="Shows the build, the machine's resources and limits, the engine for each\n"
         "kind of array, libraries to install, and the result of a collective. Exits with 1 if\n"

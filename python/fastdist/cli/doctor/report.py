@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from fastdist.cli.command import has_colour
+from fastdist.cli.command import UsageError, has_colour
 from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
 from fastdist.cli.doctor.explain import explain
 from fastdist.cli.doctor.facts import Fact, Section, State
@@ -34,9 +34,13 @@ def run(options: argparse.Namespace) -> int:
     """Print the report, or how a call would go; return 1 if a fact is bad.
 
     Raises:
-        ValueError: `--explain` has an unknown collective or a malformed size.
+        UsageError: `--explain` has an unknown collective or a malformed size.
     """
-    sections = explain(*options.explain) if options.explain else examine()
+    try:
+        sections = explain(*options.explain) if options.explain else None
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    sections = examine() if sections is None else sections
     if not sections:  # rank 0 prints
         return 0
     colour = sys.stdout.isatty() and has_colour()

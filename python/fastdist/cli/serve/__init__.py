@@ -32,6 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         subparsers,
         "serve",
         "serve.command:run",
+        (ImportError,),
         help="run a standalone parameter server",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -27,7 +27,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         subparsers,
         "trace",
         "trace.report:run",
-        (OSError, ValueError),
+        (ImportError, OSError, ValueError),
         help="say where the time of a traced job went",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -27,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         subparsers,
         "why",
         "why.report:run",
-        (LookupError, OSError, ValueError),
+        (ImportError, LookupError, OSError, ValueError),
         help="say why a job stands still",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -111,4 +111,4 @@ class ReplicaSteps:
 
 
 class Step(partial):  # type: ignore[type-arg]
-    """A function of ReplicaSteps, bound to Keras' own function."""
+    """Runs Keras' own function on this replica; a class, by which those that do are known."""

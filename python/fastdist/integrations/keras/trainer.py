@@ -54,7 +54,10 @@ def _with_arguments_of_keras(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        bound = own.bind(self, *args, **options)
+        try:
+            bound = own.bind(self, *args, **options)
+        except TypeError as error:
+            raise TypeError(f"{method.__name__}() {error}") from None
         bound.apply_defaults()
         _, *named = bound.arguments.items()
         given = dict(named)

@@ -84,7 +84,7 @@ def test_statistics_of_workers_are_averaged(
 
     def train(x: torch.Tensor) -> None:
         model(x).sum().backward()
-        time.sleep(1)  # the other worker begins in the meantime
+        time.sleep(0.5)  # the other worker begins in the meantime
         optimizer.step()
         optimizer.zero_grad()
 

@@ -29,7 +29,7 @@ def output_of(program: str, tmp_path: Path, ranks: int = 3) -> str:
 
 def test_a_late_rank_is_named_unasked_and_in_the_errors(tmp_path: Path) -> None:
     err = output_of(
-        "if comm.rank == 1:\n    time.sleep(20)\ncomm.all_reduce(x, timeout=12)\n", tmp_path
+        "if comm.rank == 1:\n    time.sleep(20)\ncomm.all_reduce(x, timeout=9)\n", tmp_path
     )
     named = "rank 1 has not arrived: it is in user code, asleep at train.py:7 in <module>"
     waits = 'ranks 0 and 2 wait for it in all_reduce(float64 × 4, op="sum") at train.py:8'

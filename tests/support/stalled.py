@@ -82,7 +82,7 @@ class Stalled:
             self._launchers[kind].wait(timeout_s)
         while True:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(observation, "stacks_of", partial(stacks_of, timeout_s=10.0))
+                patch.setattr(observation, "stacks_of", partial(stacks_of, timeout_s=2.0))
                 found = diagnose(self.job(kind))
             if found.kind is Kind.DEAD and self._launchers[kind].poll() is None:
                 self._launchers[kind].wait(max(0.1, end_s - time.monotonic()))  # it notes a signal

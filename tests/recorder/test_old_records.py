@@ -1,4 +1,4 @@
-"""Which records of dead processes the next process keeps, and which it removes."""
+"""Records of dead processes: the next process keeps some, and removes the others."""
 
 import subprocess
 import sys

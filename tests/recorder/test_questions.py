@@ -190,7 +190,7 @@ def test_other_values_are_refused(records: Path) -> None:
 
 
 def test_a_machine_without_a_launcher(records: Path) -> None:
-    """As of torchrun: the answer says where to ask."""
+    """The answer says where to ask, as for ranks of torchrun."""
     found = next(place.record_paths())
     machines = (Machine((0,), "10.0.0.1", "10.0.0.1:9"), Machine((1,), "10.0.0.2", ""))
     Machines.of_job("key", machines).write(found.machines)

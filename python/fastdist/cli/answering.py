@@ -16,7 +16,7 @@ from fastdist.recorder.elsewhere import answer_to, key_of
 from fastdist.recorder.questions import answer
 
 _MOST_AT_ONCE = 64
-_PLACE_S = 1.0
+_PLACE_S = 1.0  # that a question may wait for others
 _QUESTION_S = 2.0
 
 _log = logging.getLogger("fastdist")

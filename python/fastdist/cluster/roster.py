@@ -156,9 +156,8 @@ class Roster:
         self._came = 0
         self._world = 0
         self._size = 0  # of this world
-        self._last_call_s: float | None = (
-            None  # when the first world begins without those that are missing
-        )
+        # When the first world begins without those that are missing.
+        self._last_call_s: float | None = None
         self._gathered_s: float | None = None  # when the gathering under way takes too long
         self._has_finished = False
         self._selector = selectors.DefaultSelector()

@@ -181,7 +181,7 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose records a file holds, of any version of fastdist."""
+    """The process and job of a file of records, of any version of fastdist."""
 
     pid: int
     started: int

@@ -1,4 +1,4 @@
-"""What a report says: how fast fastdist is next to each engine, and one sentence per peer."""
+"""Sums up a report: how fast fastdist is next to each engine, and one sentence per peer."""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ import json
 import math
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from fastdist.cli.bench.cases import (
     parse_size,
     parse_sizes,
 )
+from fastdist.cli.bench.caveats import busy_cores
 from fastdist.cli.bench.channel import Channel, ChannelClosedError
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.driver import Call
@@ -371,21 +374,32 @@ def test_caches_are_counted_once_however_many_cores_share_them(
 
 
 @pytest.mark.parametrize(
-    ("load", "ranks", "warns"),
+    ("busy", "ranks", "warns"),
     [(0.4, 4, False), (0.6, 4, True), (2.4, 2, False), (2.6, 2, True), (0.6, 9, True)],
 )
-def test_a_load_on_cores_that_the_ranks_need_is_warned_of(
-    load: float, ranks: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+def test_busy_cores_that_the_ranks_need_are_warned_of(
+    busy: float, ranks: int, warns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    report = replace(report_of(row_of(10.0)), load=load, ranks=ranks)
-    (warning,) = report.load_warnings or ("",)
+    report = replace(report_of(row_of(10.0)), busy_cores=busy, ranks=ranks)
+    (warning,) = report.busy_warnings or ("",)
     assert (warning != "") is warns
     if warns:
         assert f"# warning: {warning}" in text.heading(report, "all_reduce")
-        assert f"load average {load} before the run, 4 cores for {ranks} ranks" in warning
-    assert text.report_object(report)["load"] == load
+        assert f"kept {busy} of 4 cores busy before the run, which {ranks} ranks need" in warning
+    assert text.report_object(report)["busy_cores"] == busy
     assert (warning in text.report_object(report)["warnings"]) is warns
+
+
+def test_a_core_that_a_program_keeps_busy_is_seen() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=-1
+    ) as program:
+        assert program.stdout is not None
+        program.stdout.readline()
+        busy = busy_cores()
+        program.kill()
+    assert 0.5 < busy < (os.cpu_count() or 0) + 0.5
 
 
 def test_a_wide_spread_and_few_calls_are_warned_of() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 
 from fastdist.cli.bench.machine import usable_cores
@@ -11,27 +12,41 @@ from fastdist.cli.bench.machine import usable_cores
 _WIDE_SPREAD = 5.0
 _FEW_CALLS = 20
 # A core that the ranks need is busy half of the time.
-_BUSY_CORES = 0.5
+_MOST_BUSY_CORES = 0.5
+_LOOK_S = 0.25
+_IDLE, _IO_WAIT, _GUEST = 3, 4, 8  # columns of /proc/stat; guests' time is in the first two as well
 
 
-def load_average() -> float:
-    """Return the machine's load average over the last minute."""
-    return os.getloadavg()[0]
+def busy_cores() -> float:
+    """Return how many of the usable cores other programs keep busy, measured for 0.25 s."""
+    before = _busy_ticks()
+    start = time.perf_counter()
+    time.sleep(_LOOK_S)
+    ticks = _busy_ticks() - before
+    return ticks / os.sysconf("SC_CLK_TCK") / (time.perf_counter() - start)
 
 
-def load_warnings(load: float, ranks: int) -> list[str]:
+def _busy_ticks() -> int:
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    with open("/proc/stat", encoding="ascii") as file:
+        rows = [line.split() for line in file]
+    ticks = [[int(field) for field in row[1:]][:_GUEST] for row in rows if row[0] in names]
+    return sum(sum(core) - core[_IDLE] - core[_IO_WAIT] for core in ticks)
+
+
+def busy_warnings(busy: float, ranks: int) -> list[str]:
     """Return a warning if other programs keep cores busy that the ranks need.
 
     Args:
-        load: load average before the ranks were started.
+        busy: busy cores before the ranks were started.
         ranks: world size.
     """
     cores = usable_cores()
-    if load <= max(0, cores - ranks) + _BUSY_CORES:
+    if busy <= max(0, cores - ranks) + _MOST_BUSY_CORES:
         return []
     return [
-        f"busy machine: load average {load:.1f} before the run, {cores} cores for {ranks} ranks; "
-        "other programs slow the calls down"
+        f"busy machine: other programs kept {busy:.1f} of {cores} cores busy before the run, "
+        f"which {ranks} ranks need"
     ]
 
 

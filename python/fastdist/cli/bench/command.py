@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TextIO, TypeVar
 
 from fastdist.cli.bench import report as text
-from fastdist.cli.bench.caveats import load_average
+from fastdist.cli.bench.caveats import busy_cores
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.machine import gpu_facts, machine_facts
 from fastdist.cli.bench.options import Plan, make_plan, written_lines
@@ -67,7 +67,7 @@ def run_planned(make: Callable[[], _T], run: Callable[[_T], bool]) -> int:
 
 def _measure(options: argparse.Namespace, plan: Plan) -> Report:
     file = _table_file(options)
-    load = load_average()
+    busy = busy_cores()
     steps = len(plan.cases) * plan.effort.rounds
     title = f"{options.collective} of {options.model}" if options.model else options.collective
     with (
@@ -81,7 +81,7 @@ def _measure(options: argparse.Namespace, plan: Plan) -> Report:
             {peer.name: peer.install for peer in plan.missing},
             placement=plan.placement,
             failed={error.engine: error.reason for error in session.failures},
-            load=load,
+            busy_cores=busy,
         )
         for error in session.failures:
             print(f"fastdist bench: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ from typing import Any
 
 from fastdist._version import __version__
 from fastdist.cli.bench.cases import Case, array_cases, format_size, list_case, parse_size
-from fastdist.cli.bench.caveats import load_average
+from fastdist.cli.bench.caveats import busy_cores
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.command import run_planned
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
@@ -136,7 +136,7 @@ def measure(
     Raises:
         EngineError: fastdist, the first engine, failed.
     """
-    report = Report(ranks, machine_facts(), {}, {}, load=load_average())
+    report = Report(ranks, machine_facts(), {}, {}, busy_cores=busy_cores())
     left = list(engines)
     copies: list[float] = []
     done: list[list[Row]] = []

@@ -81,7 +81,7 @@ def _cautions(report: Report) -> list[str]:
         cautions.append(
             f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
         )
-    return cautions + report.load_warnings + report.call_warnings
+    return cautions + report.busy_warnings + report.call_warnings
 
 
 def _change(change: Comparison | None) -> str:

@@ -45,7 +45,7 @@ def heading(report: Report, title: str) -> list[str]:
         lines.insert(2, f"# {report.placement}; CUDA {machine['cuda driver']}")
     lines += [f"# {name} is not installed: {install}" for name, install in report.missing.items()]
     lines += [f"# {name} failed to start: {reason}" for name, reason in report.failed.items()]
-    lines += [f"# warning: {warning}" for warning in report.load_warnings]
+    lines += [f"# warning: {warning}" for warning in report.busy_warnings]
     return [*lines, "#"]
 
 
@@ -246,8 +246,8 @@ def report_object(report: Report) -> dict[str, Any]:
         "engines": report.engines,
         "missing": report.missing,
         "failed": report.failed,
-        "load": round(report.load, 2),
-        "warnings": report.load_warnings + report.call_warnings,
+        "busy_cores": round(report.busy_cores, 2),
+        "warnings": report.busy_warnings + report.call_warnings,
         "copy_gb_per_s": round(report.copy_gb_per_s, 2),
         "rows": [row_object(row) for row in report.rows],
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fastdist.cli.bench.cases import DTYPE_BYTES, Case
-from fastdist.cli.bench.caveats import call_warnings, load_warnings
+from fastdist.cli.bench.caveats import busy_warnings, call_warnings
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.placement import Placement
 
@@ -102,7 +102,7 @@ class Report:
         rows: A row per case.
         placement: The ranks' GPUs; None on CPUs.
         failed: Peers that failed to start, each with the reason.
-        load: Load average of the machine before the run.
+        busy_cores: Cores that other programs kept busy before the run.
     """
 
     ranks: int
@@ -113,12 +113,12 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     placement: Placement | None = None
     failed: dict[str, str] = field(default_factory=dict)
-    load: float = 0.0
+    busy_cores: float = 0.0
 
     @property
-    def load_warnings(self) -> list[str]:
+    def busy_warnings(self) -> list[str]:
         """A warning if the machine was busy before the run."""
-        return load_warnings(self.load, self.ranks)
+        return busy_warnings(self.busy_cores, self.ranks)
 
     @property
     def call_warnings(self) -> list[str]:

@@ -200,11 +200,11 @@ def dense(rounds: int) -> dict[str, Any]:
     moves = {"SGD": 3, "Adagrad": 5, "Adam": 7, "AdamW": 7, "RMSprop": 5}
     ways: dict[str, tuple[Callable[[], object], int]] = {
         "copy": (lambda: np.copyto(out, gradient), 2),
-        "pull": (lambda: variables["SGD"].pull_part(out, 0), 2),
+        "pull": (lambda: variables["SGD"].pull(0, out), 2),
     }
 
     def push(variable: _core.DenseVariable) -> None:
-        variable.push_part(gradient, 0, variable.begin_step())
+        variable.push(0, gradient)
 
     for rule, variable in variables.items():
         ways[rule] = (functools.partial(push, variable), moves[rule])

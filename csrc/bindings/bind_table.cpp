@@ -224,36 +224,34 @@ std::unique_ptr<DenseVariable> make_dense(py::handle initial, const UpdateRule& 
   return std::make_unique<DenseVariable>(values.span(), rule);
 }
 
-void push_part(DenseVariable& v, py::handle gradient, std::size_t begin, std::uint64_t step,
-               std::optional<double> lr) {
-  const Floats from(gradient, "gradient");
-  const GilRelease release;
-  v.push_part(from.span(), begin, step, lr);
-}
-
 void bind_dense_variable(py::module_& m) {
   py::class_<DenseVariable>(m, "DenseVariable")
       .def(py::init(&make_dense), py::arg("initial"), py::arg("rule"))
       .def(
-          "pull_part",
-          [](DenseVariable& v, py::handle out, std::size_t begin) {
+          "pull",
+          [](DenseVariable& v, std::size_t begin, py::handle out) {
             const FloatsOut to(out);
             const GilRelease release;
-            v.pull_part(to.span(), begin);
+            v.pull(begin, to.span());
           },
-          py::arg("out"), py::arg("begin"))
-      .def("begin_step", &DenseVariable::begin_step)
-      .def("push_part", &push_part, py::arg("gradient"), py::arg("begin"), py::arg("step"),
-           py::arg("lr") = py::none())
+          py::arg("begin"), py::arg("out"))
+      .def(
+          "push",
+          [](DenseVariable& v, std::size_t begin, py::handle gradient, std::optional<double> lr) {
+            const Floats from(gradient, "gradient");
+            const GilRelease release;
+            v.push(begin, from.span(), lr);
+          },
+          py::arg("begin"), py::arg("gradient"), py::arg("lr") = py::none())
       .def(
           "assign",
-          [](DenseVariable& v, py::handle values, py::handle slots) {
+          [](DenseVariable& v, std::size_t begin, py::handle values, py::handle slots) {
             const Floats from(values, "values");
             const auto state = optional_floats(slots, "slots");
             const GilRelease release;
-            v.assign(from.span(), span_of(state));
+            v.assign(begin, from.span(), span_of(state));
           },
-          py::arg("values"), py::arg("slots") = py::none())
+          py::arg("begin"), py::arg("values"), py::arg("slots") = py::none())
       .def(
           "read_state",
           [](DenseVariable& v, py::handle values, py::handle slots) {
@@ -266,7 +264,7 @@ void bind_dense_variable(py::module_& m) {
       .def_property_readonly("size", &DenseVariable::size)
       .def_property_readonly("nbytes", &DenseVariable::bytes)
       .def_property(
-          "step", &DenseVariable::step,
+          "step", py::cpp_function(&DenseVariable::step, py::call_guard<py::gil_scoped_release>()),
           py::cpp_function(&DenseVariable::set_step, py::call_guard<py::gil_scoped_release>()));
 }
 

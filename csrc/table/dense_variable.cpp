@@ -36,7 +36,7 @@ DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule)
     : rule_(std::move(rule)),
       size_(initial.size()),
       update_(kernels().update(rule_.kind())),
-      chunks_((size_ + kChunk - 1) / kChunk) {
+      chunks_(size_ / kChunk + 1) {
   if (rule_.is_row_wise()) {
     throw Error(ErrorCode::kValue, std::string(rule_.name()) +
                                        " updates rows of tables, not dense variables: they take "
@@ -56,13 +56,13 @@ std::size_t DenseVariable::bytes() const noexcept {
 
 template <class Call>
 void DenseVariable::for_each_chunk(std::size_t begin, std::size_t end, Call&& call) {
-  while (begin < end) {
+  do {
     const std::size_t number = begin / kChunk;
     const std::size_t count = std::min(end, (number + 1) * kChunk) - begin;
     const std::lock_guard lock(chunks_[number].mutex);
     call(chunks_[number], begin, count);
     begin += count;
-  }
+  } while (begin < end);
 }
 
 void DenseVariable::check_range(const char* argument, std::size_t begin, std::size_t count) const {
@@ -72,34 +72,43 @@ void DenseVariable::check_range(const char* argument, std::size_t begin, std::si
                                      " on, the variable has " + std::to_string(size_));
 }
 
-void DenseVariable::pull_part(std::span<float> values, std::size_t begin) {
+void DenseVariable::pull(std::size_t begin, std::span<float> values) {
   check_range("values", begin, values.size());
   for_each_chunk(begin, begin + values.size(), [&](Chunk&, std::size_t at, std::size_t count) {
     copy(values.data() + (at - begin), element(at), count);
   });
 }
 
-void DenseVariable::push_part(std::span<const float> gradient, std::size_t begin,
-                              std::uint64_t step, std::optional<double> learning_rate) {
+void DenseVariable::push(std::size_t begin, std::span<const float> gradient,
+                         std::optional<double> learning_rate) {
   check_range("gradient", begin, gradient.size());
+  if (begin % kChunk != 0) {
+    throw Error(ErrorCode::kValue, "a gradient begins at a multiple of " + std::to_string(kChunk) +
+                                       " elements, got " + std::to_string(begin));
+  }
   const double lr = rule_.learning_rate(learning_rate);
-  const Coefficients c = rule_.coefficients(step, lr, Gradients::kDense);
+  std::uint64_t step = 0;
+  Coefficients c;
   for_each_chunk(begin, begin + gradient.size(),
                  [&](Chunk& chunk, std::size_t at, std::size_t count) {
+                   if (++chunk.step != step) {
+                     step = chunk.step;
+                     c = rule_.coefficients(step, lr, Gradients::kDense);
+                   }
                    std::array<float*, kMaxSlots> slots{};
                    for (std::size_t i = 0; i < rule_.slots().size(); ++i) slots[i] = slot(i) + at;
                    update_(c, element(at), gradient.data() + (at - begin), slots.data(), count);
-                   chunk.step = std::max(chunk.step, step);  // steps may arrive in any order
                  });
 }
 
-void DenseVariable::assign(std::span<const float> values, std::span<const float> slots) {
-  check_count("values", size_, values.size());
-  if (!slots.empty()) check_count("slots", slot_floats(), slots.size());
-  for_each_chunk(0, size_, [&](Chunk&, std::size_t begin, std::size_t count) {
-    copy(element(begin), values.data() + begin, count);
+void DenseVariable::assign(std::size_t begin, std::span<const float> values,
+                           std::span<const float> slots) {
+  check_range("values", begin, values.size());
+  if (!slots.empty()) check_count("slots", rule_.slots().size() * values.size(), slots.size());
+  for_each_chunk(begin, begin + values.size(), [&](Chunk&, std::size_t at, std::size_t count) {
+    copy(element(at), values.data() + (at - begin), count);
     for (std::size_t i = 0; !slots.empty() && i < rule_.slots().size(); ++i) {
-      copy(slot(i) + begin, slots.data() + i * size_ + begin, count);
+      copy(slot(i) + at, slots.data() + i * values.size() + (at - begin), count);
     }
   });
 }
@@ -107,7 +116,6 @@ void DenseVariable::assign(std::span<const float> values, std::span<const float>
 std::uint64_t DenseVariable::read_state(std::span<float> values, std::span<float> slots) {
   check_count("values", size_, values.size());
   check_count("slots", slot_floats(), slots.size());
-  if (size_ == 0) return step();
   std::uint64_t step = 0;
   for_each_chunk(0, size_, [&](Chunk& chunk, std::size_t begin, std::size_t count) {
     copy(values.data() + begin, element(begin), count);
@@ -119,8 +127,12 @@ std::uint64_t DenseVariable::read_state(std::span<float> values, std::span<float
   return step;
 }
 
+std::uint64_t DenseVariable::step() {
+  const std::lock_guard lock(chunks_[0].mutex);
+  return chunks_[0].step;
+}
+
 void DenseVariable::set_step(std::uint64_t step) {
-  step_.store(step, std::memory_order_relaxed);
   for_each_chunk(0, size_, [&](Chunk& chunk, std::size_t, std::size_t) { chunk.step = step; });
 }
 

@@ -1,7 +1,6 @@
 // A dense variable on a parameter server, with the optimizer's state.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -17,7 +16,8 @@ namespace fastdist::table {
 
 // All methods are thread-safe. Each chunk of kChunk elements is read and changed atomically, under
 // its own lock: threads follow one another through a large variable instead of waiting for each
-// other to finish, and a pull may see a push applied to some chunks only.
+// other to finish, and a pull may see a push applied to some chunks only. Each chunk counts its
+// pushes, so that the ranges of one gradient may come in any order, between those of others.
 class DenseVariable {
  public:
   static constexpr std::size_t kChunk = 16384;
@@ -25,33 +25,29 @@ class DenseVariable {
   DenseVariable(std::span<const float> initial, UpdateRule rule);
 
   // Reads the elements from `begin` on, as many as `values` holds.
-  void pull_part(std::span<float> values, std::size_t begin);
-  // Begins a step and returns its number. Any threads may push its parts, each element once.
-  std::uint64_t begin_step() noexcept { return step_.fetch_add(1, std::memory_order_relaxed) + 1; }
-  // Pushes the part of a step that begins with element `begin`.
-  void push_part(std::span<const float> gradient, std::size_t begin, std::uint64_t step,
-                 std::optional<double> learning_rate);
-  // Sets the values and, unless `slots` is empty, the slots: slot after slot, each the size of the
-  // variable.
-  void assign(std::span<const float> values, std::span<const float> slots);
-  // Reads values and slots in the layout of `assign`; an element's value and slots are consistent.
-  // Returns the last step of any element. Elements that a concurrent push has not reached yet, or
-  // never reaches because it fails, lack that step.
+  void pull(std::size_t begin, std::span<float> values);
+  // Makes a step of the elements from `begin` on, which is a multiple of kChunk.
+  void push(std::size_t begin, std::span<const float> gradient,
+            std::optional<double> learning_rate);
+  // Sets the values from `begin` on and, unless `slots` is empty, their slots: slot after slot.
+  void assign(std::size_t begin, std::span<const float> values, std::span<const float> slots);
+  // Reads all values and slots in the layout of `assign`; an element's value and slots are
+  // consistent. Returns the highest step of a chunk. Chunks that a concurrent push has not reached
+  // yet, or never reaches because it fails, lack that step.
   std::uint64_t read_state(std::span<float> values, std::span<float> slots);
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   [[nodiscard]] std::size_t bytes() const noexcept;
   [[nodiscard]] std::size_t slot_floats() const noexcept { return rule_.slots().size() * size_; }
-  [[nodiscard]] std::uint64_t step() const noexcept {
-    return step_.load(std::memory_order_relaxed);
-  }
-  // Sets the step of all elements.
+  // Returns the steps of the first chunk, which every gradient changes.
+  [[nodiscard]] std::uint64_t step();
+  // Sets the step of all chunks.
   void set_step(std::uint64_t step);
 
  private:
   struct Chunk {
     std::mutex mutex;
-    std::uint64_t step = 0;  // the last step that changed the chunk
+    std::uint64_t step = 0;  // how many pushes it has seen
   };
 
   // Calls `call(chunk, begin, count)` for the part of each chunk that is in the range, under the
@@ -72,8 +68,7 @@ class DenseVariable {
   UpdateFunction update_;
   Memory values_;
   Memory slots_;
-  std::vector<Chunk> chunks_;
-  std::atomic<std::uint64_t> step_{0};
+  std::vector<Chunk> chunks_;  // one more than needed if the last is full, for empty ranges
 };
 
 }  // namespace fastdist::table

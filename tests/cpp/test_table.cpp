@@ -55,7 +55,7 @@ Floats pulled(RowTable& table, const Ids& ids) {
 
 // Makes a step in which all elements have the same gradient.
 void push_all(DenseVariable& variable, float gradient) {
-  variable.push_part(Floats(variable.size(), gradient), 0, variable.begin_step(), {});
+  variable.push(0, Floats(variable.size(), gradient), {});
 }
 
 // Checks that all elements of each row are equal, as in every push of these tests.
@@ -371,7 +371,7 @@ CASE(a_dense_variable_is_whole_chunk_by_chunk) {
   };
   const Work pull = [&](std::mt19937&) {
     Floats values(variable.size());
-    variable.pull_part(values, 0);
+    variable.pull(0, values);
     check_whole(std::span(values).first(2 * kChunk), kChunk);
     check_whole(std::span(values).last(5), 5);
     Floats slots(variable.size());
@@ -408,7 +408,7 @@ CASE(a_value_belongs_to_its_slots_and_to_the_step) {
   Floats values(variable.size());
   Floats slots(variable.size());
   CHECK(variable.read_state(values, slots) == 7);
-  variable.push_part(Floats(3, 1), DenseVariable::kChunk, variable.begin_step(), {});
+  variable.push(DenseVariable::kChunk, Floats(3, 1), {});
   CHECK(variable.read_state(values, slots) == 8);
   DenseVariable empty({}, UpdateRule("SGD", {{"lr", 1.0}}));
   empty.set_step(3);
@@ -417,24 +417,23 @@ CASE(a_value_belongs_to_its_slots_and_to_the_step) {
 
 // --- the edges -----------------------------------------------------------------------------------
 
-CASE(parts_of_a_step_come_from_many_threads) {
-  constexpr std::size_t kPart = DenseVariable::kChunk / 2 + 3;
+CASE(ranges_of_gradients_come_from_many_threads) {
+  constexpr std::size_t kPart = DenseVariable::kChunk;
   constexpr std::size_t kParts = 8;
   DenseVariable variable(Floats(kParts * kPart), UpdateRule("SGD", {{"lr", 1}}));
   const Floats gradient(kPart, -1);
   const Work work = [&](std::mt19937& random) {
     Floats seen(kPart);
-    const std::uint64_t step = variable.begin_step();
     const std::size_t first = random() % kParts;
     for (std::size_t part = 0; part < kParts; ++part) {
       const std::size_t begin = (part + first) % kParts * kPart;
-      variable.push_part(gradient, begin, step, std::nullopt);
-      variable.pull_part(seen, begin);
+      variable.push(begin, gradient, std::nullopt);
+      variable.pull(begin, seen);
     }
   };
   run_together(std::vector<Work>(8, work), 50);
   Floats values(kParts * kPart);
-  variable.pull_part(values, 0);
+  variable.pull(0, values);
   for (const float value : values) CHECK(value == 400);
   CHECK(variable.step() == 400);
 }

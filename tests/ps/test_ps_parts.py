@@ -13,7 +13,7 @@ from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls
-from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry, PartialPushes, pack_names
+from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,7 +60,7 @@ def test_a_push_in_parts_is_one_step(stack: ExitStack, server: Server) -> None:
         push_all(alone, gradient, 0.5)
         begin_changes(sharded._client, sharded.change(gradient, 0.5, step=0)).result()
         (pull,) = begin_pulls(sharded._client, [sharded.lookup()]).result()
-        alone.pull_part(expected, 0)
+        alone.pull(0, expected)
         np.testing.assert_array_equal(pull.value, expected)
         assert pull.steps == (step + 1,)
     assert server.stats()["staleness"] == {"0": 1, "1": 1, "2-3": 1}
@@ -79,7 +79,7 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     assert commit_round(one._client, 5, [(one, None)], weight=4.0).result() is True
     push_all(alone, (gradients[0] + gradients[1]) * np.float32(0.25))
     expected = np.empty(SIZE, np.float32)
-    alone.pull_part(expected, 0)
+    alone.pull(0, expected)
     (pull,) = begin_pulls(one._client, [one.lookup()]).result()
     np.testing.assert_array_equal(pull.value, expected)
     assert pull.steps == (1,)
@@ -102,11 +102,14 @@ def test_invalid_parts(stack: ExitStack, server: Server) -> None:
                 ask(op, number, begin, 5, *values)
     with pytest.raises(ValueError, match=r"expected values of shape \(4,\), got 20 bytes"):
         ask(Op.CHANGE, number, 7, 4, five)
-    whole = Entry(client.create(0, DenseSpec("v", (5,), ADAM), five), 0, np.nan, 5, 0)
-    names = pack_names([whole, Entry(number, 0, np.nan, 5, 0)], [])
-    with pytest.raises(ValueError, match=f"'w': 5 of {SIZE} elements to set"):
-        client.wait(client.submit(0, Op.ASSIGN, 0, [names, np.ones(10, np.float32)]))
-    assert not client.pull(0, whole.object, (5,)).any()
+    for op, round_ in ((Op.CHANGE, 0), (Op.ASSIGN, 0), (Op.CHANGE, 3)):
+        other = Entry(client.create(0, DenseSpec("v", (5,), ADAM), five), 0, np.nan, 5, 0)
+        names = pack_names([other, Entry(number, 0, np.nan, 5, 7)], [])
+        with pytest.raises(
+            ValueError, match=f"'w': a range from 7 on, not a multiple of {PART_SIZE}"
+        ):
+            client.wait(client.submit(0, op, 0, [names, np.ones(10, np.float32)], round=round_))
+        assert not client.pull(0, other.object, (5,)).any()
     with pytest.raises(ValueError, match="'t' is a RowsSpec, expected a DenseSpec"):
         ask(Op.READ, rows, 0, 2)
     with pytest.raises(ValueError, match="'w' is a DenseSpec, expected a RowsSpec"):
@@ -116,31 +119,20 @@ def test_invalid_parts(stack: ExitStack, server: Server) -> None:
     assert not client.pull(0, number, (SIZE,)).any()
 
 
-def test_incomplete_pushes_are_forgotten() -> None:
-    pushes = PartialPushes()
-    steps = iter(range(1, 100_000))
-    for client in range(5000):
-        assert pushes.step_of((bytes([client % 256]), client), 2, lambda: next(steps)) == client + 1
-    assert len(pushes._pushes) == 4096
-    assert pushes.step_of((bytes([4999 % 256]), 4999), 2, lambda: next(steps)) == 5000
-    assert len(pushes._pushes) == 4095
-
-
 def test_a_part_of_a_variable() -> None:
     alone = _core.DenseVariable(np.arange(40_000, dtype=np.float32), ADAM.make())
     whole = _core.DenseVariable(np.arange(40_000, dtype=np.float32), ADAM.make())
     gradient = np.random.default_rng(1).standard_normal(40_000, np.float32)
     push_all(whole, gradient)
-    step = alone.begin_step()
-    for begin, end in ((30_000, 40_000), (0, 7), (7, 30_000)):
-        alone.push_part(gradient[begin:end], begin, step)
+    for begin, end in ((32_768, 40_000), (0, 16_384), (16_384, 32_768)):
+        alone.push(begin, gradient[begin:end])
     assert (alone.step, whole.step) == (1, 1)
     expected, part = np.empty(40_000, np.float32), np.empty(20_000, np.float32)
-    whole.pull_part(expected, 0)
-    alone.pull_part(part, 15_000)
+    whole.pull(0, expected)
+    alone.pull(15_000, part)
     np.testing.assert_array_equal(part, expected[15_000:35_000])
     for begin in (20_001, 40_001, 2**64 - 1):
         with pytest.raises(IndexError, match=f"20000 elements from {begin} on"):
-            alone.pull_part(part, begin)
+            alone.pull(begin, part)
         with pytest.raises(IndexError, match="the variable has 40000"):
-            alone.push_part(part, begin, step)
+            alone.push(begin, part)

@@ -449,5 +449,5 @@ def test_concurrent_pushes_are_all_applied() -> None:
     assert table.step == variable.step == 400
     assert pulled(table, np.arange(300)).sum() == -4 * 100 * 64 * 4
     out = np.empty(40_000, np.float32)
-    variable.pull_part(out, 0)
+    variable.pull(0, out)
     assert (out == -400).all()

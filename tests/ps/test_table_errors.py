@@ -108,12 +108,14 @@ def test_wrong_calls_change_nothing(
 
 def test_wrong_calls_of_dense_variables() -> None:
     variable = _core.DenseVariable(ROWS, _core.UpdateRule("Adam"))
-    with pytest.raises(ValueError, match="must hold 6 elements, got 3"):
-        variable.assign(ROWS[0].copy())
+    with pytest.raises(IndexError, match="holds 6 elements from 1 on, the variable has 6"):
+        variable.assign(1, ROWS)
     with pytest.raises(ValueError, match="slots must hold 12 elements, got 6"):
-        variable.assign(ROWS, ROWS)
+        variable.assign(0, ROWS, ROWS)
     with pytest.raises(ValueError, match="lr must be"):
-        variable.push_part(ROWS, 0, 1, lr=float("inf"))
+        variable.push(0, ROWS, lr=float("inf"))
+    with pytest.raises(ValueError, match="begins at a multiple of 16384 elements, got 3"):
+        variable.push(3, ROWS[1].copy())
     with pytest.raises(ValueError, match="RowWiseAdagrad updates rows of tables, not dense"):
         _core.DenseVariable(ROWS, _core.UpdateRule("RowWiseAdagrad"))
     assert variable.step == 0

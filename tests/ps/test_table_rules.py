@@ -97,7 +97,7 @@ def test_dense_steps_are_those_of_torch(name: str, given: Given) -> None:
         parameter.grad = torch.from_numpy(gradient)
         optimizer.step()
         push_all(variable, gradient)
-        variable.pull_part(out, 0)
+        variable.pull(0, out)
         np.testing.assert_allclose(out, parameter.detach().numpy(), rtol=1e-6, atol=1e-6)
     assert variable.step == 20
 
@@ -116,9 +116,9 @@ def test_a_large_variable_is_as_its_parts(name: str) -> None:
         for part, piece in zip(parts, np.split(gradient, cuts), strict=True):
             push_all(part, piece)
     out, expected = np.empty_like(initial), np.empty_like(initial)
-    whole.pull_part(out, 0)
+    whole.pull(0, out)
     for part, piece in zip(parts, np.split(expected, cuts), strict=True):
-        part.pull_part(piece, 0)
+        part.pull(0, piece)
     np.testing.assert_array_equal(out, expected)
 
 
@@ -137,7 +137,7 @@ def test_a_step_on_all_rows_is_a_dense_step(name: str, given: Given) -> None:
         push_all(variable, gradient, lr=0.1 / (step + 1))
         order = rng.permutation(9)
         table.push(order, gradient[order], lr=0.1 / (step + 1))
-        variable.pull_part(out, 0)
+        variable.pull(0, out)
         np.testing.assert_allclose(pulled(table, np.arange(9)), out, rtol=1e-6, atol=1e-6)
 
 

@@ -30,7 +30,7 @@ def push_all(
     variable: _core.DenseVariable, gradient: npt.NDArray[Any], lr: float | None = None
 ) -> None:
     """Make a step of a whole dense variable."""
-    variable.push_part(gradient, 0, variable.begin_step(), lr)
+    variable.push(0, gradient, lr)
 
 
 def slots_of(table: _core.RowTable, ids: Any) -> Floats:

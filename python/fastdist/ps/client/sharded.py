@@ -135,7 +135,8 @@ class ShardedVariable:
 
     def begin_assign(self, value: Any) -> Pending[None]:
         """Set the value, without waiting."""
-        return _begin_assign(self._client, self._split(self._to_array(value)))
+        items = self._split(self._to_array(value))
+        return _begin_assign(self._client, [part for item in items for part in item.cut()])
 
     def _output(self, out: Array | None) -> Array:
         """Return `out` after checking it, or a new array."""

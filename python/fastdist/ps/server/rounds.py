@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fastdist.ps.wire.batches import Place
 from fastdist.ps.wire.frames import Array
 
 OPEN, APPLIED, DISCARDED = "open", "applied", "discarded"
@@ -20,9 +21,7 @@ _ENTRY_BYTES = 512  # overhead of a staged gradient
 # Smaller frames share memory with others that were received together, and would keep all of it.
 _SHARED_BYTES = 8192
 
-# For a dense variable: the first element of a range, and the range's gradient. For a table: ids
-# and gradients.
-Gradient = tuple[Any, Array]
+Gradient = tuple[Place, Array]
 
 
 @dataclass(slots=True)
@@ -58,18 +57,22 @@ class StagedUpdate:
     staged: list[Gradient]
     scale: np.float32
 
-    def rows(self) -> tuple[Array, Array]:
-        """Return ids and gradients for a table; ids may repeat."""
-        ids, gradients = zip(*self.staged, strict=True)
-        return _concatenate(ids), self._scaled(_concatenate(gradients))
-
-    def parts(self) -> Iterator[tuple[int, Array]]:
-        """Yield the first element and the gradient of each range of a dense variable."""
-        parts: dict[int, Array] = {}
-        for begin, gradient in self.staged:
-            known = parts.get(begin)
-            parts[begin] = gradient if known is None else known + gradient
-        return ((begin, self._scaled(gradient)) for begin, gradient in parts.items())
+    def gradients(self) -> Iterator[Gradient]:
+        """Yield what to push, as one step: all ids of a table, or each range of a variable."""
+        ids: list[Array] = []
+        rows: list[Array] = []
+        ranges: dict[int, Array] = {}
+        for at, gradient in self.staged:
+            if isinstance(at, int):
+                known = ranges.get(at)
+                ranges[at] = gradient if known is None else known + gradient
+            else:
+                ids.append(at)
+                rows.append(gradient)
+        if ids:
+            yield _concatenate(ids), self._scaled(_concatenate(rows))
+        for begin, gradient in ranges.items():
+            yield begin, self._scaled(gradient)
 
     def _scaled(self, gradient: Array) -> Array:
         return gradient if self.scale == 1 else gradient * self.scale

@@ -24,7 +24,7 @@ from fastdist.ps.wire.batches import (
     PART_SIZE,
     Entry,
     Kinds,
-    PartialPushes,
+    Place,
     extents_of,
     pack_steps,
     padded,
@@ -47,7 +47,7 @@ from fastdist.ps.wire.protocol import (
     status_of,
 )
 from fastdist.ps.wire.snapshot import Part, require_checksums, restore, save
-from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
+from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json
 
 _MAX_LR = float(np.finfo(np.float32).max)
 
@@ -65,7 +65,6 @@ class Service:
         self._max_staged_bytes = max_staged_bytes
         self._rounds = Rounds(max_staged_bytes)
         self._deduplicator = Deduplicator()
-        self._partial_pushes = PartialPushes()
         self._staleness = Staleness()
         self._counts = {"requests": 0, "repeated": 0, "malformed": 0}
         self._nonfinite: dict[int, int] = {}
@@ -165,7 +164,7 @@ class Service:
 
     def _read_values(self, header: Header, names: memoryview, buffers: SendBuffers) -> Array:
         """Return steps, then values: values may be newer than their steps, never older."""
-        entries, ids = unpack_names(names)
+        entries, places = unpack_names(names)
         found = self._registry.of_message(entries, PART_SIZE)
         kinds = _kinds(found, entries)
         steps = pack_steps([stored.step for _, stored in found])
@@ -173,14 +172,10 @@ class Service:
         reply = buffers.take(len(steps) + size, header.client)
         reply[: len(steps)] = np.frombuffer(steps, np.uint8)
         body = reply[len(steps) :]
-        for entry, (_, stored), own, extent, (shape, wire) in zip(
-            entries, found, ids, extents, kinds, strict=True
+        for (_, stored), at, extent, (shape, wire) in zip(
+            found, places, extents, kinds, strict=True
         ):
-            if entry.begin == IDS:
-                read = partial(stored.pull, own)
-            else:
-                read = partial(stored.pull_part, begin=entry.begin)
-            _fill(body[extent], shape, wire, read)
+            _fill(body[extent], shape, wire, partial(stored.pull, at))
             body[extent.stop : padded(extent.stop)] = 0  # of an earlier reply
         return reply
 
@@ -211,21 +206,15 @@ class Service:
 
     def _change_values(self, op: Op, header: Header, names: memoryview, frame: memoryview) -> bytes:
         """Validate the whole message before anything changes."""
-        entries, ids = unpack_names(names)
+        entries, places = unpack_names(names)
         found = self._registry.of_message(entries, math.inf)
         values = list(unpack_values(frame, _kinds(found, entries, is_plain=op is Op.ASSIGN)))
-        if len(found) > 1:  # a table alone checks its own
-            for (spec, _), own in zip(found, ids, strict=True):
-                _check_ids(spec, own)
+        if len(found) > 1 or header.round:  # one alone checks its own place when it is changed
+            for (spec, _), at in zip(found, places, strict=True):
+                _check_place(spec, at)
         if op is Op.ASSIGN:
-            for entry, (spec, _) in zip(entries, found, strict=True):
-                if isinstance(spec, DenseSpec) and entry.size != spec.size:
-                    raise ValueError(f"{spec.name!r}: {entry.size} of {spec.size} elements to set")
-            for entry, (_, stored), own, value in zip(entries, found, ids, values, strict=True):
-                if entry.begin == IDS:
-                    stored.assign(own, value)
-                else:
-                    stored.assign(value)
+            for (_, stored), at, value in zip(found, places, values, strict=True):
+                stored.assign(at, value)
             return b""
         for entry, (spec, _), gradient in zip(entries, found, values, strict=True):
             _check_lr(_lr(entry.lr))
@@ -234,24 +223,13 @@ class Service:
             if entry.begin in (0, IDS):  # once for all parts
                 self._staleness.count(stored.step, entry.step)
         if header.round:
-            staged = zip(entries, ids, values, strict=True)
-            gradients = [(e.object, part) for e, *rest in staged for part in _parts(e, *rest)]
+            staged = zip(entries, places, values, strict=True)
+            gradients = [(e.object, part) for e, at, own in staged for part in _parts(at, own)]
             self._rounds.stage(header.round, gradients)
             return b""
-        for entry, (spec, stored), own, gradient in zip(entries, found, ids, values, strict=True):
-            if isinstance(spec, RowsSpec):
-                stored.push(own, gradient, _lr(entry.lr))
-            else:
-                step = self._step_of(header, entry, spec, stored)
-                stored.push_part(gradient, entry.begin, step, _lr(entry.lr))
+        for entry, (_, stored), at, gradient in zip(entries, found, places, values, strict=True):
+            stored.push(at, gradient, _lr(entry.lr))
         return b""
-
-    def _step_of(self, header: Header, entry: Entry, spec: DenseSpec, stored: Any) -> int:
-        """Return the step of a push; parts of it have consecutive request numbers."""
-        if entry.size == spec.size:
-            return int(stored.begin_step())
-        push = (header.client, header.number - entry.begin // PART_SIZE)
-        return self._partial_pushes.step_of(push, -(-spec.size // PART_SIZE), stored.begin_step)
 
     def _check_finite(self, number: int, spec: Spec, gradient: Array) -> None:
         """Count NaN and infinities in a gradient; reject it if its spec says so."""
@@ -281,13 +259,9 @@ class Service:
         state = DISCARDED
         try:
             for update in updates:
-                spec, stored = self._registry.find(update.number)
-                if isinstance(spec, RowsSpec):
-                    stored.push(*update.rows(), update.lr)
-                    continue
-                step = stored.begin_step()
-                for begin, gradient in update.parts():
-                    stored.push_part(gradient, begin, step, update.lr)
+                _, stored = self._registry.find(update.number)
+                for at, gradient in update.gradients():
+                    stored.push(at, gradient, update.lr)
             state = APPLIED
         finally:
             rounds.finish(header.round, state)
@@ -353,23 +327,21 @@ def _kinds(
     ]
 
 
-def _parts(entry: Entry, ids: Array, gradient: Array) -> Iterator[tuple[Any, Array]]:
+def _parts(at: Place, gradient: Array) -> Iterator[tuple[Place, Array]]:
     """Yield what a round keeps: ids and gradients, or the ranges that all clients cut alike."""
-    if entry.begin == IDS:
-        yield ids, gradient
+    if not isinstance(at, int):
+        yield at, gradient
         return
-    for begin in range(0, max(1, entry.size), PART_SIZE):
-        yield entry.begin + begin, gradient[begin : begin + PART_SIZE]
+    for begin in range(0, max(1, gradient.size), PART_SIZE):
+        yield at + begin, gradient[begin : begin + PART_SIZE]
 
 
-def _check_ids(spec: Spec, ids: Array) -> None:
-    if (
-        isinstance(spec, RowsSpec)
-        and spec.rows is not None
-        and ids.size
-        and int(ids.max()) >= spec.rows
-    ):
-        raise IndexError(f"{spec.name!r}: id {int(ids.max())}, the table has {spec.rows} rows")
+def _check_place(spec: Spec, at: Place) -> None:
+    if isinstance(at, int):
+        if at % PART_SIZE:
+            raise ValueError(f"{spec.name!r}: a range from {at} on, not a multiple of {PART_SIZE}")
+    elif isinstance(spec, RowsSpec) and spec.rows is not None and (at >= spec.rows).any():
+        raise IndexError(f"{spec.name!r}: id {int(at.max())}, the table has {spec.rows} rows")
 
 
 def _lr(sent: float) -> float | None:

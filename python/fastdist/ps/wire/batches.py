@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +25,8 @@ PART_SIZE = 1 << 19
 _COUNT = struct.Struct("<Q")
 _ENTRY = struct.Struct("<QQfIQ")
 IDS = 2**64 - 1
-_MAX_PARTIAL = 4096
 
+Place = Array | int  # ids in a table, or the first element of a range of a dense variable
 Kinds = Sequence[tuple[Sequence[int], _core.WireFormat | None]]  # shapes and wire formats
 
 
@@ -56,8 +53,8 @@ def pack_names(entries: Sequence[Entry], ids: Sequence[memoryview]) -> bytes:
     return b"".join((_COUNT.pack(len(entries)), *(_ENTRY.pack(*e) for e in entries), *ids))
 
 
-def unpack_names(frame: memoryview) -> tuple[list[Entry], list[Array]]:
-    """Return the entries of such a frame, and the ids of each.
+def unpack_names(frame: memoryview) -> tuple[list[Entry], list[Place]]:
+    """Return the entries of such a frame, and the place of each.
 
     Raises:
         ValueError: the frame has another size than its entries say.
@@ -68,14 +65,17 @@ def unpack_names(frame: memoryview) -> tuple[list[Entry], list[Array]]:
         raise ValueError(f"{frame.nbytes} bytes for {count} entries of {_ENTRY.size} bytes")
     entries = [Entry(*entry) for entry in _ENTRY.iter_unpack(frame[_COUNT.size : end])]
     all_ids = decode_ids(frame[end:])
-    ids, begin = [], 0
+    places: list[Place] = []
+    used = 0
     for entry in entries:
-        end = begin + (entry.size if entry.begin == IDS else 0)
-        ids.append(all_ids[begin:end])
-        begin = end
-    if all_ids.size != begin:
-        raise ValueError(f"{all_ids.size} ids, the entries name {begin}")
-    return entries, ids
+        if entry.begin != IDS:
+            places.append(entry.begin)
+            continue
+        places.append(all_ids[used : used + entry.size])
+        used += entry.size
+    if all_ids.size != used:
+        raise ValueError(f"{all_ids.size} ids, the entries name {used}")
+    return entries, places
 
 
 def pack_steps(steps: Sequence[int]) -> bytes:
@@ -140,40 +140,3 @@ def extents_of(kinds: Kinds) -> tuple[list[slice], int]:
 def padded(nbytes: int) -> int:
     """Return where the next value in a frame begins."""
     return -(-nbytes // 4) * 4
-
-
-@dataclass(slots=True)
-class _PartialPush:
-    step: int
-    missing_parts: int
-
-
-class PartialPushes:
-    """Pushes of which only some parts have arrived. Thread-safe.
-
-    The oldest are forgotten over a limit, so that pushes which never complete use no memory; the
-    parts that arrived stay applied.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pushes: OrderedDict[tuple[bytes, int], _PartialPush] = OrderedDict()
-
-    def step_of(self, push: tuple[bytes, int], parts: int, begin: Callable[[], int]) -> int:
-        """Return the step that a part belongs to, before the part is applied.
-
-        Args:
-            push: the client, and the number of the first part's request.
-            parts: how many parts the push has.
-            begin: called for the part that arrives first; returns the new step.
-        """
-        with self._lock:
-            known = self._pushes.get(push)
-            if known is None:
-                known = self._pushes[push] = _PartialPush(begin(), parts)
-                while len(self._pushes) > _MAX_PARTIAL:
-                    self._pushes.popitem(last=False)
-            known.missing_parts -= 1
-            if known.missing_parts == 0:
-                self._pushes.pop(push, None)
-            return known.step

@@ -184,7 +184,7 @@ def _restore_dense(
         here = slice(begin - part.begin, end - part.begin)
         there = slice(begin - opened.part.begin, end - opened.part.begin)
         _read_dense(opened.file, there, values[here], slots[:, here])
-    stored.assign(values.reshape(spec.shape), slots.reshape(slots.shape[0], *spec.shape))
+    stored.assign(0, values, slots)
     stored.step = max((opened.step for opened in files), default=0)
     return rows
 

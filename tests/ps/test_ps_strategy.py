@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fastdist as fd
@@ -71,6 +72,76 @@ def test_large_variables_beside_small_ones(cluster: PsCluster, is_clipped: bool)
         train(other, other_optimizer, x)
     coordinator.join()
     same(model, other)
+
+
+@pytest.fixture
+def one_worker() -> Iterator[PsCluster]:
+    """One worker, whose next functions wait while it runs one."""
+    cluster = PsCluster(workers=1, servers=2)
+    yield cluster
+    cluster.close()
+
+
+def test_two_optimizers_in_turns(one_worker: PsCluster) -> None:
+    """A step brings the values of its own optimizer; the next function has those of both."""
+    strategy = one_worker.strategy()
+    coordinator = one_worker.coordinator(strategy)
+
+    def made() -> tuple[nn.Module, list[Any]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1, bias=False))
+        return model, [sgd(model[:2].parameters()), adagrad(model[2].parameters())]
+
+    def train(model: Any, optimizers: list[Any], which: list[int], x: torch.Tensor) -> list[float]:
+        losses = []
+        for number in which:
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizers[number].step()
+            losses.append(loss.item())
+        return losses
+
+    with strategy.scope():
+        model, optimizers = made()
+    other, other_optimizers = made()
+    values, expected = [], []
+    for number, which in enumerate(([0, 1], [1, 0, 1], [0], [1], [1, 1], [0, 1], [0, 0])):
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(number))
+        values.append(coordinator.schedule(train, (model, optimizers, which, x)))
+        expected.append(train(other, other_optimizers, which, x))
+    coordinator.join()
+    for value, losses in zip(coordinator.fetch(values), expected, strict=True):
+        np.testing.assert_allclose(value, losses, rtol=1e-5)
+    same(model, other)
+
+
+def test_values_that_the_last_step_has_not_brought(one_worker: PsCluster, tmp_path: Path) -> None:
+    """The next function waits while one optimizer steps; it sees how others were changed."""
+    strategy = one_worker.strategy()
+    coordinator = one_worker.coordinator(strategy)
+    with strategy.scope():
+        models = [nn.Linear(2, 1, bias=False) for _ in range(2)]
+        optimizers = [sgd(model.parameters()) for model in models]
+    began, go_on = tmp_path / "began", tmp_path / "go_on"
+
+    def wait_for(path: Path) -> None:
+        while not path.exists():
+            time.sleep(0.05)
+
+    def step_of_one() -> None:
+        began.touch()
+        wait_for(go_on)
+        models[0](torch.ones(1, 2)).sum().backward()
+        optimizers[0].step()
+
+    coordinator.schedule(step_of_one)
+    wait_for(began)
+    strategy._models[0].sharded[1].assign(np.full((1, 2), 7.0))  # as another worker would
+    seen = coordinator.schedule(lambda: models[1].weight.tolist())
+    go_on.touch()
+    assert coordinator.fetch(seen) == [[7, 7]]
 
 
 def test_variables_are_placed_round_robin(cluster: PsCluster) -> None:

@@ -93,6 +93,56 @@ def test_one_message_for_each_server(client: Client, servers: list[Server]) -> N
     assert [server.stats()["staleness"] for server in servers] == [{"0": 4}, {"0": 4}]
 
 
+def test_a_change_brings_new_values(client: Client, servers: list[Server]) -> None:
+    variables = make(client)
+    pieces = RoundRobin(2, FixedShards(2)).place((9, 2), 4)
+    table = ShardedRows(client, RowsSpec("t", 2, SGD, rows=9), pieces)
+    before = [server.stats()["requests"] for server in servers]
+    changes = [variable.change(np.ones(variable.spec.shape)) for variable in variables[:3]]
+    lookups = [variable.lookup() for variable in variables[:5]] + [table.lookup([8])]
+    pulled = begin_pulls(client, lookups, joined([*changes, table.change([8], [[1, 2]])])).result()
+    assert [one.value.max(initial=-9) for one in pulled] == [-1, 0, 1, -9, 4, -1]
+    assert [
+        server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)
+    ] == [1, 1]
+    # Large values have messages of their own, which are answered after the change.
+    large = variables[6]
+    lookups = [large.lookup(), variables[0].lookup()]
+    pulled = begin_pulls(client, lookups, large.change(np.ones(large.spec.shape))).result()
+    assert (pulled[0].value == 5).all()
+    assert pulled[1].value == -1
+
+
+def test_a_repeated_change_brings_values_again(client: Client, servers: list[Server]) -> None:
+    (server, number, _), *_ = make(client)[1].parts()
+    values = np.empty(3, np.float32)
+    items = [Item(server, number, np.ones(2, np.float32))]
+    (ticket,) = client.begin_change(items, then_read=[Item(server, number, values[:2])])
+    client._send(ticket)
+    client.wait(ticket)
+    assert (client.pull(server, number, (2,)) == 0).all()
+    assert (values[:2] == 0).all()
+    assert servers[server].stats()["repeated"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ids", "error"), [([0, 9], IndexError), ([2**63], IndexError), (None, ValueError)]
+)
+def test_nothing_changes_where_the_values_cannot_be_read(
+    client: Client, ids: list[int] | None, error: type[Exception]
+) -> None:
+    table = client.create(0, RowsSpec("t", 2, SGD, rows=9))
+    ones = np.ones((1, 2), np.float32)
+    wanted = np.empty((len(ids or [0]), 2), np.float32)
+    where = None if ids is None else np.array(ids, np.uint64)
+    (ticket,) = client.begin_change(
+        [Item(0, table, ones, np.array([0]))], then_read=[Item(0, table, wanted, where)]
+    )
+    with pytest.raises(error):
+        client.wait(ticket)
+    assert (client.pull_rows(0, table, [0], 2) == 0).all()
+
+
 def test_many_values_take_several_messages(client: Client, servers: list[Server]) -> None:
     count = 2 * PART_SIZE // SMALL_SIZE + 1
     pieces = RoundRobin(1).place((SMALL_SIZE,), 4)

@@ -346,15 +346,15 @@ class Client:
 
     def begin_read(self, items: Sequence[Item]) -> list[Ticket]:
         """Request values, which the items hold once all tickets have been waited for."""
-        return [
-            self.submit(
-                group[0].server, Op.READ, 0, [names_of(group)], on_reply=partial(store, group)
-            )
-            for group in messages_of(items)
-        ]
+        return self.begin_change([], then_read=items)
 
     def begin_change(
-        self, items: Sequence[Item], round: int = 0, *, op: Op = Op.CHANGE
+        self,
+        items: Sequence[Item],
+        round: int = 0,
+        *,
+        op: Op = Op.CHANGE,
+        then_read: Sequence[Item] = (),
     ) -> list[Ticket]:
         """Send gradients. A server applies each message as a whole, or not at all.
 
@@ -362,11 +362,29 @@ class Client:
             items: the gradients, which must not change until all tickets have been waited for.
             round: see `submit`.
             op: ASSIGN sets values instead, which must be items without a wire.
+            then_read: values to read after the gradients are applied, in the same messages as
+                far as possible; the items hold them once all tickets have been waited for.
         """
-        return [
-            self.submit(group[0].server, op, 0, [names_of(group), values_of(group)], round=round)
-            for group in messages_of(items)
-        ]
+        changes = messages_of(items)
+        last = {group[0].server: group for group in changes}
+        first: dict[int, list[Item]] = {}
+        rest = []
+        for group in messages_of(then_read):
+            server = group[0].server
+            if server not in last or first.setdefault(server, group) is not group:
+                rest.append(group)
+        tickets = []
+        for group in changes:
+            server = group[0].server
+            frames, on_reply = [names_of(group), values_of(group)], None
+            if group is last[server] and server in first:
+                frames.append(names_of(first[server]))
+                on_reply = partial(store, first[server])
+            tickets.append(self.submit(server, op, 0, frames, round=round, on_reply=on_reply))
+        for group in rest:  # a server answers in the order in which messages come
+            server, on_reply = group[0].server, partial(store, group)
+            tickets.append(self.submit(server, Op.READ, 0, [names_of(group)], on_reply=on_reply))
+        return tickets
 
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
         """Return a dense variable's value: float32."""

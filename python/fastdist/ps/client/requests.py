@@ -62,8 +62,7 @@ class Ticket:
 class Pending(Generic[T]):
     """Requests in flight that make one result; for the client's thread.
 
-    Servers answer concurrent requests in any order: to pull a value that a push has changed, wait
-    for the push first. The arrays that were sent must not change until `result` has returned.
+    The arrays that were sent must not change until `result` has returned.
 
     Args:
         wait: `Client.wait` of the client that sent the requests.

@@ -304,15 +304,18 @@ class ShardedRows:
         )
 
 
-def begin_pulls(client: Client, lookups: Sequence[Lookup]) -> Pending[list[Pulled]]:
+def begin_pulls(
+    client: Client, lookups: Sequence[Lookup], changes: Sequence[Item] = ()
+) -> Pending[list[Pulled]]:
     """Request values of variables and rows of tables, without waiting.
 
     Args:
         client: this thread's client.
         lookups: of variables and tables of this client.
+        changes: gradients to apply before; see `begin_changes`.
     """
     items = [item for lookup in lookups for items in lookup.items for item in items]
-    tickets = client.begin_read(items)
+    tickets = client.begin_change(changes, then_read=items)
     return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in lookups])
 
 

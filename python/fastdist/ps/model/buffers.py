@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fastdist.ps.client.client import Client
+from fastdist.ps.client.items import Item
 from fastdist.ps.client.sharded import begin_changes
 from fastdist.ps.model.dense import ServedTensor
 from fastdist.training.frameworks import inner_modules, moving_averages
@@ -73,25 +74,29 @@ class ServedBuffers:
 
     def send_changed(self, size: int) -> None:
         """Send the changes of a function; `size` is the number of functions in its group."""
-        self._push(
-            [(served, self._fraction(served.tensor) / size) for served in self._changed()], 0
+        begin_changes(self._client, self.changes(1 / size)).result()
+
+    def changes(self, factor: float) -> list[Item]:
+        """Return what to send for the changes of a function, times `factor`."""
+        return self._changes(
+            [(served, self._fraction(served.tensor) * factor) for served in self._changed()]
         )
 
-    def stage_changed(self, round: int, weight: float) -> None:
-        """Send the changes of a function, times `weight`, to wait for the round's commit."""
-        self._push([(served, weight) for served in self._changed()], round)
+    def weighted_changes(self, weight: float) -> list[Item]:
+        """Return what to send for the changes of a function in a group that steps together."""
+        return self._changes([(served, weight) for served in self._changed()])
 
-    def _push(self, changed: Sequence[tuple[ServedTensor, float]], round: int) -> None:
+    def _changes(self, changed: Sequence[tuple[ServedTensor, float]]) -> list[Item]:
+        """Return what to send; values that are not finite are assigned now."""
         assigned = [served for served, _ in changed if not served.has_finite_change]
         for pending in [served.begin_assign() for served in assigned]:
             pending.result()
-        items = [
+        return [
             item
             for served, factor in changed
             if served not in assigned
             for item in served.difference(factor)
         ]
-        begin_changes(self._client, items, round).result()
 
     def _changed(self) -> Iterator[ServedTensor]:
         for name, served in self.all.items():

@@ -114,6 +114,13 @@ class ServedModel:
             if initialize and isinstance(module, TableLayer) and module.padding_idx is not None:
                 rows.assign([module.padding_idx], np.zeros((1, placement.spec.dim), np.float32))
 
+        owners = [_parameters_of(optimizer) for optimizer in self.bundle.optimizers]
+        owned = set[int]().union(*owners)
+        self._read_after = [
+            [served for key, served in self._parameters.items() if key in own or key not in owned]
+            for own in owners
+        ]
+
     @property
     def sharded(self) -> list[ShardedVariable | ShardedRows]:
         """All variables and tables on servers, in the order of their creation."""
@@ -128,13 +135,15 @@ class ServedModel:
 
     def begin_pull(self) -> None:
         """Request all parameters and live buffers, and prefetched rows; once until `end_pull`."""
-        if self._pulling is not None:
-            return
-        tensors = [*self._parameters.values(), *self.buffers.live_tensors()]
+        if self._pulling is None:
+            self._begin_pull([*self._parameters.values()], ())
+
+    def _begin_pull(self, parameters: Sequence[ServedTensor], changes: Sequence[Item]) -> None:
+        tensors = [*parameters, *self.buffers.live_tensors()]
         rows = [known for table in self._tables.values() for known in table.begin_reads()]
         lookups = [served.sharded.lookup(served.out()) for served in tensors]
         lookups += [known.lookup for known in rows]
-        self._pulling = [*tensors, *rows], begin_pulls(self._client, lookups)
+        self._pulling = [*tensors, *rows], begin_pulls(self._client, lookups, changes)
 
     def end_pull(self) -> None:
         """Wait for the pull, and store its values."""
@@ -206,15 +215,10 @@ class ServedModel:
         """True if servers reject gradients that are not finite."""
         return any(placement.spec.refuse_nonfinite for placement in self.bundle.placements)
 
-    def begin_push(
-        self,
-        gradients: Iterable[tuple[nn.Parameter, float | None]],
-        round: int,
-        weight: float = 1.0,
-    ) -> Pending[None]:
-        """Send the gradients of parameters times `weight`, with learning rates, without waiting."""
-        for served in self._tables.values():
-            served.expire_prefetched()
+    def changes(
+        self, gradients: Iterable[tuple[nn.Parameter, float | None]], weight: float = 1.0
+    ) -> list[Item]:
+        """Return what to send for gradients of parameters, times `weight`, with learning rates."""
         items: list[Item] = []
         for parameter, lr in gradients:
             table = self._tables.get(id(parameter))
@@ -224,7 +228,16 @@ class ServedModel:
                 gradient = _dense_gradient(parameter)
                 gradient = gradient if weight == 1.0 else gradient * np.float32(weight)
                 items += self._parameters[id(parameter)].change(gradient, lr)
-        return begin_changes(self._client, items, round)
+        return items
+
+    def stage(self, changes: Sequence[Item], round: int) -> None:
+        """Send changes, which wait for the round's commit."""
+        begin_changes(self._client, changes, round).result()
+
+    def exchange(self, optimizer: torch.optim.Optimizer, changes: Sequence[Item]) -> None:
+        """Apply changes, and take the new values of everything but other optimizers' parameters."""
+        self._begin_pull(self._read_after[self.bundle.optimizers.index(optimizer)], changes)
+        self.end_pull()
 
     def clear_gradients(self) -> None:
         """Drop all gradients, including those of earlier functions."""
@@ -331,6 +344,10 @@ class ServedModel:
         for table in self._tables.values():
             convert_weight(table)
         self._structure = structure_of(self.bundle.roots)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _dense_gradient(parameter: nn.Parameter) -> Array:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fastdist.errors import FastdistError
+from fastdist.ps.client.items import Item
 from fastdist.ps.coordinator.worker import CallContext, StepAborted
 from fastdist.ps.model.model import ServedModel
 from fastdist.replicas.context import ReplicaContext, state
@@ -34,7 +35,7 @@ class ServedSteps:
 
     Attributes:
         is_fresh: True if the model's values are recent enough for the next function: it was waiting
-            when the last step pulled them.
+            when the last step of each optimizer pulled them.
 
     Raises:
         ValueError: there are too many optimizers.
@@ -49,6 +50,7 @@ class ServedSteps:
         self._first = bundle.first_optimizer
         self._context: CallContext | None = None
         self._steps = [0] * len(bundle.optimizers)  # in this call
+        self._was_waiting = [False] * len(bundle.optimizers)  # the next function, at its step
         for number, optimizer in enumerate(bundle.optimizers):
             optimizer.__dict__["step"] = self._step_of(number, optimizer)
 
@@ -57,6 +59,7 @@ class ServedSteps:
         self._context = context
         self.is_fresh = False
         self._steps = [0] * len(self._steps)
+        self._was_waiting = [False] * len(self._steps)
         self._model.clear_gradients()
 
     def end(self) -> None:
@@ -93,15 +96,19 @@ class ServedSteps:
             )
         rates = self._model.served_by(optimizer)
         gradients = [(parameter, lr) for parameter, lr in rates if parameter.grad is not None]
+        changes: list[Item] = []
         try:
             if context.size > 1:
                 self._step_together(context, self._round(context, number), rates, weight)
             elif self._model.refuses_nonfinite:  # so that all servers apply the step, or none
                 round = self._round(context, number)
-                self._model.begin_push(gradients, round).result()
+                self._model.stage(self._model.changes(gradients), round)
                 self._model.commit(round, gradients, 1.0)
+                changes = self._model.buffers.changes(1.0)
             else:
-                self._model.begin_push(gradients, 0).result()
+                changes = self._model.changes(gradients) + self._model.buffers.changes(1.0)
+            self._was_waiting[number] = not context.is_last()
+            self._model.exchange(optimizer, changes)
         except (Exception, StepAborted):
             with contextlib.suppress(FastdistError):  # a server that is gone has dropped it
                 self._model.discard(self._round(context, number))
@@ -109,11 +116,7 @@ class ServedSteps:
         finally:
             self._steps[number] += 1  # some servers may have finished the round
         self._model.forget_rows(parameter for parameter, _ in rates)
-        if context.size == 1:
-            self._model.buffers.send_changed(1)
-        self.is_fresh = not context.is_last()
-        self._model.begin_pull()
-        self._model.end_pull()
+        self.is_fresh = all(self._was_waiting)
 
     def _step_together(
         self,
@@ -132,8 +135,9 @@ class ServedSteps:
                 gradients = [
                     (parameter, None) for parameter, _ in rates if parameter.grad is not None
                 ]
-                self._model.begin_push(gradients, round, weight).result()
-                self._model.buffers.stage_changed(round, weight)
+                changes = self._model.changes(gradients, weight)
+                changes += self._model.buffers.weighted_changes(weight)
+                self._model.stage(changes, round)
         except Exception as error:  # raised by all workers of the group
             failed = error
 

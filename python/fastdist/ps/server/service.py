@@ -50,6 +50,7 @@ from fastdist.ps.wire.snapshot import Part, require_checksums, restore, save
 from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json
 
 _MAX_LR = float(np.finfo(np.float32).max)
+_Wanted = tuple[Sequence[Any], Sequence[Place], Kinds]
 
 
 class Service:
@@ -124,13 +125,16 @@ class Service:
         try:
             if op not in APPLIED_ONCE:
                 return self._read(op, header, frames[1:], buffers)
+            wanted = self._wanted(frames[3], is_checked=True) if len(frames) > 3 else None
             progress = self._deduplicator.begin(header.client, header.number, header.floor)
             if progress is Progress.NEW:
-                progress = self._change(op, header, frames[1:])
+                progress = self._change(op, header, frames[1:3])
             else:
                 self._increment("repeated")
             if not isinstance(progress, bytes):
                 raise BusyError(f"{op.name} is being applied")
+            if wanted is not None:
+                return _reply(header), self._read_values(header, wanted, buffers)
             return _reply(header), progress or None
         except Exception as error:
             return _reply(header, status_of(error)), (str(error) or repr(error)).encode()
@@ -145,7 +149,7 @@ class Service:
         self, op: Op, header: Header, frames: Sequence[memoryview], buffers: SendBuffers
     ) -> tuple[Header, Any]:
         if op is Op.READ:
-            return _reply(header), self._read_values(header, frames[0], buffers)
+            return _reply(header), self._read_values(header, self._wanted(frames[0]), buffers)
         answer: Any
         if op is Op.HELLO:
             objects = [json.loads(to_json(spec)) for _, spec, _ in self._registry.all()]
@@ -162,19 +166,25 @@ class Service:
             answer = {}
         return _reply(header), json.dumps(answer).encode()
 
-    def _read_values(self, header: Header, names: memoryview, buffers: SendBuffers) -> Array:
-        """Return steps, then values: values may be newer than their steps, never older."""
+    def _wanted(self, names: memoryview, *, is_checked: bool = False) -> _Wanted:
+        """Return what a message reads: the objects, the places in them, and the values' kinds."""
         entries, places = unpack_names(names)
         found = self._registry.of_message(entries, PART_SIZE)
-        kinds = _kinds(found, entries)
-        steps = pack_steps([stored.step for _, stored in found])
+        if is_checked:  # otherwise each object checks its own place when it is read
+            for (spec, _), at in zip(found, places, strict=True):
+                _check_place(spec, at)
+        return [stored for _, stored in found], places, _kinds(found, entries)
+
+    @staticmethod
+    def _read_values(header: Header, wanted: _Wanted, buffers: SendBuffers) -> Array:
+        """Return steps, then values: values may be newer than their steps, never older."""
+        found, places, kinds = wanted
+        steps = pack_steps([stored.step for stored in found])
         extents, size = extents_of(kinds)
         reply = buffers.take(len(steps) + size, header.client)
         reply[: len(steps)] = np.frombuffer(steps, np.uint8)
         body = reply[len(steps) :]
-        for (_, stored), at, extent, (shape, wire) in zip(
-            found, places, extents, kinds, strict=True
-        ):
+        for stored, at, extent, (shape, wire) in zip(found, places, extents, kinds, strict=True):
             _fill(body[extent], shape, wire, partial(stored.pull, at))
             body[extent.stop : padded(extent.stop)] = 0  # of an earlier reply
         return reply

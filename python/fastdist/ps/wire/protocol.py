@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 8
+VERSION = 9
 MAX_META_BYTES = 64 << 10
 MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
 MAX_FRAME_BYTES = 2**31 - 1
@@ -29,7 +29,7 @@ class Op(enum.IntEnum):
     HELLO = 1  # none
     CREATE = 2  # a spec, and a dense variable's initial value
     READ = 3  # entries and ids
-    CHANGE = 4  # entries and ids; gradients
+    CHANGE = 4  # entries and ids; gradients; entries and ids to read afterwards, if any
     ASSIGN = 5  # entries and ids; values
     STATS = 6  # none
     SAVE = 7  # JSON: part, common beginning of the files' paths
@@ -44,7 +44,7 @@ FRAMES = {
     Op.HELLO: (0,),
     Op.CREATE: (1, 2),
     Op.READ: (1,),
-    Op.CHANGE: (2,),
+    Op.CHANGE: (2, 3),
     Op.ASSIGN: (2,),
     Op.STATS: (0,),
     Op.SAVE: (1,),

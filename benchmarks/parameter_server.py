@@ -1,6 +1,6 @@
 """Measures a parameter server, side by side with torch's rpc and TensorFlow, on one machine.
 
-    python benchmarks/parameter_server.py [--rpc-over-tcp] [--tensorflow PYTHON]
+    python benchmarks/parameter_server.py [--encrypted] [--rpc-over-tcp] [--tensorflow PYTHON]
                                           [--hashed-rows 20000000] [--json]
 
 One worker and one server. A request names 4096 new random rows of 64 float32; an update sends
@@ -13,10 +13,12 @@ worker does in each step. The ratio is to the faster peer.
 TensorFlow runs in a Python environment of its own (parameter_server_tensorflow.py), given by
 --tensorflow:
 
-    python -m venv tf && tf/bin/pip install tensorflow-cpu==2.20.0
+    python -m venv tf && tf/bin/pip install tensorflow-cpu==2.21.0
 
-By default, rpc moves tensors between processes of one machine through shared memory;
---rpc-over-tcp makes rpc use TCP as fastdist does, and as both do between machines.
+fastdist's requests go over a socket in a private folder, as in a job of `fastdist run` on one
+machine; with --encrypted by TCP with keys, as in jobs on several machines. TensorFlow uses TCP
+without encryption. rpc moves tensors between processes of one machine through shared memory;
+--rpc-over-tcp makes it use TCP, as between machines.
 """
 
 from __future__ import annotations
@@ -34,19 +36,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from fastdist.cli.bench.machine import machine_facts
-from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, Keys, RowsSpec, RuleSpec, Server
 from fastdist.ps.wire.protocol import Op
 from torch.distributed import rpc
 
 BATCH, DIM = 4096, 64
 AT_ONCE = 4
 DENSE = 25_000_000  # elements: 100 MB
-TENSORFLOW_COMES_BY = "python -m venv tf && tf/bin/pip install tensorflow-cpu==2.20.0"
+TENSORFLOW_COMES_BY = "python -m venv tf && tf/bin/pip install tensorflow-cpu==2.21.0"
 TENSORFLOW_HAS = (
     "lookups",
     "lookups, 4 at once",
@@ -61,8 +64,8 @@ spawn = multiprocessing.get_context("spawn")
 # --- servers, each in a process of its own --------------------------------------------------------
 
 
-def serve(pipe: Any) -> None:
-    with Server() as server:
+def serve(pipe: Any, address: str, keys: Keys | None) -> None:
+    with Server(address, keys=keys) as server:
         pipe.send(server.address)
         pipe.recv()
 
@@ -103,14 +106,17 @@ def serve_rpc(port: int, over_tcp: bool) -> None:
 
 
 @contextmanager
-def fastdist_server() -> Iterator[Client]:
+def fastdist_server(*, is_encrypted: bool) -> Iterator[Client]:
     ours, theirs = spawn.Pipe()
-    process = spawn.Process(target=serve, args=(theirs,))
-    process.start()
-    with Client([ours.recv()], timeout_s=120, retry_s=60) as client:
-        yield client
-    ours.send(None)
-    process.join()
+    with TemporaryDirectory() as folder:
+        keys = Keys.make() if is_encrypted else None
+        address = "tcp://127.0.0.1:*" if is_encrypted else f"ipc://{folder}/server"
+        process = spawn.Process(target=serve, args=(theirs, address, keys))
+        process.start()
+        with Client([ours.recv()], keys=keys, timeout_s=120, retry_s=60) as client:
+            yield client
+        ours.send(None)
+        process.join()
 
 
 @contextmanager
@@ -367,6 +373,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--hashed-rows", type=int, default=20_000_000)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--encrypted", action="store_true")
     parser.add_argument("--rpc-over-tcp", action="store_true")
     parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow")
     parser.add_argument("--json", action="store_true")
@@ -386,16 +393,21 @@ def main() -> None:
             work.measure(rounds, requests)
             rows.append(work.row())
 
-    with fastdist_server() as client, rpc_server(options.rpc_over_tcp):
+    with (
+        fastdist_server(is_encrypted=options.encrypted) as client,
+        rpc_server(options.rpc_over_tcp),
+    ):
         measure(rows_work(client, options.rows, rng), options.rounds, 40)
         measure(dense_work(client, rng), options.rounds // 2, 3)
         measure(hashed_work(client, options.hashed_rows, rng), options.rounds, 40)
     if tensorflow is not None:
         tensorflow.close()
+    link = "TCP, encrypted" if options.encrypted else "a socket in a private folder"
     if options.json:
         facts = machine_facts() | {"tensorflow": tensorflow.version if tensorflow else None}
-        print(json.dumps({"machine": facts, "rows": rows}, indent=1))
+        print(json.dumps({"machine": facts, "fastdist by": link, "rows": rows}, indent=1))
         return
+    print(f"fastdist by {link}")
     for row in rows:
         unit = 1e9 if "dense" in row["what"] else 1e6
         name = "GB/s" if "dense" in row["what"] else "M rows/s"

@@ -503,6 +503,7 @@ NAMED = "comm = fd.init(rank=int(sys.argv[1]), world_size=2, address=sys.argv[2]
 
 
 def test_ranks_that_a_program_names() -> None:
+    pytest.importorskip("torch")  # for the strategies
     with reserved_ports(1) as (port,):
         code = PREAMBLE + NAMED + "print(comm.all_reduce(np.array([comm.rank + 1]))[0], end=' ')\n"
         code += "print(fd.MirroredStrategy().num_replicas_in_sync, end=' ')\n"

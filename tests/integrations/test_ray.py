@@ -48,7 +48,7 @@ def add_up(summand: float) -> tuple[int, float, str]:
     return comm.rank, float(total[0]), ray.get_runtime_context().get_node_id()
 
 
-@pytest.mark.parametrize(("placement", "ranks"), [("PACK", 4), ("SPREAD", 2)])
+@pytest.mark.parametrize(("placement", "ranks"), [("PACK", 4), ("STRICT_SPREAD", 2)])
 def test_ranks(placement: str, ranks: int) -> None:
     found = on_ray.run(add_up, ranks=ranks, args=(1.0,), placement=placement)
     total = ranks * (ranks + 1) / 2

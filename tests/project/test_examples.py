@@ -189,7 +189,7 @@ def test_keras_examples_resume(tmp_path: Path) -> None:
         assert len(right) == 1
     assert "Epoch 2/12" not in printed
     assert float(right[0]) > 90
-    printed = launched.forked.ranks("examples/keras_custom_step.py", "--epochs", "10", count=2)
+    printed = launched.ranks("examples/keras_custom_step.py", "--epochs", "10", count=2)
     error = re.findall(r"mean squared error on held-out digits: ([\d.]+)", printed)
     assert len(error) == 1
     assert float(error[0]) < 0.12

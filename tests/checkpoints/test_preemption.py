@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from example_jobs import Start
 from launched import Launcher, finish, wait_until
 
 STEPS = 40
@@ -103,30 +104,33 @@ class Job:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The parameters of a job that nobody has disturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
+    return train_undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)
+
+
+def train_undisturbed(folder: Path, ranks: int) -> str:
+    """Train in forks; return the result."""
     (folder / "train.py").write_text(TRAIN)
-    run = [sys.executable, "-m", "fastdist", "run", "-n", "2"]
-    subprocess.run([*run, "train.py", folder, "0", "sync"], cwd=folder, check=True)
+    Start(True, 0).ranks(str(folder / "train.py"), str(folder), "0", "sync", count=ranks)
     return (folder / "result").read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_told_rank_makes_all_save_and_the_launcher_restarts(
-    launcher: Launcher, tmp_path: Path, undisturbed: str, rank: int
+    launcher: Launcher, tmp_path: Path, undisturbed: str
 ) -> None:
     job = Job(launcher, tmp_path / "job")
-    process = job.start("--max-restarts", 1, pause_s=0.02)
-    wait_until(lambda: job.step >= 7)
-    job.signal(rank, signal.SIGTERM)
+    process = job.start("--max-restarts", 2, pause_s=0.02)
+    for rank, step in ((0, 7), (1, 22)):
+        wait_until(lambda step=step: job.step >= step)
+        job.signal(rank, signal.SIGTERM)
     done = finish(process)
     assert done.returncode == 0, done.stderr
     begins = [int(number) for number in re.findall(rb"begins at (\d+)", done.stdout)]
     assert begins[0] == 0
-    assert begins[1] >= 7
-    assert begins[1] % 5 != 0 or begins[1] > 7
-    assert b"asks to be started again: exit code 75" in done.stderr
-    assert b"fastdist run: restarting all ranks (restart 1 of 1)" in done.stderr
+    assert 7 <= begins[1] < 22 <= begins[2]
+    assert done.stderr.count(b"asks to be started again: exit code 75") == 2
+    for restart in (b"1", b"2"):
+        assert b"fastdist run: restarting all ranks (restart " + restart + b" of 2)" in done.stderr
     assert job.result == undisturbed
 
 

@@ -19,7 +19,7 @@ from fastdist.cluster.ports import reserved_ports  # noqa: E402
 from fastdist.collectives.engines.agent_round import agree_on_name  # noqa: E402
 from fastdist.errors import ClusterConfigError  # noqa: E402
 from launched import wait_until  # noqa: E402
-from test_preemption import TRAIN  # noqa: E402
+from test_preemption import TRAIN, train_undisturbed  # noqa: E402
 
 # With an address, since torchrun looks up the host's name again and again.
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
@@ -27,16 +27,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.
 
 @pytest.mark.slow
 def test_a_lost_rank_is_restarted_and_training_ends_as_if_undisturbed(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
     undisturbed, lost = tmp_path / "undisturbed", tmp_path / "lost"
-
-    def command(folder: Path, pause_s: float) -> list[str]:
-        folder.mkdir()
-        options = ["--standalone", "--nnodes", "1", "--nproc-per-node", "3", "--max-restarts", "2"]
-        return [*TORCHRUN, *options, str(tmp_path / "train.py"), str(folder), str(pause_s), "sync"]
-
-    subprocess.run(command(undisturbed, 0.0), check=True, timeout=120)
-    with subprocess.Popen(command(lost, 0.02), stdout=subprocess.PIPE, text=True) as job:
+    undisturbed.mkdir()
+    lost.mkdir()
+    expected = train_undisturbed(undisturbed, 3)
+    (lost / "train.py").write_text(TRAIN)
+    options = ["--standalone", "--nnodes", "1", "--nproc-per-node", "3", "--max-restarts", "2"]
+    command = [*TORCHRUN, *options, str(lost / "train.py"), str(lost), "0.02", "sync"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
         try:
             step = lost / "step0"
             wait_until(lambda: step.exists() and int(step.read_text() or 0) >= 7, 60)
@@ -46,7 +44,7 @@ def test_a_lost_rank_is_restarted_and_training_ends_as_if_undisturbed(tmp_path: 
             job.kill()
     assert job.returncode == 0
     assert said.split("\n")[:2] == ["begins at 0", "begins at 5"]
-    assert (lost / "result").read_text() == (undisturbed / "result").read_text()
+    assert (lost / "result").read_text() == expected
 
 
 # Works until a file is there that says which step is the last; notes ranks that have connected.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from paths import ROOT
 
 ray = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -18,15 +21,19 @@ from fastdist.integrations import ray as on_ray  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[str]:
+    """The address of the cluster."""
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    head: dict[str, Any] = {"num_cpus": 3, "include_dashboard": False}
+    # Workers that start in advance lack the runtime environment and are not used.
+    head["_system_config"] = {"prestart_worker_first_driver": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
     try:
         made.add_node(num_cpus=3)
         environment = {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
         ray.init(address=made.address, log_to_driver=False, runtime_env=environment)
-        yield
+        yield made.address
     finally:
         ray.shutdown()
         made.shutdown()
@@ -41,10 +48,11 @@ def add_up(summand: float) -> tuple[int, float, str]:
     return comm.rank, float(total[0]), ray.get_runtime_context().get_node_id()
 
 
-@pytest.mark.parametrize("placement", ["PACK", "SPREAD"])
-def test_ranks(placement: str) -> None:
-    found = on_ray.run(add_up, ranks=4, args=(1.0,), placement=placement)
-    assert [result[:2] for result in found] == [(rank, 10.0) for rank in range(4)]
+@pytest.mark.parametrize(("placement", "ranks"), [("PACK", 4), ("STRICT_SPREAD", 2)])
+def test_ranks(placement: str, ranks: int) -> None:
+    found = on_ray.run(add_up, ranks=ranks, args=(1.0,), placement=placement)
+    total = ranks * (ranks + 1) / 2
+    assert [result[:2] for result in found] == [(rank, total) for rank in range(ranks)]
     assert len({node for _, _, node in found}) == 2
 
 
@@ -154,4 +162,15 @@ def train_on_servers() -> Any:
 
 def test_parameter_servers() -> None:
     pytest.importorskip("zmq")
-    assert on_ray.run(train_on_servers, workers=2, ps=2) == ([0, 1, 2, 3], [[-6.0, -6.0]])
+    assert on_ray.run(train_on_servers, workers=2, ps=1) == ([0, 1, 2, 3], [[-6.0, -6.0]])
+
+
+def test_digits(cluster: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / "cluster" / "ray_digits.py")]
+    environ = os.environ | {"RAY_ADDRESS": cluster}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    ranks, _, _, loss, _, accuracy = done.stdout.split()  # "2 ranks  loss 0.2  accuracy 1.0"
+    assert ranks == "2"
+    assert float(loss) < 0.3
+    assert float(accuracy) > 0.9

@@ -117,16 +117,3 @@ def test_trainjob_manifest() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models")
     (document,) = documents("trainjob.yaml")
     assert models.TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document
-
-
-@pytest.mark.slow
-@pytest.mark.xdist_group("test_ray")  # which has a cluster of its own
-def test_ray_digits() -> None:
-    pytest.importorskip("ray")
-    command = [sys.executable, str(CLUSTER / "ray_digits.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stderr
-    ranks, _, _, loss, _, accuracy = done.stdout.split()  # "2 ranks  loss 0.2  accuracy 1.0"
-    assert ranks == "2"
-    assert float(loss) < 0.3
-    assert float(accuracy) > 0.9

@@ -38,7 +38,7 @@ def run_digits(start: Start, ranks: int, weights: Path) -> tuple[float, dict[str
 def test_digits_all_reduce_gives_the_same_on_any_number_of_ranks(
     start: Start, tmp_path: Path
 ) -> None:
-    alone_accuracy, alone = run_digits(start, 1, tmp_path / "1.pt")
+    alone_accuracy, alone = run_digits(start.forked, 1, tmp_path / "1.pt")
     assert alone_accuracy > (85 if start.is_forked else 95)
     for ranks in (2, 3) if start.is_forked else (2,):
         accuracy, weights = run_digits(start, ranks, tmp_path / f"{ranks}.pt")
@@ -81,13 +81,13 @@ DEVICES = ("--devices", "cpu:0", "cpu:1")
 def test_same_on_every_strategy(
     start: Start, script: str, ranks: int, self_started: tuple[str, ...]
 ) -> None:
-    """Forked ranks of a launcher train as one device does; launched ones, as the replicas that a
-    program starts itself."""
+    """Forked ranks of a launcher train as one device does, and as the replicas that a program
+    starts itself."""
     path = f"examples/{script}.py"
     options = ("--strategy", "one_device") if start.is_forked else self_started
     loss, accuracy, _ = run_example(start, path, *options)
     assert accuracy > least_accuracy(start)
-    same_loss, same_accuracy, _ = run_example(start, path, ranks=ranks if start.is_forked else 2)
+    same_loss, same_accuracy, _ = run_example(start.forked, path, ranks=ranks)
     assert same_loss == pytest.approx(loss, abs=2e-4)
     assert same_accuracy == pytest.approx(accuracy, abs=0.003)
 
@@ -104,7 +104,7 @@ def test_central_storage_keeps_one_copy() -> None:
 def test_multi_worker_by_tf_config(start: Start, tmp_path: Path) -> None:
     script, path = "examples/multi_worker.py", tmp_path / "weights.pt"
     options = ("--strategy", "one_device", "--save", str(path))
-    loss, accuracy, _ = run_example(start, script, *options)
+    loss, accuracy, _ = run_example(start.forked, script, *options)
     assert accuracy > least_accuracy(start)
     weights = torch.load(path)
     by_launcher, _, printed = run_example(start, script, "--save", str(path), ranks=2)
@@ -135,7 +135,8 @@ def test_word_vectors_in_all_modes(start: Start) -> None:
     modes = ("single", "async", "sync") if start.is_forked else ("single", "async")
     for mode in modes:
         command = (*script, "--mode", mode)
-        printed = start.ranks(*command) if mode == "single" else start.roles(2, 1, *command)
+        alone = mode == "single"
+        printed = start.forked.ranks(*command) if alone else start.roles(2, 1, *command)
         found = re.findall(r"held-out loss (before|after): ([\d.]+)", printed)
         assert [when for when, _ in found] == ["before", "after"], printed
         assert float(found[0][1]) == pytest.approx(4.1589, abs=1e-4)  # 6 ln 2: it knows nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -31,7 +32,11 @@ def losses(name: str, backend: str, options: tuple[str, ...]) -> list[float]:
     """Run an example on two ranks; return the losses that it prints."""
     launcher = () if name == "ray_train" else ("-m", "torch.distributed.run", "--nproc-per-node=2")
     command = (sys.executable, *launcher, str(EXAMPLES / f"{name}.py"), "--backend", backend)
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+    # Ray's workers that start in advance lack the example's runtime environment and are not used.
+    environ = os.environ | {"RAY_prestart_worker_first_driver": "0"}
+    done = subprocess.run(
+        [*command, *options], env=environ, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return [float(text) for text in re.findall(r"\bloss (\d+\.\d+)", done.stdout)]
 

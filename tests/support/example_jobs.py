@@ -31,6 +31,11 @@ class Start:
     is_forked: bool
     epochs: int
 
+    @property
+    def forked(self) -> Start:
+        """The same training in forks, to compare with."""
+        return Start(True, self.epochs)
+
     def ranks(self, script: str, *options: str, count: int = 1) -> str:
         """Run a job of equal ranks; return its output."""
         if count == 1:

@@ -132,6 +132,24 @@ def test_a_silent_server_is_given_up(server: Process) -> None:
         assert time.monotonic() - begin < 20
 
 
+@pytest.mark.slow
+def test_a_silent_server_that_takes_nothing_is_given_up(tmp_path: Path) -> None:
+    """A socket of this machine does not break when the other end is stopped."""
+    server = Process(f"ipc://{tmp_path}/server")
+    size = 4 * PART_SIZE
+    try:
+        with Client([server.address], timeout_s=2) as client:
+            w = client.create(0, DenseSpec("w", (size,), SGD), np.zeros(size, np.float32))
+            server.stop()
+            begin = time.monotonic()
+            with pytest.raises(UnavailableError, match=r"CHANGE for .* but the connection holds"):
+                client.push(0, w, np.ones(size, np.float32))
+            assert time.monotonic() - begin < 10
+    finally:
+        server.go_on()
+        server.end()
+
+
 def test_a_restart_within_the_grace_is_answered_at_once(server: Process) -> None:
     with Client([server.address], retry_s=20) as client:
         client.hello(0)

@@ -224,9 +224,9 @@ class Client:
     def _deadline(self, ticket: Ticket, now: float) -> float:
         """Return the time at which a request fails if nothing happens until then."""
         connection = self._connections[ticket.server]
-        if connection.is_connected and ticket.upload is not None:
+        if connection.breaks_if_stuck and ticket.upload is not None:
             if not ticket.upload.done:
-                return now + ticket.timeout_s  # the connection breaks if nothing can be sent
+                return now + ticket.timeout_s
             ticket.upload = None
             ticket.began = now
         deadline = max(ticket.began, self._heard_at[ticket.server]) + ticket.timeout_s

@@ -41,7 +41,7 @@ class Dispatcher:
 
     Args:
         addresses: the workers' addresses, as ZeroMQ names them.
-        keys: the job's keys.
+        keys: the job's keys, if the workers have keys.
         backlog: the calls.
         definitions: the objects that calls refer to.
         synchronous: send calls in groups, one to each worker, that take their steps together.
@@ -52,7 +52,7 @@ class Dispatcher:
     def __init__(
         self,
         addresses: Sequence[str],
-        keys: Keys,
+        keys: Keys | None,
         backlog: Backlog,
         definitions: Definitions,
         *,

@@ -96,14 +96,15 @@ class Worker:
 
     Args:
         address: where to listen, as ZeroMQ names it.
-        keys: the job's keys. Coordinators send code, so only they may have the keys.
+        keys: the job's keys. Coordinators send code, so only they may have the keys. None for a
+            socket that only this user can open.
         host: runs the functions.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
     """
 
-    def __init__(self, address: str, keys: Keys, host: Host) -> None:
+    def __init__(self, address: str, keys: Keys | None, host: Host) -> None:
         self._host = host
         self._library = Library(host.parts)
         self._inbox: deque[_Message] = deque()

@@ -79,6 +79,11 @@ class Connection:
         self.socket.close(linger=int(1000 * linger_s) if self.is_connected else 0)
         self.is_connected, self._has_lost, self._reopen_at = False, True, None
 
+    @property
+    def breaks_if_stuck(self) -> bool:
+        """True if the connection holds, and breaks when the listener's machine takes nothing."""
+        return self.is_connected and not self.address.startswith("ipc:")
+
     def reopen_soon(self) -> None:
         """Make the connection anew in a second, unless it is restored before.
 

@@ -196,6 +196,7 @@ def test_imports_point_down() -> None:
         ("fastdist.data.sharding", "fastdist.strategies", False),
         ("fastdist.training.modules", "fastdist.ps.model.table", False),
         ("fastdist.ps.client.client", "fastdist.ps.link.keys", True),
+        ("fastdist.ps.link.listener", "fastdist.ps.server.server", False),
         ("fastdist.ps.wire.snapshot", "fastdist.ps.client.client", False),
         ("fastdist.ps.worker_host", "fastdist.ps.strategy", False),
         ("fastdist.ps.strategy", "fastdist.ps", False),

@@ -41,6 +41,7 @@ from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import Stopped, Worker
 from fastdist.ps.link.keys import Keys, job_keys
+from fastdist.ps.link.listener import is_local
 from fastdist.ps.model.buffers import concurrent_functions
 from fastdist.ps.model.bundle import Bundle, define_bundle
 from fastdist.ps.model.model import ServedModel
@@ -449,11 +450,10 @@ def _address(spec: ClusterSpec, job: str, index: int) -> str:
 
 
 def _bind_address(address: str) -> str:
-    """Return the address to bind: all interfaces, unless the host is this machine's loopback."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if address.startswith("ipc:") or host in ("127.0.0.1", "[::1]"):
-        return address
-    return f"tcp://{'127.0.0.1' if host == 'localhost' else '*'}:{port}"
+    """Return the address to bind: all interfaces, unless the host is this machine's own."""
+    if is_local(address):
+        return address.replace("//localhost:", "//127.0.0.1:")
+    return f"tcp://*:{address.rpartition(':')[2]}"
 
 
 def _refuse_state(optimizer: torch.optim.Optimizer) -> None:

@@ -74,7 +74,7 @@ class Dispatcher:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)
         self._connections = Connections(addresses, keys, self._wake)
-        self._links = [WorkerLink(connection) for connection in self._connections]
+        self._links = [WorkerLink(self._connections[i]) for i in range(len(addresses))]
         backlog.on_wait = functools.partial(self.wake, is_awaited=True)
         self._worker_seen_at = time.monotonic()
         self._has_room = True  # a worker can take another call

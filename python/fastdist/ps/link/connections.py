@@ -13,8 +13,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from fastdist.ps.link.keys import Keys
 
-_POLL_S = 1.0
-_REOPEN_S = 1.0
+_POLL_S = _REOPEN_S = 1.0
 # A listener that refuses a connection closes it at once, an overloaded one later.
 _REFUSAL_S = 1.0
 _SILENT_MS = 10_000
@@ -26,12 +25,17 @@ _OPTIONS = {
     zmq.HEARTBEAT_IVL: 1000,
     zmq.HEARTBEAT_TIMEOUT: _SILENT_MS,
     zmq.TCP_MAXRT: _SILENT_MS,  # of a message that is being sent, which delays heartbeats
-    zmq.SNDHWM: 0,
+    zmq.SNDHWM: 0,  # senders limit what is on its way themselves
     zmq.RCVHWM: 0,
 }
-_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_EVENTS = _REFUSALS | zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-_COPIED_BYTES, _TRACKED_BYTES = 64 << 10, 1 << 20
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+)
+_TRACKED_BYTES = 1 << 20
 
 
 class Connection:
@@ -49,19 +53,21 @@ class Connection:
         monitor: readable when something has happened to the connection.
     """
 
-    def __init__(self, context: zmq.Context[Any], address: str, keys: Keys | None) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], poller: zmq.Poller, address: str, keys: Keys | None
+    ) -> None:
         self.address = address
         self.is_connected = self.was_connected = self.was_refused = self.is_restored = False
         self.lost_at: float | None = None
         self._context = context
+        self._poller = poller
         self._keys = keys
         self._has_lost = False
         self._began_at = 0.0
         self._reopen_at: float | None = None
-        self.open()
+        self._open()
 
-    def open(self) -> None:
-        """Connect with new sockets."""
+    def _open(self) -> None:
         self.socket = self._context.socket(zmq.DEALER)
         for option, value in _OPTIONS.items():
             self.socket.setsockopt(option, value)
@@ -71,13 +77,16 @@ class Connection:
             self.socket.curve_secretkey = self._keys.client_secret.encode()
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
         self.socket.connect(self.address)
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self.monitor, zmq.POLLIN)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; messages may still be delivered for some time if there is a connection."""
+        self._poller.unregister(self.socket)
+        self._poller.unregister(self.monitor)
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=int(1000 * linger_s) if self.is_connected else 0)
-        self.is_connected, self._has_lost, self._reopen_at = False, True, None
 
     @property
     def breaks_if_stuck(self) -> bool:
@@ -92,10 +101,12 @@ class Connection:
         """
         self._reopen_at = self._reopen_at or time.monotonic() + _REOPEN_S
 
-    @property
-    def must_reopen(self) -> bool:
-        """True if the connection must be made anew now."""
-        return self._reopen_at is not None and time.monotonic() >= self._reopen_at
+    def reopen_if_due(self) -> None:
+        """Make the connection anew if the time has come."""
+        if self._reopen_at is not None and time.monotonic() >= self._reopen_at:
+            self.close()
+            self.is_connected, self._has_lost, self._reopen_at = False, True, None
+            self._open()
 
     def send(self, header: bytes, frames: Sequence[Any] = ()) -> zmq.MessageTracker | None:
         """Send a message. It is lost if the connection breaks, or cannot be made.
@@ -108,11 +119,7 @@ class Connection:
             self.socket.send(header, (zmq.SNDMORE if frames else 0) | zmq.DONTWAIT)
             for i, frame in enumerate(frames, 1):
                 more = zmq.SNDMORE if i < len(frames) else 0
-                nbytes = memoryview(frame).nbytes
-                if nbytes < _COPIED_BYTES:
-                    self.socket.send(frame, more)
-                    continue
-                is_large = nbytes >= _TRACKED_BYTES
+                is_large = memoryview(frame).nbytes >= _TRACKED_BYTES
                 sent = self.socket.send(frame, more, copy=False, track=is_large)
                 tracker = sent if is_large else tracker
         return tracker
@@ -171,15 +178,12 @@ class Connections:
         self._wake = wake
         if wake is not None:
             self._poller.register(wake, zmq.POLLIN)
-        self._all = [Connection(self._context, address, keys) for address in addresses]
-        for connection in self._all:
-            self._watch(connection)
+        self._all = [
+            Connection(self._context, self._poller, address, keys) for address in addresses
+        ]
 
     def __getitem__(self, number: int) -> Connection:
         return self._all[number]
-
-    def __iter__(self) -> Iterator[Connection]:
-        return iter(self._all)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; see `Connection.close`."""
@@ -202,17 +206,6 @@ class Connections:
             has_changed = connection.monitor in ready and connection.poll_events()
             if has_changed or connection.socket in ready:
                 news.append((number, has_changed))
-            elif connection.must_reopen:
-                self._reopen(connection)
+            else:
+                connection.reopen_if_due()
         return news
-
-    def _watch(self, connection: Connection) -> None:
-        self._poller.register(connection.socket, zmq.POLLIN)
-        self._poller.register(connection.monitor, zmq.POLLIN)
-
-    def _reopen(self, connection: Connection) -> None:
-        self._poller.unregister(connection.socket)
-        self._poller.unregister(connection.monitor)
-        connection.close()
-        connection.open()
-        self._watch(connection)

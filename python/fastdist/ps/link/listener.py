@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -45,7 +45,7 @@ class Listener:
         max_frame_bytes: int = -1,
         max_waiting: int = 0,
     ) -> None:
-        if not _is_local(address) and keys is None:
+        if not is_local(address) and keys is None:
             raise ValueError(
                 f"{address} can be reached from other machines: pass keys=Keys.make(), and the "
                 "same keys to all clients, or listen on tcp://127.0.0.1:*"
@@ -119,18 +119,17 @@ def _start_authenticator(context: zmq.Context[Any], keys: Keys) -> ThreadAuthent
     return authenticator
 
 
-def _parse(address: str) -> SplitResult:
-    """Parse an address; `*` stands for a free port, which other APIs call 0."""
-    parts = urlsplit(f"{address[:-1]}0" if address.endswith(":*") else address)
+def is_local(address: str) -> bool:
+    """Return True if only programs of this machine can reach an address.
+
+    Raises:
+        ValueError: the port is invalid.
+    """
+    parts = urlsplit(f"{address[:-1]}0" if address.endswith(":*") else address)  # 0: a free port
     try:
         _ = parts.port
     except ValueError as error:
         raise ValueError(f"{address}: {error}") from None
-    return parts
-
-
-def _is_local(address: str) -> bool:
-    parts = _parse(address)
     if parts.scheme in ("ipc", "inproc"):
         return True
     host = parts.hostname or ""

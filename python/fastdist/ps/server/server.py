@@ -105,11 +105,8 @@ class Server:
 
     def _serve(self) -> None:
         """Answer the requests until the context ends."""
-        buffers, listener, router = (
-            SendBuffers(_MAX_UNSENT_BYTES),
-            self._listener,
-            self._listener.socket,
-        )
+        buffers = SendBuffers(_MAX_UNSENT_BYTES)
+        listener, router = self._listener, self._listener.socket
         with router, suppress(zmq.ContextTerminated), listener.context.socket(zmq.PULL) as done:
             done.bind(_DONE)
             poller = zmq.Poller()

@@ -21,8 +21,8 @@ class Listener:
 
     Args:
         address: where to listen, as ZeroMQ names it; `*` is a free port.
-        keys: the job's keys: only who has them is let in. A listener without keys may only be on
-            this machine's own addresses.
+        keys: the job's keys; only peers that have them are let in. A listener without keys may be
+            on this machine's own addresses only.
         max_frame_bytes: connections that send larger frames are dropped; -1 for no limit.
         max_waiting: limit for messages of a connection that wait to be received; 0 for none.
 

@@ -77,6 +77,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
             (ticket,) = client.begin_read([Item(0, w, np.zeros(2, np.float32))])
         client.push(1, other, np.ones(2))
         again = Process(server.address)
+        (ticket,) = client.begin_read([Item(0, w, np.zeros(2, np.float32))])  # the start takes time
         try:
             with pytest.raises(UnavailableError, match="was restarted"):
                 client.wait(ticket)

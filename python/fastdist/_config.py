@@ -7,6 +7,7 @@
 | NCCL_COMM_BLOCKING | 0: NCCL calls can be aborted at any point, and take longer | 1 |
 | FASTDIST_PEER_MEMORY | 1: small arrays on GPUs of one machine are reduced without NCCL | 0 |
 | FASTDIST_PS_KEYS | keys of the parameter servers: JSON, or the path of a JSON file | none |
+| FASTDIST_PS_FOLDER | folder of the sockets of a job with parameter servers on one machine | none |
 | FASTDIST_SECRET | secret that the ranks of a job on several machines share | see below |
 | FASTDIST_SECRET_FILE | path of a file with that secret | see below |
 | FASTDIST_INSECURE | 1: ranks on several machines need no secret | 0 |
@@ -25,6 +26,7 @@ VARIABLE_PREFIX = "FASTDIST_"
 """The beginning of the names of all settings."""
 
 KEYS_VARIABLE = "FASTDIST_PS_KEYS"
+FOLDER_VARIABLE = "FASTDIST_PS_FOLDER"
 SECRET_VARIABLE = "FASTDIST_SECRET"
 SECRET_VARIABLES = (SECRET_VARIABLE, "FASTDIST_SECRET_FILE", "FASTDIST_INSECURE")
 
@@ -38,6 +40,7 @@ class Settings:
     nccl_blocking: bool = True
     peer_memory: bool = False
     ps_keys: str | None = field(default=None, repr=False)
+    ps_folder: str | None = None
     secret: str | None = field(default=None, repr=False)
     secret_file: str | None = None
     insecure: bool = False
@@ -59,6 +62,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         nccl_blocking=_flag(environ, "NCCL_COMM_BLOCKING", defaults.nccl_blocking),
         peer_memory=_flag(environ, "FASTDIST_PEER_MEMORY", defaults.peer_memory),
         ps_keys=environ.get(KEYS_VARIABLE) or None,
+        ps_folder=environ.get(FOLDER_VARIABLE) or None,
         secret=environ.get(SECRET_VARIABLE) or None,
         secret_file=environ.get("FASTDIST_SECRET_FILE") or None,
         insecure=_flag(environ, "FASTDIST_INSECURE", defaults.insecure),

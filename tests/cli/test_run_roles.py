@@ -83,6 +83,17 @@ class TestWhatTasksAreGiven:
         }
         assert given == "mine.json"
 
+    def test_sockets_are_in_a_folder_of_the_job(
+        self, launcher: Launcher, step: Path, tmp_path: Path
+    ) -> None:
+        found = self.environments(launcher, step, 2, "--workers", "1", "--ps", "1")
+        (folder,) = {environ["FASTDIST_PS_FOLDER"] for environ in found.values()}
+        assert not Path(folder).exists()
+        launcher.environ["TMPDIR"] = str(tmp_path / ("long" * 25))  # too long for a socket's path
+        Path(launcher.environ["TMPDIR"]).mkdir()
+        found = self.environments(launcher, step, 2, "--workers", "1", "--ps", "1")
+        assert all("FASTDIST_PS_FOLDER" not in environ for environ in found.values())
+
     def test_no_task_takes_itself_for_a_rank(self, launcher: Launcher, step: Path) -> None:
         launcher.environ |= {
             "RANK": "1",

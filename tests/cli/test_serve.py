@@ -20,7 +20,7 @@ from fastdist.ps import Client, Keys
 from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import Piece
 from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls
-from fastdist.ps.wire.keys import job_keys, read_keys
+from fastdist.ps.link.keys import job_keys, read_keys
 from held_ports import free_port
 from launched import wait_until
 from serving import BIAS, COMMAND, Servers, end, fill, read_json_until

@@ -42,6 +42,7 @@ CHAIN = (
 PLACE = {name: place for place, name in enumerate(CHAIN)}
 # The same rule inside of fastdist.ps.
 PS_CHAIN = (
+    "fastdist.ps.link",
     "fastdist.ps.wire",
     "fastdist.ps.server",
     "fastdist.ps.client",
@@ -194,7 +195,8 @@ def test_imports_point_down() -> None:
         ("fastdist.processes.supervisor", "fastdist.errors", False),
         ("fastdist.data.sharding", "fastdist.strategies", False),
         ("fastdist.training.modules", "fastdist.ps.model.table", False),
-        ("fastdist.ps.client.client", "fastdist.ps.wire.keys", True),
+        ("fastdist.ps.client.client", "fastdist.ps.link.keys", True),
+        ("fastdist.ps.link.listener", "fastdist.ps.server.server", False),
         ("fastdist.ps.wire.snapshot", "fastdist.ps.client.client", False),
         ("fastdist.ps.worker_host", "fastdist.ps.strategy", False),
         ("fastdist.ps.strategy", "fastdist.ps", False),

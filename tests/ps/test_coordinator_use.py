@@ -20,8 +20,9 @@ import zmq
 from coordinator_job import PlainCluster, PlainJob, step
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Keys
-from fastdist.ps.coordinator import RemoteValue, dispatcher, messages
+from fastdist.ps.coordinator import RemoteValue, dispatcher
 from fastdist.ps.coordinator.backlog import Call
+from fastdist.ps.link import connections
 from ps_cluster import wait_for
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -249,8 +250,8 @@ def test_ended_functions_use_no_memory(coordinator: Any) -> None:
 
 
 def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "_TIMEOUT_MS", 500)
-    monkeypatch.setattr(messages, "_HEARTBEAT_MS", 200)
+    monkeypatch.setitem(connections._OPTIONS, zmq.HEARTBEAT_TIMEOUT, 500)
+    monkeypatch.setitem(connections._OPTIONS, zmq.HEARTBEAT_IVL, 200)
     coordinator = cluster.coordinator()
 
     def work(i: int) -> int:

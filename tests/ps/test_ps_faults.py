@@ -77,6 +77,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
             (ticket,) = client.begin_read([Item(0, w, np.zeros(2, np.float32))])
         client.push(1, other, np.ones(2))
         again = Process(server.address)
+        (ticket,) = client.begin_read([Item(0, w, np.zeros(2, np.float32))])  # the start takes time
         try:
             with pytest.raises(UnavailableError, match="was restarted"):
                 client.wait(ticket)
@@ -130,6 +131,24 @@ def test_a_silent_server_is_given_up(server: Process) -> None:
         with pytest.raises(UnavailableError, match="is gone"):
             client.hello(0)
         assert time.monotonic() - begin < 20
+
+
+@pytest.mark.slow
+def test_a_silent_server_that_takes_nothing_is_given_up(tmp_path: Path) -> None:
+    """A socket of this machine does not break when the other end is stopped."""
+    server = Process(f"ipc://{tmp_path}/server")
+    size = 4 * PART_SIZE
+    try:
+        with Client([server.address], timeout_s=2) as client:
+            w = client.create(0, DenseSpec("w", (size,), SGD), np.zeros(size, np.float32))
+            server.stop()
+            begin = time.monotonic()
+            with pytest.raises(UnavailableError, match=r"CHANGE for .* but the connection holds"):
+                client.push(0, w, np.ones(size, np.float32))
+            assert time.monotonic() - begin < 10
+    finally:
+        server.go_on()
+        server.end()
 
 
 def test_a_restart_within_the_grace_is_answered_at_once(server: Process) -> None:

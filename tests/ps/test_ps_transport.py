@@ -272,6 +272,21 @@ def test_clients_without_keys_are_rejected(which: str) -> None:
         Keys.from_json('{"server_public": "x"}')
 
 
+def test_a_server_may_appear_on_a_foreign_port(keys: Keys | None) -> None:
+    """ZeroMQ itself does not connect again after another protocol's answer."""
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
+        foreign.settimeout(20)
+        address = f"tcp://127.0.0.1:{foreign.getsockname()[1]}"
+        with Client([address], keys=keys, timeout_s=20, grace_s=20) as client:
+            ticket = client.submit(0, Op.HELLO)
+            connection, _ = foreign.accept()
+            connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + bytes(100))
+            connection.close()
+            foreign.close()
+            with Server(address, keys=keys):
+                assert b"objects" in bytes(client.wait(ticket))
+
+
 @pytest.mark.parametrize("address", ["tcp://*:0", "tcp://0.0.0.0:*", "tcp://192.0.2.1:4000"])
 def test_no_keys_on_an_outside_address(address: str) -> None:
     with pytest.raises(ValueError, match="can be reached from other machines: pass keys"):

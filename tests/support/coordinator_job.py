@@ -16,8 +16,8 @@ from fastdist.ps.coordinator.messages import HELLO, TO_COORDINATOR, TO_WORKER, K
 from fastdist.ps.coordinator.per_worker import set_worker_index
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import CallContext, Worker
-from fastdist.ps.server.listening import start_authenticator
-from fastdist.ps.wire.keys import use_client_keys, use_server_keys
+from fastdist.ps.link.connections import Connections
+from fastdist.ps.link.listener import Listener
 from fork_server import python
 from ps_cluster import end_all, wait_for
 
@@ -136,20 +136,16 @@ class Impostor:
     """
 
     def __init__(self, keys: Keys, worker: str = "") -> None:
-        self._context = zmq.Context()
-        self._authenticator = None
         self._peer: list[bytes] = []
-        self._socket = self._context.socket(zmq.DEALER if worker else zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        self._end: Listener | Connections
         if worker:
-            use_client_keys(self._socket, keys)
-            self._socket.connect(worker)
+            self._end = Connections([worker], keys)
+            self._socket = self._end[0].socket
         else:
-            self._authenticator = start_authenticator(self._context, keys)
-            use_server_keys(self._socket, keys)
-            self._socket.bind("tcp://127.0.0.1:*")
-            self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._end = Listener("tcp://127.0.0.1:*", keys)
+            self._socket = self._end.socket
+            self.address = self._end.address
+        self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
 
     def send(self, *frames: bytes) -> None:
         self._socket.send_multipart([*self._peer, *frames])
@@ -159,7 +155,7 @@ class Impostor:
         frames = self._socket.recv_multipart()
         if self._socket.type == zmq.ROUTER:
             self._peer = [frames.pop(0)]
-        return unpack(frames, TO_WORKER if self._authenticator else TO_COORDINATOR)
+        return unpack(frames, TO_WORKER if isinstance(self._end, Listener) else TO_COORDINATOR)
 
     def receive_until(self, kind: Kind) -> tuple[int, Sequence[bytes]]:
         """Return number and further frames of the next message of a kind."""
@@ -179,10 +175,9 @@ class Impostor:
         self.receive_until(Kind.READY)
 
     def close(self) -> None:
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._socket.close()
-        self._context.term()
+        if isinstance(self._end, Listener):
+            self._socket.close()
+        self._end.close()
 
 
 @contextlib.contextmanager

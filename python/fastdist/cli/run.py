@@ -10,9 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from fastdist._config import KEYS_VARIABLE
+from fastdist._config import FOLDER_VARIABLE, KEYS_VARIABLE
 from fastdist.cli.command import UsageError, add_command, has_colour
 from fastdist.cli.program import find_program
 from fastdist.cli.slow_ranks import slow_ranks_told
@@ -38,6 +39,7 @@ _NAME = "fastdist run"
 _OUTPUTS = 2
 _OTHER_FILES = 24
 _MAX_RESTARTS = 3
+_MAX_FOLDER_BYTES = 90  # a socket's path has at most 107 bytes
 _PORTS = range(20_000, 32_000)
 _ANSWER_S = 2.0  # that the launcher of another machine needs after its grace period
 
@@ -64,7 +66,8 @@ fastdist.Elastic or fastdist.init(elastic=True).
 
 With --workers and --ps, starts a job with parameter servers instead: a chief, W workers, P
 parameter servers and, with --evaluator, an evaluator. All tasks run the same script. The
-environment of each task has TF_CONFIG and, in FASTDIST_PS_KEYS, the keys of this job. The chief
+environment of each task has TF_CONFIG and, in FASTDIST_PS_KEYS, the keys of this job. The tasks
+talk over sockets in FASTDIST_PS_FOLDER, which only this user can open. The chief
 reads the standard input, and the job ends when the chief ends; other tasks that fail are restarted.
 When the chief has ended, the other tasks, including the evaluator, get SIGTERM, and SIGKILL if they
 still run after --grace-s.
@@ -473,8 +476,11 @@ def _tasks(
             ports = stack.enter_context(reserved_ports(tasks))
         except OSError as error:
             raise UsageError(f"cannot get {tasks} ports: {error.strerror}") from None
-        keys = {KEYS_VARIABLE: Keys.make().to_json()}
-        yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, keys, user)
+        private = {KEYS_VARIABLE: Keys.make().to_json()}
+        folder = stack.enter_context(TemporaryDirectory(prefix="fastdist-run-"))  # mode 0700
+        if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES:
+            private[FOLDER_VARIABLE] = folder
+        yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, private, user)
 
 
 def _check_limits(processes: int, what: str, *, files_each: int) -> None:

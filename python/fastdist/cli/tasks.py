@@ -177,7 +177,7 @@ def role_tasks(
     servers: int,
     has_evaluator: bool,
     ports: Sequence[int],
-    keys: Mapping[str, str],
+    private: Mapping[str, str],
     user: Mapping[str, str],
 ) -> list[Task]:
     """Return a chief, workers, parameter servers and perhaps an evaluator, with TF_CONFIG.
@@ -187,7 +187,7 @@ def role_tasks(
         servers: number of parameter servers.
         has_evaluator: add an evaluator.
         ports: a port for each task.
-        keys: the variable with the job's keys.
+        private: the variables with the job's keys, and the folder of its sockets.
         user: variables that override inherited ones.
 
     Raises:
@@ -201,7 +201,7 @@ def role_tasks(
                 else "tasks of a job with parameter servers are not ranks"
             )
             raise UsageError(f"--env {variable}: {why}")
-    environment = {**without_rank(os.environ), **keys, **user}
+    environment = {**without_rank(os.environ), **private, **user}
     _set_defaults(environment, workers + servers)
     places = served_tasks(workers, servers) + [("evaluator", 0)] * has_evaluator
     configs = tf_configs(places, [f"{_HOST}:{port}" for port in ports])

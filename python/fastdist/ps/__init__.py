@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from fastdist.ps.client.loading import LoadedCheckpoint, SavedRows, load
     from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
     from fastdist.ps.client.requests import Pending, Ticket
+    from fastdist.ps.link.keys import Keys
     from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
     from fastdist.ps.server.server import Server
-    from fastdist.ps.wire.keys import Keys
     from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
 
 __all__ = [
@@ -41,7 +41,7 @@ _MODULES = {
     "DenseSpec": "wire.specs",
     "FixedShards": "client.partition",
     "Item": "client.items",
-    "Keys": "wire.keys",
+    "Keys": "link.keys",
     "LoadedCheckpoint": "client.loading",
     "MaxSizePartitioner": "client.partition",
     "MinSizePartitioner": "client.partition",

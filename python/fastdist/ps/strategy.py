@@ -40,13 +40,14 @@ from fastdist.ps.client.partition import Partitioner, RoundRobin
 from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import Stopped, Worker
+from fastdist.ps.link.keys import Keys, job_keys
+from fastdist.ps.link.listener import is_local
 from fastdist.ps.model.buffers import concurrent_functions
 from fastdist.ps.model.bundle import Bundle, define_bundle
 from fastdist.ps.model.model import ServedModel
 from fastdist.ps.model.plan import TableOptions, plan
 from fastdist.ps.model.steps import ServedSteps
 from fastdist.ps.server.server import Server
-from fastdist.ps.wire.keys import Keys, job_keys
 from fastdist.ps.worker_host import (
     ServedWorker,
     adopt_on_worker,
@@ -54,6 +55,7 @@ from fastdist.ps.worker_host import (
     prefetch_on_worker,
     this_strategy,
 )
+from fastdist.recorder.place import check_private
 from fastdist.recorder.recording import SERVER, record_task
 from fastdist.replicas.devices import every_device, usable_device
 from fastdist.strategies.replicated import ReplicatedStrategy
@@ -102,11 +104,13 @@ class ParameterServerStrategy(ReplicatedStrategy):
             "int8" with a scale for each row, or for every 1024 elements of dense values.
         refuse_nonfinite: a gradient with NaN or infinity is an error, and changes nothing;
             otherwise servers only count them.
-        keys: the job's keys; by default FASTDIST_PS_KEYS, which `fastdist run` sets.
+        keys: the job's keys; by default FASTDIST_PS_KEYS, which `fastdist run` sets. With
+            FASTDIST_PS_FOLDER, which it sets too, tasks talk over sockets there, without keys.
 
     Raises:
         ClusterConfigError: the cluster lacks a task, there are no keys, or this task is an
             evaluator.
+        PermissionError: others than this user may open FASTDIST_PS_FOLDER.
         TypeError: the partitioner is not callable.
         ValueError: another argument is out of range.
     """
@@ -149,10 +153,14 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 "the evaluator must not create this strategy: it reads checkpoints, for example "
                 f"with fastdist.ps.load; the cluster is {spec!r}"
             )
-        self.keys = keys or _require_keys()
-        _record(spec, *task, self.keys)
+        keys = keys or _require_keys()
+        _record(spec, *task, keys)
+        folder = settings().ps_folder
+        if folder is not None:
+            check_private(Path(folder))
+        self.keys = keys if folder is None else None
         if resolver.task_type == "ps":
-            _run_server(spec.task_address(*task), self.keys)
+            _run_server(_address(spec, *task), self.keys)
         self.synchronous = synchronous
         self.max_staleness = max_staleness
         self.worker_addresses = _addresses(spec, "worker")
@@ -171,7 +179,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         self.client_lock = threading.RLock()  # a client is for one thread
         weakref.finalize(self, self.client.close)
         if is_worker:
-            _run_worker(spec.task_address(*task), self.keys, ServedWorker(self))
+            _run_worker(_address(spec, *task), self.keys, ServedWorker(self))
         for server in range(len(self.server_addresses)):
             self.client.reset(server, timeout_s=settings().rendezvous_timeout_s)
         self.definitions = Definitions()
@@ -397,7 +405,7 @@ def _record(spec: ClusterSpec, job: str, index: int, keys: Keys) -> None:
     record_task(names.get(job, f"{job} {index}"), tasks.index((job, index)), len(tasks), key)
 
 
-def _run_server(address: str, keys: Keys) -> NoReturn:
+def _run_server(address: str, keys: Keys | None) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
     with Server(_bind_address(address), keys=keys) as server:
         server.ended.wait()
@@ -406,7 +414,7 @@ def _run_server(address: str, keys: Keys) -> NoReturn:
     sys.exit(0)
 
 
-def _run_worker(address: str, keys: Keys, host: ServedWorker) -> NoReturn:
+def _run_worker(address: str, keys: Keys | None, host: ServedWorker) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
     worker = Worker(_bind_address(address), keys, host)
     try:
@@ -432,15 +440,20 @@ def _require_keys() -> Keys:
 
 
 def _addresses(spec: ClusterSpec, job: str) -> tuple[str, ...]:
-    return tuple(f"tcp://{spec.task_address(job, i)}" for i in range(spec.num_tasks(job)))
+    return tuple(_address(spec, job, i) for i in range(spec.num_tasks(job)))
+
+
+def _address(spec: ClusterSpec, job: str, index: int) -> str:
+    """Return where a task listens: in the job's folder, if it has one, or at its address."""
+    folder = settings().ps_folder
+    return f"ipc://{folder}/{job}-{index}" if folder else f"tcp://{spec.task_address(job, index)}"
 
 
 def _bind_address(address: str) -> str:
-    """Return the address to bind: all interfaces, unless the host is this machine's loopback."""
-    host, _, port = address.rpartition(":")
-    if host in ("localhost", "127.0.0.1", "[::1]"):
-        return f"tcp://{host.replace('localhost', '127.0.0.1')}:{port}"
-    return f"tcp://*:{port}"
+    """Return the address to bind: all interfaces, unless the host is this machine's own."""
+    if is_local(address):
+        return address.replace("//localhost:", "//127.0.0.1:")
+    return f"tcp://*:{address.rpartition(':')[2]}"
 
 
 def _refuse_state(optimizer: torch.optim.Optimizer) -> None:

@@ -99,7 +99,7 @@ def new_path() -> RecordPath:
     for folder in _folders():
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            _check_private(folder)
+            check_private(folder)
         except OSError as failed:
             error = failed
             continue
@@ -113,7 +113,7 @@ def record_paths() -> Iterator[RecordPath]:
     """Find the records of this user's processes on this machine, of dead ones too."""
     for folder in _folders():
         try:
-            _check_private(folder)
+            check_private(folder)
             paths = list(folder.glob(f"*{_SUFFIX}"))
         except OSError:
             continue
@@ -140,7 +140,8 @@ def _folders() -> list[Path]:
     return [Path(parent, name) for parent in parents]
 
 
-def _check_private(folder: Path) -> None:
+def check_private(folder: Path) -> None:
+    """Raise PermissionError if others than this user may open files in a folder."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} must be a folder of this user's alone")

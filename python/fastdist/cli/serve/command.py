@@ -96,7 +96,7 @@ def _opened_server(address: str | None, key_file: str | None) -> Iterator[Server
 
 
 def _keys(key_file: str | None) -> Keys | None:
-    from fastdist.ps.wire.keys import job_keys, read_keys
+    from fastdist.ps.link.keys import job_keys, read_keys
 
     try:
         return job_keys() if key_file is None else read_keys(key_file)

@@ -16,11 +16,11 @@ import zmq
 
 import fastdist._core as _core
 from fastdist.errors import UnavailableError
-from fastdist.ps.client.connection import Connection
 from fastdist.ps.client.items import Item, messages_of, names_of, store, values_of
 from fastdist.ps.client.requests import Ticket
+from fastdist.ps.link.connections import Connections
+from fastdist.ps.link.keys import Keys
 from fastdist.ps.wire.frames import Array, keep_freed_memory, to_floats, to_ids
-from fastdist.ps.wire.keys import Keys
 from fastdist.ps.wire.protocol import (
     Header,
     Op,
@@ -84,22 +84,12 @@ class Client:
         self._retry_s = retry_s
         self._window = window
         self._id = uuid.uuid4().bytes
-        self._context = zmq.Context()
-        self._poller = zmq.Poller()
         self._numbers = [0] * len(servers)
         self._in_flight: list[dict[int, Ticket]] = [{} for _ in servers]
         self._refused: list[deque[Ticket]] = [deque() for _ in servers]  # by a busy server
         self._heard_at = [-math.inf] * len(servers)
-        self._connections = [Connection(self._context, address, keys) for address in servers]
+        self._connections = Connections(servers, keys)
         self._recorded = open_requests(len(servers))
-        self._handlers: dict[zmq.Socket[bytes], Callable[[], None]] = {}
-        for server, connection in enumerate(self._connections):
-            self._listen(connection.socket, partial(self._handle_reply, server))
-            self._listen(connection.monitor, partial(self._handle_events, server))
-
-    def _listen(self, socket: zmq.Socket[bytes], handler: Callable[[], None]) -> None:
-        self._poller.register(socket, zmq.POLLIN)
-        self._handlers[socket] = handler
 
     def __enter__(self) -> Client:
         return self
@@ -109,9 +99,7 @@ class Client:
 
     def close(self) -> None:
         """Disconnect. Requests in flight may or may not be applied."""
-        for connection in self._connections:
-            connection.close()
-        self._context.term()
+        self._connections.close()
         _core.close_requests(self._recorded)
 
     # --- requests -------------------------------------------------------------------------------
@@ -190,8 +178,8 @@ class Client:
 
     def _send(self, ticket: Ticket) -> None:
         connection = self._connections[ticket.server]
-        is_sent, ticket.upload = connection.send(ticket.header.pack(), ticket.frames)
-        ticket.resend_at = math.inf if is_sent else time.monotonic() + self._retry_s
+        ticket.upload = connection.send(ticket.header.pack(), ticket.frames)
+        ticket.resend_at = math.inf
 
     def _poll_until(self, ticket: Ticket, is_over: Callable[[], bool]) -> None:
         """Wait, which is recorded as a wait for the reply to a request."""
@@ -206,10 +194,14 @@ class Client:
         """Handle replies; send the request again, or give it up, when its time has come."""
         now = time.monotonic()
         wait_s = min(self._deadline(ticket, now), ticket.resend_at) - now
-        events = self._poller.poll(int(max(0.0, wait_s) * 1000) + 1)
-        for socket, _ in events:
-            self._handlers[socket]()
-        if events:
+        news = self._connections.poll(wait_s)
+        for server, has_changed in news:
+            connection = self._connections[server]
+            for frames in connection.receive(copy=False):
+                self._handle_reply(server, *frames)
+            if has_changed and connection.is_restored:
+                self._send_again(server)
+        if news:
             return
         now = time.monotonic()
         if now >= self._deadline(ticket, now):
@@ -221,6 +213,8 @@ class Client:
 
     def _give_up(self, server: int, now: float) -> None:
         """Fail all requests whose time is over, instead of sending them again later."""
+        if not self._connections[server].is_connected:
+            self._connections[server].reopen_soon()  # drop what waits to be sent
         for number, ticket in list(self._in_flight[server].items()):
             if now >= self._deadline(ticket, now):
                 del self._in_flight[server][number]
@@ -230,9 +224,9 @@ class Client:
     def _deadline(self, ticket: Ticket, now: float) -> float:
         """Return the time at which a request fails if nothing happens until then."""
         connection = self._connections[ticket.server]
-        if connection.lost_at is None and connection.was_connected and ticket.upload is not None:
+        if connection.breaks_if_stuck and ticket.upload is not None:
             if not ticket.upload.done:
-                return now + ticket.timeout_s  # the connection breaks if nothing can be sent
+                return now + ticket.timeout_s
             ticket.upload = None
             ticket.began = now
         deadline = max(ticket.began, self._heard_at[ticket.server]) + ticket.timeout_s
@@ -261,20 +255,18 @@ class Client:
             )
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
 
-    def _handle_events(self, server: int) -> None:
-        """Send all requests again if the connection broke: they, or the replies, may be lost."""
-        if self._connections[server].poll_events():
-            self._refused[server].clear()
-            for ticket in self._in_flight[server].values():
-                self._send(ticket)
+    def _send_again(self, server: int) -> None:
+        """Send all requests after the connection broke: they, or the replies, may be lost."""
+        self._refused[server].clear()
+        for ticket in self._in_flight[server].values():
+            self._send(ticket)
 
-    def _handle_reply(self, server: int) -> None:
-        header_frame, *bodies = self._connections[server].socket.recv_multipart(copy=False)
+    def _handle_reply(self, server: int, header_frame: zmq.Frame, *bodies: zmq.Frame) -> None:
         try:
             header = Header.unpack(header_frame.buffer)
         except VersionError as error:
             header = error.header
-            bodies = []
+            bodies = ()
         except ProtocolError:
             return
         ticket = self._in_flight[server].get(header.number)

@@ -21,7 +21,7 @@ from fastdist.ps.coordinator.remote_value import RemoteValue, identity
 from fastdist.ps.coordinator.saved_steps import Saves, saved_steps
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.unpicklable import parts_of_function, pickle_or_explain
-from fastdist.ps.wire.keys import Keys
+from fastdist.ps.link.keys import Keys
 from fastdist.replicas.per_replica import map_structure
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -13,8 +12,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Sequence
-
-import zmq
 
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps.coordinator.backlog import MAX_LOST_WORKERS, Backlog, Call
@@ -31,10 +28,10 @@ from fastdist.ps.coordinator.messages import (
 from fastdist.ps.coordinator.remote_value import RemoteTraceback
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker_link import WorkerLink
-from fastdist.ps.wire.keys import Keys
+from fastdist.ps.link.connections import Connections
+from fastdist.ps.link.keys import Keys
 from fastdist.ps.wire.open_files import allow_open_files
 
-_LOOK_S = 1.0
 _numbers = itertools.count(1)  # of calls, unique in the process: steps on servers use them
 _log = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ class Dispatcher:
 
     Args:
         addresses: the workers' addresses, as ZeroMQ names them.
-        keys: the job's keys.
+        keys: the job's keys, if the workers have keys.
         backlog: the calls.
         definitions: the objects that calls refer to.
         synchronous: send calls in groups, one to each worker, that take their steps together.
@@ -55,7 +52,7 @@ class Dispatcher:
     def __init__(
         self,
         addresses: Sequence[str],
-        keys: Keys,
+        keys: Keys | None,
         backlog: Backlog,
         definitions: Definitions,
         *,
@@ -74,16 +71,10 @@ class Dispatcher:
         self._job = uuid.uuid4().bytes
         self._began = time.time_ns()
         allow_open_files(4 * len(addresses) + 100, f"{len(addresses)} workers")
-        self._context = zmq.Context()
-        # A link has three sockets, and ZeroMQ closes those of a replaced link later.
-        self._context.set(zmq.MAX_SOCKETS, max(1023, 6 * len(addresses) + 64))
-        self._links = [WorkerLink(self._context, address, keys) for address in addresses]
-        self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)
-        self._poller.register(self._wake, zmq.POLLIN)
-        for link in self._links:
-            self._watch(link)
+        self._connections = Connections(addresses, keys, self._wake)
+        self._links = [WorkerLink(self._connections[i]) for i in range(len(addresses))]
         backlog.on_wait = functools.partial(self.wake, is_awaited=True)
         self._worker_seen_at = time.monotonic()
         self._has_room = True  # a worker can take another call
@@ -137,43 +128,25 @@ class Dispatcher:
             )
         finally:
             for link in self._links:
-                if link.is_connected and self._is_end:
+                if link.connection.is_connected and self._is_end:
                     link.send(Kind.END)
-                link.close()
-            self._context.term()
+            self._connections.close(linger_s=1.0)
 
     def _poll_once(self) -> None:
-        ready = dict(self._poller.poll(int(1000 * _LOOK_S)))
-        if self._wake in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-        for index, link in enumerate(self._links):
-            if link.monitor in ready or link.socket in ready:
-                self._poll_link(index, link, has_events=link.monitor in ready)
-            if link.needs_new_socket:
-                self._poller.unregister(link.socket)
-                self._poller.unregister(link.monitor)
-                link.reopen()
-                self._watch(link)
+        for index, has_changed in self._connections.poll():
+            link = self._links[index]
+            for frames in link.connection.receive(copy=True):
+                try:
+                    self._handle_message(link, frames)
+                except (FastdistError, ValueError) as error:
+                    self._reject_worker(link, str(error))
+            if has_changed:  # a worker drops calls that arrive before the HELLO
+                self._drop_worker(link)
+                if link.connection.is_connected:
+                    link.send(Kind.HELLO, 0, self._job, HELLO.pack(self._began, self._seed, index))
         self._forget()
         self._assign_calls()
         self._require_workers()
-
-    def _watch(self, link: WorkerLink) -> None:
-        self._poller.register(link.socket, zmq.POLLIN)
-        self._poller.register(link.monitor, zmq.POLLIN)
-
-    def _poll_link(self, index: int, link: WorkerLink, *, has_events: bool) -> None:
-        connected, lost = link.poll_events() if has_events else (False, False)
-        for frames in link.receive():  # also what was sent before the connection was lost
-            try:
-                self._handle_message(link, frames)
-            except (FastdistError, ValueError) as error:
-                self._reject_worker(link, str(error))
-        if lost or connected:  # a worker drops calls that arrive before the HELLO
-            self._drop_worker(link)
-        if connected:
-            link.send(Kind.HELLO, 0, self._job, HELLO.pack(self._began, self._seed, index))
 
     def _handle_message(self, link: WorkerLink, message: Sequence[bytes]) -> None:
         kind, number, frames = unpack(message, TO_COORDINATOR)
@@ -184,7 +157,7 @@ class Dispatcher:
             link.is_replaced = True
             self._drop_worker(link)
             link.last_error = "it belongs to a coordinator that began later"
-            link.connect_again()  # until that one is gone
+            link.connection.reopen_soon()  # until that one is gone
         elif kind is Kind.REJECTED:
             self._reject_worker(link, f"it received {frames[0].decode(errors='replace')}")
         elif kind is Kind.RESULT:
@@ -259,18 +232,16 @@ class Dispatcher:
             if call is None:
                 return
             number = next(_numbers)
-            if not self._send_call(link, call, number, number, 1):
-                ready.remove(link)
+            self._send_call(link, call, number, number, 1)
 
     def _assign_group(self, group: Group, links: Sequence[WorkerLink]) -> None:
         pairs = [(link, call) for link in links if (call := self._backlog.take()) is not None]
         numbers = [next(_numbers) for _ in pairs]
         for (link, call), number in zip(pairs, numbers, strict=True):
             group.add(number, link)
-            if not self._send_call(link, call, number, numbers[0], len(pairs)):
-                group.lose(number)
+            self._send_call(link, call, number, numbers[0], len(pairs))
 
-    def _send_call(self, link: WorkerLink, call: Call, number: int, group: int, size: int) -> bool:
+    def _send_call(self, link: WorkerLink, call: Call, number: int, group: int, size: int) -> None:
         state_update = b""
         if link.state_update_number != self.state_update_number:
             link.state_update_number, state_update = self.state_update_number, self.state_update
@@ -279,10 +250,7 @@ class Dispatcher:
         link.begin_call(number, call)
         has_state = call.function.has_state or any(needed.has_state for needed in call.needs)
         header = CALL.pack(call.function.number, group, size, has_state)
-        if link.send(Kind.CALL, number, header, call.arguments, state_update):
-            return True
-        self._drop_worker(link)
-        return False
+        link.send(Kind.CALL, number, header, call.arguments, state_update)
 
     def _forget(self) -> None:
         forgotten = self._definitions.forgotten

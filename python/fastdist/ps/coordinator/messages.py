@@ -6,16 +6,11 @@ import enum
 import struct
 from collections.abc import Mapping, Sequence
 
-import zmq
-
 from fastdist.errors import FastdistError
 
 VERSION = 1
 _MAGIC = b"FDCO"
 _HEADER = struct.Struct("<4sHHQ")  # magic, version, kind, number
-_HEARTBEAT_MS = 1_000
-_TIMEOUT_MS = 10_000
-
 
 CALL = struct.Struct("<QQI?")  # function, group of calls, its size, has_state
 HELLO = struct.Struct("<QQI")  # time of the coordinator's start, seed, the worker's index
@@ -121,12 +116,3 @@ def _wrong_frames(kind: int, sizes: Sizes, got: Sequence[bytes]) -> FastdistErro
         f"a {Kind(kind).name} with frames of {[len(frame) for frame in got]} bytes, expected "
         f"[{expected}]"
     )
-
-
-def set_options(socket: zmq.Socket[bytes]) -> None:
-    """Set the options of both ends: heartbeats, and no queue for absent peers."""
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _TIMEOUT_MS)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)

@@ -23,12 +23,11 @@ from fastdist.ps.coordinator.messages import (
     Kind,
     Outcome,
     pack,
-    set_options,
     unpack,
 )
 from fastdist.ps.coordinator.shipping import Library
-from fastdist.ps.server.listening import start_authenticator
-from fastdist.ps.wire.keys import Keys, use_server_keys
+from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.listener import Listener
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _STEP_KINDS = (Kind.COMMIT, Kind.RESUME, Kind.ABORT)
@@ -97,14 +96,15 @@ class Worker:
 
     Args:
         address: where to listen, as ZeroMQ names it.
-        keys: the job's keys. Coordinators send code, so only they may have the keys.
+        keys: the job's keys. Coordinators send code, so only they may have the keys. None for a
+            socket that only this user can open.
         host: runs the functions.
 
     Raises:
         zmq.ZMQError: the address cannot be bound.
     """
 
-    def __init__(self, address: str, keys: Keys, host: Host) -> None:
+    def __init__(self, address: str, keys: Keys | None, host: Host) -> None:
         self._host = host
         self._library = Library(host.parts)
         self._inbox: deque[_Message] = deque()
@@ -112,24 +112,13 @@ class Worker:
         self._job = b""
         self._began = 0
         self._pid = os.getpid()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        set_options(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending tells whether a peer is there
-        self._authenticator = start_authenticator(self._context, keys)
-        use_server_keys(self._socket, keys)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError:
-            self.close()
-            raise
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._listener = Listener(address, keys)
+        self.address = self._listener.address
 
     def close(self) -> None:
         """Stop listening."""
-        self._authenticator.stop()
-        self._socket.close(linger=1000)
-        self._context.term()
+        self._listener.socket.close()
+        self._listener.close()
 
     def serve(self) -> None:
         """Run functions until the coordinator ends the job."""
@@ -161,11 +150,11 @@ class Worker:
                 self._receive(zmq.NOBLOCK)
 
     def _receive(self, flags: int = 0) -> None:
-        identity, *frames = self._socket.recv_multipart(flags)
+        identity, *frames = self._listener.socket.recv_multipart(flags)
         try:
             message = _Message(identity, *unpack(frames, TO_WORKER))
         except FastdistError as error:
-            self._send_to(identity, Kind.REJECTED, 0, str(error).encode())
+            self._listener.send(identity, pack(Kind.REJECTED), str(error).encode())
             return
         if self._ends_calls(message):
             # Other workers run the remaining calls by now.
@@ -183,7 +172,7 @@ class Worker:
         job, header = frames
         began, seed, index = HELLO.unpack(header)
         if not self._may_replace(began):
-            self._send_to(identity, Kind.REPLACED)
+            self._listener.send(identity, pack(Kind.REPLACED))
             return
         if job != self._job:
             if self._job:
@@ -202,17 +191,8 @@ class Worker:
         return began >= self._began or not self._send(Kind.READY)
 
     def _send(self, kind: Kind, number: int = 0, *frames: bytes) -> bool:
-        return self._send_to(self._coordinator, kind, number, *frames)
-
-    def _send_to(self, identity: bytes, kind: Kind, number: int = 0, *frames: bytes) -> bool:
-        """Send a message; return False if the peer is gone."""
-        try:
-            self._socket.send_multipart([identity, pack(kind, number), *frames])
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            return False
-        return True
+        """Send a message to the coordinator; return False if it is gone."""
+        return self._listener.send(self._coordinator, pack(kind, number), *frames)
 
     def _call(self, number: int, frames: Sequence[bytes]) -> None:
         header, arguments, state_update = frames

@@ -1,38 +1,28 @@
-"""The coordinator's connection to one worker."""
+"""A worker, as the coordinator's dispatcher knows it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import Any
-
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from fastdist.ps.coordinator.backlog import Call
-from fastdist.ps.coordinator.messages import Kind, pack, set_options
+from fastdist.ps.coordinator.messages import Kind, pack
 from fastdist.ps.coordinator.shipping import Definition
-from fastdist.ps.wire.keys import Keys, use_client_keys
+from fastdist.ps.link.connections import Connection
 
-_RECONNECT_MS = 100
-_RETRY_S = 1.0
 # Calls that a worker has at once, so that the next is there when one ends; more if they are short.
 _MIN_WINDOW, _MAX_WINDOW = 2, 8
 _SHORT_S = 1e-3
 
 
 class WorkerLink:
-    """A connection that ZeroMQ restores by itself.
+    """A connection to a worker, and what has been sent over it.
 
     A worker ignores messages that arrive before the HELLO of a new connection.
 
     Args:
-        context: the dispatcher's context.
-        address: the worker's address.
-        keys: the job's keys.
+        connection: leads to the worker.
 
     Attributes:
-        is_connected: True if a process of the job is connected.
         is_ready: True if the worker accepts calls.
         is_replaced: True if the worker belongs to another coordinator.
         calls: the worker's calls, by the dispatcher's numbers.
@@ -40,71 +30,16 @@ class WorkerLink:
         last_error: why the worker is not available.
     """
 
-    def __init__(self, context: zmq.Context[Any], address: str, keys: Keys) -> None:
-        self.address = address
-        self.is_connected = self.is_ready = self.is_replaced = False
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.address = connection.address
+        self.is_ready = self.is_replaced = False
         self.calls: dict[int, Call] = {}
         self.state_update_number = 0
         self._window = _MIN_WINDOW
         self._ended_at = 0.0  # the last call, on the monotonic clock
         self.last_error = "no answer"
         self._known: set[int] = set()
-        self._context = context
-        self._keys = keys
-        self._failed_at: float | None = None  # time of the first failed handshake
-        self._open()
-
-    def _open(self) -> None:
-        self.socket = self._context.socket(zmq.DEALER)
-        set_options(self.socket)
-        # With IMMEDIATE=1, ZeroMQ would drop received messages when the connection is lost.
-        self.socket.setsockopt(zmq.IMMEDIATE, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        use_client_keys(self.socket, self._keys)
-        self.monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
-        self.socket.connect(self.address)
-
-    @property
-    def needs_new_socket(self) -> bool:
-        """True if the connection must be made anew.
-
-        ZeroMQ does not retry after another protocol's answer.
-        """
-        return self._failed_at is not None and time.monotonic() - self._failed_at > _RETRY_S
-
-    def connect_again(self) -> None:
-        """Need a new socket soon."""
-        self._failed_at = time.monotonic()
-
-    def reopen(self) -> None:
-        """Replace the socket by a new one."""
-        self.close()
-        self._failed_at = None
-        self.is_connected = False
-        self._open()
-
-    def close(self) -> None:
-        """Disconnect; messages that were sent are still delivered if a worker is connected."""
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=1000 if self.is_connected else 0)
-
-    def poll_events(self) -> tuple[bool, bool]:
-        """Return two flags: the worker has connected; it was lost before that, or since."""
-        connected = lost = False
-        while self.monitor.poll(0):
-            if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                connected = self.is_connected = True
-                self._failed_at = None
-                continue
-            if not self.is_connected:
-                self.last_error = "it has other keys, or is not a fastdist worker"
-                self._failed_at = self._failed_at or time.monotonic()
-            lost, connected = True, False
-            self.is_connected = False
-        return connected, lost
 
     @property
     def has_room(self) -> bool:
@@ -128,28 +63,18 @@ class WorkerLink:
 
     def mark_lost(self) -> None:
         """Forget the worker's calls and definitions."""
-        if self.is_ready:
+        if self.connection.was_refused:
+            self.last_error = "it has other keys, or is not a fastdist worker"
+        elif self.is_ready:
             self.last_error = "the connection was lost"
         self.is_ready = False
         self.calls.clear()
         self._known.clear()
         self.state_update_number = 0
 
-    def send(self, kind: Kind, number: int = 0, *frames: bytes) -> bool:
-        """Send a message; return False if no worker is connected."""
-        try:
-            self.socket.send_multipart([pack(kind, number), *frames], zmq.NOBLOCK)
-            return True
-        except zmq.Again:
-            return False
-
-    def receive(self) -> Iterator[list[bytes]]:
-        """Yield the messages that have arrived."""
-        while True:
-            try:
-                yield self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+    def send(self, kind: Kind, number: int = 0, *frames: bytes) -> None:
+        """Send a message, which is lost with the connection."""
+        self.connection.send(pack(kind, number), frames)
 
     def define(self, definition: Definition) -> None:
         """Send a definition, and those that it needs, unless the worker has them."""

@@ -1,3 +1,3 @@
 """A parameter server: keeps variables and tables, and applies updates."""
 
-import fastdist.ps.wire.keys  # noqa: F401  raises an ImportError with a hint without pyzmq
+import fastdist.ps.link.keys  # noqa: F401  raises an ImportError with a hint without pyzmq

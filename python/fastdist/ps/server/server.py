@@ -10,15 +10,16 @@ from typing import Any
 
 import zmq
 
-from fastdist.ps.server.listening import listen, require_keys, start_authenticator
+from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.listener import Listener
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.service import Service
 from fastdist.ps.wire.frames import keep_freed_memory
-from fastdist.ps.wire.keys import Keys
 from fastdist.ps.wire.open_files import allow_open_files
 from fastdist.ps.wire.protocol import MAX_FRAME_BYTES, Op, kind_of
 
 _DONE = "inproc://done"
+_MAX_WAITING = 1000  # requests of a client that have not been read
 _MAX_UNSENT_BYTES = 512 << 20  # of replies that clients have not taken yet
 _SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))  # answered in other threads
 
@@ -60,27 +61,19 @@ class Server:
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_staged_bytes: int = 4 << 30,
     ) -> None:
-        require_keys(address, keys)
         allow_open_files(100, "a server's connections")
         keep_freed_memory()
         self._service = Service(max_staged_bytes)
         self.ended = self._service.ended
         self.failure: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        self._context = zmq.Context()
-        self._authenticator: Any = None
+        self._listener = Listener(
+            address, keys, max_frame_bytes=max_frame_bytes, max_waiting=_MAX_WAITING
+        )
+        self.address = self._listener.address
         # Two pools: a worker that connects again must not wait for a checkpoint.
         self._files = ThreadPoolExecutor(2, "fastdist-ps-files")
         self._creations = ThreadPoolExecutor(1, "fastdist-ps-create")
-        try:
-            if keys is not None:
-                self._authenticator = start_authenticator(self._context, keys)
-            router = listen(self._context, address, keys, max_frame_bytes)
-        except BaseException:
-            self.close()
-            raise
-        self.address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._thread = threading.Thread(target=self._run, args=(router,), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Server:
@@ -91,13 +84,10 @@ class Server:
 
     def close(self) -> None:
         """Stop answering, and drop everything that the server keeps."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
         for pool in (self._files, self._creations):
             pool.shutdown(wait=False, cancel_futures=True)
-        self._context.term()
-        if self._thread is not None:
-            self._thread.join()
+        self._listener.close()
+        self._thread.join()
 
     def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""
@@ -105,18 +95,19 @@ class Server:
 
     # --- threads --------------------------------------------------------------------------------
 
-    def _run(self, router: zmq.Socket[bytes]) -> None:
+    def _run(self) -> None:
         """Serve the socket. An error ends the server: it would live on and never answer."""
         try:
-            self._serve(router)
+            self._serve()
         except BaseException as error:
             self.failure = error
             self.ended.set()
 
-    def _serve(self, router: zmq.Socket[bytes]) -> None:
+    def _serve(self) -> None:
         """Answer the requests until the context ends."""
         buffers = SendBuffers(_MAX_UNSENT_BYTES)
-        with router, suppress(zmq.ContextTerminated), self._context.socket(zmq.PULL) as done:
+        listener, router = self._listener, self._listener.socket
+        with router, suppress(zmq.ContextTerminated), listener.context.socket(zmq.PULL) as done:
             done.bind(_DONE)
             poller = zmq.Poller()
             poller.register(router, zmq.POLLIN)
@@ -127,7 +118,7 @@ class Server:
                     ready = dict(poller.poll())
                     if done in ready:
                         slow_requests -= 1
-                        _reply_to(router, done.recv_multipart())
+                        listener.send(*done.recv_multipart())
                     if router not in ready:
                         continue
                 identity, *frames = router.recv_multipart(copy=False)
@@ -142,16 +133,16 @@ class Server:
                     answer = self._service.answer(views, buffers)
                     if answer is not None:
                         header, body = answer
-                        router.send(identity, zmq.SNDMORE, copy=False)
-                        router.send(header.pack(), zmq.SNDMORE if body is not None else 0)
-                        if body is not None:
+                        has_body = body is not None
+                        is_sent = listener.send(identity.bytes, header.pack(), more=has_body)
+                        if is_sent and has_body:
                             buffers.send(router, body, header.client)
                 del frames, views
 
     def _answer_slowly(self, identity: bytes, frames: Sequence[memoryview]) -> None:
         """Pass the answer to the thread of the socket; an empty message means no answer."""
         answer = self._service.answer(frames, SendBuffers(0))
-        with suppress(zmq.ZMQError), self._context.socket(zmq.PUSH) as socket:
+        with suppress(zmq.ZMQError), self._listener.context.socket(zmq.PUSH) as socket:
             socket.setsockopt(zmq.LINGER, 1000)
             socket.connect(_DONE)
             parts = [b""]
@@ -159,8 +150,3 @@ class Server:
                 header, body = answer
                 parts = [identity, header.pack(), *([] if body is None else [body])]
             socket.send_multipart(parts)
-
-
-def _reply_to(router: zmq.Socket[bytes], parts: list[bytes]) -> None:
-    if len(parts) > 1:
-        router.send_multipart(parts)

@@ -89,17 +89,3 @@ def read_keys(path: str | Path) -> Keys:
         return Keys.from_json(Path(path).read_text())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def use_server_keys(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Make a listening socket present the server's key; `start_authenticator` checks clients."""
-    socket.curve_secretkey = keys.server_secret.encode()
-    socket.curve_publickey = keys.server_public.encode()
-    socket.curve_server = True
-
-
-def use_client_keys(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Make a connecting socket present the client's key and require the server's."""
-    socket.curve_serverkey = keys.server_public.encode()
-    socket.curve_publickey = keys.client_public.encode()
-    socket.curve_secretkey = keys.client_secret.encode()

@@ -1,0 +1,1 @@
+"""Sockets of servers, clients, coordinators and workers: who listens, and who connects."""

@@ -5,8 +5,9 @@
     python benchmarks/dlrm.py [--rows 100000] [--batches 400] [--rounds 2]
 
 Two processes of one machine train on random batches of 512 examples with 14 categories of --rows
-rows each; DDP and TorchRec run over Gloo. The jobs take turns. A time is of all processes of a job,
-and is the difference of a long and a short job, so that the start does not count.
+rows each. DDP and TorchRec run over Gloo, parameter servers over sockets in a private folder, and
+by TCP with keys, as between machines. The jobs take turns. A time is of all processes of a job, and
+is the difference of a long and a short job, so that the start does not count.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from torch import nn
 CATEGORIES, NUMBERS, DIM, BATCH, LR = 14, 9, 16, 512, 0.05
 FEW = 20  # batches of the short job
 PYTHON = [sys.executable, "-m"]
+SERVERS = [*PYTHON, "fastdist", "run", "--no-prefix", "--workers", "2", "--ps", "2"]
 JOBS = {
-    "servers": [*PYTHON, "fastdist", "run", "--no-prefix", "--workers", "2", "--ps", "2"],
+    "servers": SERVERS,
+    "encrypted": [*SERVERS, "--env", "FASTDIST_PS_FOLDER="],  # TCP with keys
     "torchrec": [*PYTHON, "torch.distributed.run", "--nproc-per-node", "2"],
     "ddp": [*PYTHON, "torch.distributed.run", "--nproc-per-node", "2"],
 }
@@ -198,9 +201,8 @@ def main() -> None:
     parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        return {"servers": servers, "torchrec": torchrec, "ddp": ddp}[options.job](
-            options.rows, options.batches
-        )
+        train = {"torchrec": torchrec, "ddp": ddp}.get(options.job, servers)
+        return train(options.rows, options.batches)
     for _ in range(options.rounds):
         for job in JOBS:
             short, long = (seconds(job, options.rows, n) for n in (FEW, options.batches))

@@ -21,7 +21,7 @@ void copy(float* dst, const float* src, std::size_t count) {
   for (; count > kPiece; count -= kPiece, dst += kPiece, src += kPiece) {
     std::memcpy(dst, src, kPiece * sizeof(float));
   }
-  std::memcpy(dst, src, count * sizeof(float));
+  if (count != 0) std::memcpy(dst, src, count * sizeof(float));  // empty spans may be null
 }
 
 void check_count(const char* argument, std::size_t expected, std::size_t got) {
@@ -44,7 +44,7 @@ DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule)
   }
   values_ = allocate(size_ * sizeof(float), Pages::kHuge, "a variable");
   slots_ = allocate(slot_floats() * sizeof(float), Pages::kHuge, "a variable's slots");
-  if (size_ != 0) copy(element(0), initial.data(), size_);
+  copy(element(0), initial.data(), size_);
   for (std::size_t i = 0; i < rule_.slots().size(); ++i) {
     std::fill_n(slot(i), size_, rule_.slots()[i].initial);
   }

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import zmq
 from fastdist.errors import UnavailableError
-from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
-from fastdist.ps.wire.batches import PART_SIZE
+from fastdist.ps.wire.batches import PART_SIZE, pack_steps
 from fastdist.ps.wire.protocol import BusyError, Header, Op, Status
 from fastdist.ps.wire.snapshot import Part
 
@@ -40,10 +40,41 @@ def received(router: zmq.Socket[bytes]) -> tuple[bytes, Header]:
     return identity, Header.unpack(header)
 
 
-def reply(router: zmq.Socket[bytes], request: tuple[bytes, Header], status: Status) -> None:
+def reply(
+    router: zmq.Socket[bytes], request: tuple[bytes, Header], status: Status, body: bytes = b"{}"
+) -> None:
     identity, asked = request
     answer = Header(status, asked.number, asked.client, asked.object)
-    router.send_multipart([identity, answer.pack(), b"{}"])
+    router.send_multipart([identity, answer.pack(), body])
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_values_from_before_an_earlier_change_are_not_taken(
+    by_hand: zmq.Socket[bytes], is_busy: bool
+) -> None:
+    """They come after a reconnection; a server that is busy has applied the change."""
+    values = np.zeros(1, np.float32)
+    with Client([by_hand.getsockopt_string(zmq.LAST_ENDPOINT)], timeout_s=10) as client:
+        (change,) = client.begin_change([Item(0, 1, np.ones(1, np.float32))])
+        (read,) = client.begin_read([Item(0, 1, values)])
+        requests = [received(by_hand) for _ in range(2)]
+
+        def answer_read(value: float) -> None:
+            body = pack_steps([1]) + np.float32(value).tobytes()
+            reply(by_hand, requests[1], Status.OK, body)
+
+        if is_busy:
+            reply(by_hand, requests[0], Status.BUSY, b"")
+            answer_read(5)
+            client.wait(read)
+            assert values == 5
+        answer_read(7)
+        reply(by_hand, requests[0], Status.OK, b"")
+        client.wait(change)
+        assert read.is_done is is_busy
+        answer_read(8)
+        client.wait(read)
+    assert values == (5 if is_busy else 8)
 
 
 def test_the_timeout_counts_from_the_last_reply(

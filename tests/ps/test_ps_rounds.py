@@ -210,6 +210,10 @@ def test_commit_raises_errors_of_pushes(stack: ExitStack, servers: list[Server])
     assert (worker.dense.pull() == 0).all()
     worker.push(1.0, [1], round=1)
     assert worker.commit(1) is True  # nothing was staged
+    for size in (6, 1):
+        worker.client.begin_change([Item(server, number, np.ones(size, np.float32))], round=2)
+    with pytest.raises(ValueError, match="gradients of 6 and 1 elements"):
+        worker.commit(2)
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from fastdist.ps.client.sharded import begin_pulls
 from ps_cluster import PsCluster
 from served_net import sgd
 from torch import nn
@@ -39,6 +41,21 @@ def test_buffers_that_change_after_the_last_step(cluster: PsCluster) -> None:
         coordinator.schedule(train, (torch.randn(8, 3),))
     coordinator.join()
     assert model.num_batches_tracked == 20
+
+
+def test_a_buffer_keeps_its_value_until_the_new_one_is_stored(cluster: PsCluster) -> None:
+    """Otherwise a failed step would send the changes of other workers as this one's."""
+    strategy = cluster.strategy()
+    with strategy.scope():
+        module = nn.BatchNorm1d(3)
+    (model,) = strategy._models
+    assert module.running_mean is not None
+    served = model.buffers.all["0/running_mean"]
+    served.sharded.assign(np.full(3, 7.0))
+    (pulled,) = begin_pulls(strategy.client, [served.sharded.lookup(served.out())]).result()
+    assert not served.tensor.any()
+    served.store(pulled)
+    assert (served.tensor == 7).all()
 
 
 def test_batch_norm(cluster: PsCluster) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import fastdist as fd
 import pytest
-from fastdist.errors import UnavailableError
+from fastdist.errors import ClusterConfigError, UnavailableError
 from ps_cluster import PsCluster, wait_for
 
 torch = pytest.importorskip("torch")
@@ -66,15 +66,24 @@ def is_restored(strategy: Any, directory: Path) -> bool:
     return True
 
 
-def test_a_folder_that_others_can_open_is_refused(
+def test_a_folder_that_cannot_be_used_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o755)
     spec = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"], "ps": ["127.0.0.1:3"]}
-    task = {"cluster": spec, "task": {"type": "chief", "index": 0}}
-    monkeypatch.setenv("TF_CONFIG", json.dumps(task))
-    monkeypatch.setenv("FASTDIST_PS_KEYS", fd.ps.Keys.make().to_json())
-    monkeypatch.setenv("FASTDIST_PS_FOLDER", str(tmp_path))
-    with pytest.raises(PermissionError, match="must be a folder of this user's alone"):
+
+    def start(folder: str) -> None:
+        task = {"cluster": spec, "task": {"type": "chief", "index": 0}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(task))
+        monkeypatch.setenv("FASTDIST_PS_FOLDER", folder)
         fd.ParameterServerStrategy()
+
+    with pytest.raises(PermissionError, match="must be a folder of this user's alone"):
+        start(str(tmp_path))
+    for folder in ("@relative", f"/tmp/{'x' * 100}"):
+        with pytest.raises(ClusterConfigError, match="must be an absolute path of up to 95 bytes"):
+            start(folder)
+    spec["ps"] = ["node1:3"]
+    with pytest.raises(ClusterConfigError, match=r"tasks on 127\.0\.0\.1, node1: unset it"):
+        start(str(tmp_path))
     assert os.listdir(tmp_path) == []

@@ -297,6 +297,18 @@ def test_no_keys_on_an_outside_address(address: str) -> None:
         Server("tcp://192.0.2.1:4000", keys=Keys.make())
 
 
+def test_two_servers_at_one_path(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/server"
+    with Server(address):
+        with pytest.raises(zmq.ZMQError, match="another process listens at ipc://"):
+            Server(address)
+        with Client([address]) as client:
+            client.hello(0)
+    (tmp_path / "server").touch()  # left behind
+    with Server(address), Client([address]) as client:
+        client.hello(0)
+
+
 # --- harmful input ----------------------------------------------------------------------
 
 

@@ -67,10 +67,10 @@ fastdist.Elastic or fastdist.init(elastic=True).
 With --workers and --ps, starts a job with parameter servers instead: a chief, W workers, P
 parameter servers and, with --evaluator, an evaluator. All tasks run the same script. The
 environment of each task has TF_CONFIG and, in FASTDIST_PS_KEYS, the keys of this job. The tasks
-talk over sockets in FASTDIST_PS_FOLDER, which only this user can open. The chief
-reads the standard input, and the job ends when the chief ends; other tasks that fail are restarted.
-When the chief has ended, the other tasks, including the evaluator, get SIGTERM, and SIGKILL if they
-still run after --grace-s.
+talk over sockets in FASTDIST_PS_FOLDER, which only this user can open; by TCP if its path is too
+long for sockets. The chief reads the standard input, and the job ends when the chief ends; other
+tasks that fail are restarted. When the chief has ended, the other tasks, including the evaluator,
+get SIGTERM, and SIGKILL if they still run after --grace-s.
 """
 _EPILOG = """\
 exit code:
@@ -476,10 +476,10 @@ def _tasks(
             ports = stack.enter_context(reserved_ports(tasks))
         except OSError as error:
             raise UsageError(f"cannot get {tasks} ports: {error.strerror}") from None
-        private = {KEYS_VARIABLE: Keys.make().to_json()}
         folder = stack.enter_context(TemporaryDirectory(prefix="fastdist-run-"))  # mode 0700
-        if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES:
-            private[FOLDER_VARIABLE] = folder
+        if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+            folder = ""  # by TCP
+        private = {KEYS_VARIABLE: Keys.make().to_json(), FOLDER_VARIABLE: folder}
         yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, private, user)
 
 

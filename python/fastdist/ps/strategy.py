@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import signal
 import sys
@@ -62,6 +63,7 @@ from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.training.module_structure import modules_of
 
 _END_S = 2.0
+_MAX_FOLDER_BYTES = 95  # a socket's path has at most 107
 _NO_REPLICAS = (
     "run must be called in a function that a ClusterCoordinator schedules; the chief has no replica"
 )
@@ -105,11 +107,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
         refuse_nonfinite: a gradient with NaN or infinity is an error, and changes nothing;
             otherwise servers only count them.
         keys: the job's keys; by default FASTDIST_PS_KEYS, which `fastdist run` sets. With
-            FASTDIST_PS_FOLDER, which it sets too, tasks talk over sockets there, without keys.
+            FASTDIST_PS_FOLDER, which it sets too, tasks talk over sockets there, and use no keys.
 
     Raises:
-        ClusterConfigError: the cluster lacks a task, there are no keys, or this task is an
-            evaluator.
+        ClusterConfigError: the cluster lacks a task, there are no keys, this task is an evaluator,
+            or FASTDIST_PS_FOLDER is not for this cluster.
         PermissionError: others than this user may open FASTDIST_PS_FOLDER.
         TypeError: the partitioner is not callable.
         ValueError: another argument is out of range.
@@ -153,12 +155,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 "the evaluator must not create this strategy: it reads checkpoints, for example "
                 f"with fastdist.ps.load; the cluster is {spec!r}"
             )
-        keys = keys or _require_keys()
-        _record(spec, *task, keys)
         folder = settings().ps_folder
         if folder is not None:
-            check_private(Path(folder))
-        self.keys = keys if folder is None else None
+            _check_folder(Path(folder), spec)
+        self.keys = keys or _require_keys() if folder is None else None
+        _record(spec, *task, self.keys)
         if resolver.task_type == "ps":
             _run_server(_address(spec, *task), self.keys)
         self.synchronous = synchronous
@@ -393,7 +394,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 self.client.end(server, timeout_s=_END_S)
 
 
-def _record(spec: ClusterSpec, job: str, index: int, keys: Keys) -> None:
+def _record(spec: ClusterSpec, job: str, index: int, keys: Keys | None) -> None:
     """Let `fastdist why` tell what this task waits for."""
     tasks = [
         (each, number)
@@ -401,7 +402,7 @@ def _record(spec: ClusterSpec, job: str, index: int, keys: Keys) -> None:
         for number in range(spec.num_tasks(each))
     ]
     names = {"chief": "chief", "ps": f"{SERVER} {index}"}
-    key = f"{_addresses(spec, 'ps')} {keys.to_json()}"
+    key = f"{_addresses(spec, 'ps')} {keys.to_json() if keys else ''}"
     record_task(names.get(job, f"{job} {index}"), tasks.index((job, index)), len(tasks), key)
 
 
@@ -447,6 +448,22 @@ def _address(spec: ClusterSpec, job: str, index: int) -> str:
     """Return where a task listens: in the job's folder, if it has one, or at its address."""
     folder = settings().ps_folder
     return f"ipc://{folder}/{job}-{index}" if folder else f"tcp://{spec.task_address(job, index)}"
+
+
+def _check_folder(folder: Path, spec: ClusterSpec) -> None:
+    tasks = ((job, i) for job in ("chief", "worker", "ps") for i in range(spec.num_tasks(job)))
+    hosts = sorted({spec.task_address(*task).rpartition(":")[0] for task in tasks})
+    if len(hosts) > 1:
+        raise ClusterConfigError(
+            f"FASTDIST_PS_FOLDER={folder} is for tasks of one machine, but the cluster has tasks "
+            f"on {', '.join(hosts)}: unset it, so that they use TCP"
+        )
+    if not folder.is_absolute() or len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        raise ClusterConfigError(
+            f"FASTDIST_PS_FOLDER={folder} must be an absolute path of up to {_MAX_FOLDER_BYTES} "
+            "bytes: the paths of sockets are limited"
+        )
+    check_private(folder)
 
 
 def _bind_address(address: str) -> str:

@@ -145,6 +145,9 @@ class ServedWorker:
             if steps.is_fresh:  # the previous function has left its changes to this one
                 model.buffers.send_changed(1)
         stale = [model for model, steps in models if not steps.is_fresh or model.awaits_rows]
+        for model, steps in models:
+            if steps.is_fresh and model.awaits_rows:  # the pull would overwrite its changes
+                model.buffers.send_changed(1)
         for model in stale:
             model.begin_pull()
         for _, steps in everything:

@@ -22,6 +22,7 @@ from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.wire.frames import Array, keep_freed_memory, to_floats, to_ids
 from fastdist.ps.wire.protocol import (
+    CHANGES,
     Header,
     Op,
     ProtocolError,
@@ -272,7 +273,10 @@ class Client:
         ticket = self._in_flight[server].get(header.number)
         if ticket is None:  # answered already
             return
+        if self._is_early(ticket):
+            return
         if header.kind == Status.BUSY:
+            ticket.was_busy = True
             ticket.resend_at = time.monotonic() + self._retry_s
             self._refused[server].append(ticket)
             return
@@ -296,6 +300,20 @@ class Client:
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
+
+    def _is_early(self, ticket: Ticket) -> bool:
+        """True if a reply has values from before a change that was sent earlier.
+
+        When a connection breaks, requests that wait to be sent go over the next one, ahead of those
+        that were lost. All of them are sent again, in order, and this one is answered once more.
+        """
+        if ticket.on_reply is None:
+            return False
+        earlier = self._in_flight[ticket.server].items()
+        return any(
+            number < ticket.header.number and other.op in CHANGES and not other.was_busy
+            for number, other in earlier
+        )
 
     # --- variables and tables -------------------------------------------------------------------
 

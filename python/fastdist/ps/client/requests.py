@@ -27,6 +27,7 @@ class Ticket:
         resend_at: when to send the request again; infinity: when the connection was restored.
         upload: for a large request, what knows when it is on its way.
         on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
+        was_busy: True if the server was too busy to reply; it has made the request's changes.
 
     Examples:
         >>> import numpy as np
@@ -57,6 +58,7 @@ class Ticket:
     reply: memoryview | None = None
     error: Exception | None = None
     is_done: bool = False
+    was_busy: bool = False
 
 
 class Pending(Generic[T]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
+import socket
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -70,6 +72,7 @@ class Listener:
                 self.socket.curve_secretkey = keys.server_secret.encode()
                 self.socket.curve_publickey = keys.server_public.encode()
                 self.socket.curve_server = True
+            _require_free(address)
             self.socket.bind(address)
         except BaseException:
             self.socket.close()
@@ -103,6 +106,16 @@ class Listener:
         for i, frame in enumerate(frames, 1):
             self.socket.send(frame, zmq.SNDMORE if more or i < len(frames) else 0, copy=False)
         return True
+
+
+def _require_free(address: str) -> None:
+    """Raise if another process listens at a path, which ZeroMQ would take from it."""
+    if not address.startswith("ipc:///"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1)
+        if probe.connect_ex(address.removeprefix("ipc://")) == 0:
+            raise zmq.ZMQError(errno.EADDRINUSE, f"another process listens at {address}")
 
 
 def _start_authenticator(context: zmq.Context[Any], keys: Keys) -> ThreadAuthenticator:

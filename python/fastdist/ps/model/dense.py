@@ -33,10 +33,13 @@ class ServedTensor:
 
     @property
     def is_in_place(self) -> bool:
-        """True if a pulled value can be written directly to the tensor's memory."""
+        """True if a pulled value can be written directly to the tensor's memory.
+
+        A buffer must not get a value before the change that it has from then is forgotten.
+        """
         tensor = self.tensor
         is_plain = tensor.dtype == torch.float32 and tensor.is_contiguous()
-        return is_plain and tensor.device.type == "cpu"
+        return is_plain and tensor.device.type == "cpu" and not self._is_buffer
 
     def out(self) -> Array | None:
         """Return the destination for a pull; None if `store` copies the value."""

@@ -97,6 +97,7 @@ class ServedSteps:
         rates = self._model.served_by(optimizer)
         gradients = [(parameter, lr) for parameter, lr in rates if parameter.grad is not None]
         changes: list[Item] = []
+        self.is_fresh = False
         try:
             if context.size > 1:
                 self._step_together(context, self._round(context, number), rates, weight)
@@ -115,7 +116,7 @@ class ServedSteps:
             raise
         finally:
             self._steps[number] += 1  # some servers may have finished the round
-        self._model.forget_rows(parameter for parameter, _ in rates)
+            self._model.forget_rows(parameter for parameter, _ in rates)
         self.is_fresh = all(self._was_waiting)
 
     def _step_together(
@@ -135,9 +136,8 @@ class ServedSteps:
                 gradients = [
                     (parameter, None) for parameter, _ in rates if parameter.grad is not None
                 ]
-                changes = self._model.changes(gradients, weight)
-                changes += self._model.buffers.weighted_changes(weight)
-                self._model.stage(changes, round)
+                self._model.stage(self._model.changes(gradients, weight), round)
+                self._model.stage(self._model.buffers.weighted_changes(weight), round)
         except Exception as error:  # raised by all workers of the group
             failed = error
 

@@ -170,16 +170,11 @@ class ServedTable:
 
     def begin_reads(self) -> list[Prefetch]:
         """Return the prefetches that the next pull must read, all of them."""
-        self.expire_prefetched()
         self.prefetched = [known for known in self.prefetched if known.reads < _MOST_READS]
         for known in self.prefetched:
             known.reads += 1
-        return self.prefetched.copy()
-
-    def expire_prefetched(self) -> None:
-        """Read prefetched rows again before they are used."""
-        for known in self.prefetched:
             known.wanted.pulled = None
+        return self.prefetched.copy()
 
     def gradient_indices(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the indices of these ids' rows in the weight's gradient.

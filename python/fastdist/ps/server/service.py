@@ -134,7 +134,10 @@ class Service:
             if not isinstance(progress, bytes):
                 raise BusyError(f"{op.name} is being applied")
             if wanted is not None:
-                return _reply(header), self._read_values(header, wanted, buffers)
+                try:
+                    return _reply(header), self._read_values(header, wanted, buffers)
+                except MemoryError as error:  # it was applied, and may only be asked for again
+                    raise BusyError(str(error)) from error
             return _reply(header), progress or None
         except Exception as error:
             return _reply(header, status_of(error)), (str(error) or repr(error)).encode()
@@ -219,9 +222,8 @@ class Service:
         entries, places = unpack_names(names)
         found = self._registry.of_message(entries, math.inf)
         values = list(unpack_values(frame, _kinds(found, entries, is_plain=op is Op.ASSIGN)))
-        if len(found) > 1 or header.round:  # one alone checks its own place when it is changed
-            for (spec, _), at in zip(found, places, strict=True):
-                _check_place(spec, at)
+        for (spec, _), at in zip(found, places, strict=True):
+            _check_place(spec, at)
         if op is Op.ASSIGN:
             for (_, stored), at, value in zip(found, places, values, strict=True):
                 stored.assign(at, value)

@@ -54,8 +54,9 @@ FRAMES = {
     Op.RESET: (0,),
     Op.END: (0,),
 }
+CHANGES = frozenset((Op.CHANGE, Op.ASSIGN))
 # Requests that are applied once, however often they arrive.
-APPLIED_ONCE = frozenset((Op.CHANGE, Op.ASSIGN, Op.SAVE, Op.RESTORE, Op.COMMIT, Op.RESET))
+APPLIED_ONCE = CHANGES | frozenset((Op.SAVE, Op.RESTORE, Op.COMMIT, Op.RESET))
 
 
 class Status(enum.IntEnum):
@@ -70,7 +71,7 @@ class Status(enum.IntEnum):
     OTHER_VERSION = 6
     RESTARTED = 7
     OS_ERROR = 8
-    BUSY = 9  # nothing was done; the client should ask again later
+    BUSY = 9  # the client should ask again later, by the same number
 
 
 _ERRORS: dict[Status, type[Exception]] = {

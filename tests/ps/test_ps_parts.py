@@ -101,7 +101,9 @@ def test_invalid_parts(stack: ExitStack, server: Server) -> None:
             with pytest.raises(ValueError, match=message):
                 ask(op, number, begin, 5, *values)
     with pytest.raises(ValueError, match=r"expected values of shape \(4,\), got 20 bytes"):
-        ask(Op.CHANGE, number, 7, 4, five)
+        ask(Op.CHANGE, number, PART_SIZE, 4, five)
+    with pytest.raises(ValueError, match=f"'w': a range from 7 on, not a multiple of {PART_SIZE}"):
+        ask(Op.READ, number, 7, 4)
     for op, round_ in ((Op.CHANGE, 0), (Op.ASSIGN, 0), (Op.CHANGE, 3)):
         other = Entry(client.create(0, DenseSpec("v", (5,), ADAM), five), 0, np.nan, 5, 0)
         names = pack_names([other, Entry(number, 0, np.nan, 5, 7)], [])

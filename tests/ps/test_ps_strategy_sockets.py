@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_used_is_refused(
     with pytest.raises(PermissionError, match="must be a folder of this user's alone"):
         start(str(tmp_path))
     for folder in ("@relative", f"/tmp/{'x' * 100}"):
-        with pytest.raises(ClusterConfigError, match="must be an absolute path of up to 95 bytes"):
+        with pytest.raises(ClusterConfigError, match="must be an absolute path of up to 90 bytes"):
             start(folder)
     spec["ps"] = ["node1:3"]
     with pytest.raises(ClusterConfigError, match=r"tasks on 127\.0\.0\.1, node1: unset it"):

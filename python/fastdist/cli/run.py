@@ -39,7 +39,6 @@ _NAME = "fastdist run"
 _OUTPUTS = 2
 _OTHER_FILES = 24
 _MAX_RESTARTS = 3
-_MAX_FOLDER_BYTES = 90  # a socket's path has at most 107 bytes
 _PORTS = range(20_000, 32_000)
 _ANSWER_S = 2.0  # that the launcher of another machine needs after its grace period
 
@@ -467,6 +466,7 @@ def _tasks(
         return
     try:
         from fastdist.ps import Keys
+        from fastdist.ps.link.listener import MAX_FOLDER_BYTES
     except ImportError as error:
         raise UsageError(str(error)) from None
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator
@@ -477,7 +477,7 @@ def _tasks(
         except OSError as error:
             raise UsageError(f"cannot get {tasks} ports: {error.strerror}") from None
         folder = stack.enter_context(TemporaryDirectory(prefix="fastdist-run-"))  # mode 0700
-        if len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+        if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
             folder = ""  # by TCP
         private = {KEYS_VARIABLE: Keys.make().to_json(), FOLDER_VARIABLE: folder}
         yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, private, user)

@@ -42,7 +42,7 @@ from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import Stopped, Worker
 from fastdist.ps.link.keys import Keys, job_keys
-from fastdist.ps.link.listener import is_local
+from fastdist.ps.link.listener import MAX_FOLDER_BYTES, is_local
 from fastdist.ps.model.buffers import concurrent_functions
 from fastdist.ps.model.bundle import Bundle, define_bundle
 from fastdist.ps.model.model import ServedModel
@@ -63,7 +63,6 @@ from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.training.module_structure import modules_of
 
 _END_S = 2.0
-_MAX_FOLDER_BYTES = 95  # a socket's path has at most 107
 _NO_REPLICAS = (
     "run must be called in a function that a ClusterCoordinator schedules; the chief has no replica"
 )
@@ -155,10 +154,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 "the evaluator must not create this strategy: it reads checkpoints, for example "
                 f"with fastdist.ps.load; the cluster is {spec!r}"
             )
-        folder = settings().ps_folder
-        if folder is not None:
-            _check_folder(Path(folder), spec)
-        self.keys = keys or _require_keys() if folder is None else None
+        self.keys = _required_keys(spec, keys)
         _record(spec, *task, self.keys)
         if resolver.task_type == "ps":
             _run_server(_address(spec, *task), self.keys)
@@ -430,8 +426,13 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise Stopped(0)
 
 
-def _require_keys() -> Keys:
-    keys = job_keys()
+def _required_keys(spec: ClusterSpec, given: Keys | None) -> Keys | None:
+    """Return the keys for connections; None if they are sockets in the job's folder."""
+    folder = settings().ps_folder
+    if folder is not None:
+        _check_folder(Path(folder), spec)
+        return None
+    keys = given or job_keys()
     if keys is None:
         raise ClusterConfigError(
             "no keys: start the job with `fastdist run --workers W --ps P`, or create keys with "
@@ -458,9 +459,9 @@ def _check_folder(folder: Path, spec: ClusterSpec) -> None:
             f"FASTDIST_PS_FOLDER={folder} is for tasks of one machine, but the cluster has tasks "
             f"on {', '.join(hosts)}: unset it, so that they use TCP"
         )
-    if not folder.is_absolute() or len(os.fsencode(folder)) > _MAX_FOLDER_BYTES:
+    if not folder.is_absolute() or len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
         raise ClusterConfigError(
-            f"FASTDIST_PS_FOLDER={folder} must be an absolute path of up to {_MAX_FOLDER_BYTES} "
+            f"FASTDIST_PS_FOLDER={folder} must be an absolute path of up to {MAX_FOLDER_BYTES} "
             "bytes: the paths of sockets are limited"
         )
     check_private(folder)

@@ -13,6 +13,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastdist.ps.link.keys import Keys
 
+MAX_FOLDER_BYTES = 90  # of a folder of sockets, whose paths have at most 107
 _LINGER_MS = 1000
 _STUCK_MS = 10_000  # connections that take nothing for this time are closed
 _PROBE_S = 5  # connections that are silent for this time are probed: the machine may be gone

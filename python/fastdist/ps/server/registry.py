@@ -80,8 +80,8 @@ class Registry:
         """Return the objects that one message names.
 
         Raises:
-            ValueError: ids for a dense variable, a range for a table or beyond the variable, or
-                more than `most` elements of dense variables.
+            ValueError: ids for a dense variable, a range for a table, beyond the variable or not
+                from a multiple of `PART_SIZE` on, or more than `most` elements of dense variables.
         """
         if len(entries) > PART_SIZE:
             raise ValueError(f"{len(entries)} objects in a message, the limit is {PART_SIZE}")
@@ -101,6 +101,11 @@ class Registry:
                     raise ValueError(
                         f"{spec.name!r}: {entry.size} elements from {entry.begin} on, the "
                         f"variable has {spec.size}"
+                    )
+                if entry.begin % PART_SIZE:
+                    raise ValueError(
+                        f"{spec.name!r}: a range from {entry.begin} on, not a multiple of "
+                        f"{PART_SIZE}"
                     )
         if size > most:
             raise ValueError(f"variables of {size} elements in a message, the limit is {most}")

@@ -64,11 +64,10 @@ class StagedUpdate:
         ranges: dict[int, Array] = {}
         for at, gradient in self.staged:
             if isinstance(at, int):
-                known = ranges.setdefault(at, gradient)
-                if known.size != gradient.size:
+                known = ranges.get(at)
+                if known is not None and known.size != gradient.size:
                     raise ValueError(f"gradients of {known.size} and {gradient.size} elements")
-                if known is not gradient:
-                    ranges[at] = known + gradient
+                ranges[at] = gradient if known is None else known + gradient
             else:
                 ids.append(at)
                 rows.append(gradient)

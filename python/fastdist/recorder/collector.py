@@ -30,7 +30,7 @@ class Collector:
     """
 
     def __init__(self) -> None:
-        self._followers: dict[Path, _Follower] = {}
+        self._followers: dict[Path, _Follower | None] = {}
         self._changes_s: list[float] | None = None  # of the folders whose records are known
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -40,15 +40,14 @@ class Collector:
         """Stop, and return what the processes did, by rank. Times are in seconds since 1970."""
         self._stop.set()
         self._thread.join()
-        finished = [each.finish() for each in self._followers.values()]
-        return sorted(finished, key=lambda each: each.rank)
+        followers = [each for each in self._followers.values() if each is not None]
+        return sorted((each.finish() for each in followers), key=lambda each: each.rank)
 
     def _follow(self) -> None:
         read_at_s = 0.0
         while not self._stop.wait(_DISCOVERY_S):
-            is_due = time.monotonic() >= read_at_s
-            self._discover(is_forced=is_due)
-            if is_due:
+            self._discover()
+            if time.monotonic() >= read_at_s:
                 before_s = time.thread_time()
                 self._read()
                 pause_s = (time.thread_time() - before_s) / _MOST_WORK
@@ -57,25 +56,24 @@ class Collector:
 
     def _read(self) -> None:
         for follower in self._followers.values():
-            follower.read()
+            if follower is not None:
+                follower.read()
 
-    def _discover(self, *, is_forced: bool) -> None:
-        """Look for new records where folders have changed; anyway now and then, to miss none."""
+    def _discover(self) -> None:
         changes = changes_s()
-        if changes == self._changes_s and not is_forced:
+        if changes == self._changes_s:
             return
         # A folder's time of change is not exact: another change may have the same.
         is_known = time.time() - max(changes, default=0.0) > _SETTLED_S
         for found in record_paths():
             if found.path in self._followers or not found.is_here:
                 continue
-            if not _descends_from_this(found.pid):
-                continue
-            follower = _open(found.path)
-            if follower is None:
-                is_known = False
-            else:
+            is_own = _descends_from_this(found.pid)
+            follower = _open(found.path) if is_own else None
+            if follower is not None or not is_own:
                 self._followers[found.path] = follower
+            else:
+                is_known = False
         self._changes_s = changes if is_known else None
 
 

@@ -98,3 +98,12 @@ def test_user_code(rank: ObservedRank) -> None:
     backward = replace(rank.records, phase=Phase.BACKWARD)
     found = occupation_of(replace(seen(rank, asleep), records=backward))
     assert found.one.endswith("in backward, asleep")
+
+
+def test_a_sleeper_that_a_question_has_woken(rank: ObservedRank) -> None:
+    asleep = replace(IDLE, waits_in="hrtimer_nanosleep")
+    woken = replace(asleep, state="R", waits_in="")
+    earlier = replace(seen(rank, asleep), earlier=replace(seen(rank, asleep).process, at_s=10.0))
+    assert occupation_of(seen(earlier, woken)).one.endswith("asleep")
+    computes = seen(earlier, replace(woken, cpu_s=asleep.cpu_s + 0.2), cpu_s=0.2)
+    assert occupation_of(computes).one.endswith("running")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fastdist.recorder import place, recording
-from fastdist.recorder.ring import identity
+from fastdist.recorder.ring import Identity, identity
 
 RANK = """
 import sys
@@ -94,3 +94,17 @@ def test_the_last_dead_job_is_kept_beside_a_living_one_with_younger_dead(
     kill(start("a", 1))
     recording._remove_old("d" * 16)
     assert kept() == ["a", "a", "c"]
+
+
+def test_records_that_another_process_removes_meanwhile_are_left_to_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def removed(path: Path) -> Identity | None:
+        who = identity(path)
+        path.unlink()
+        return who
+
+    kill(start("a", 0))
+    monkeypatch.setattr(recording, "identity", removed)
+    recording._remove_old("d" * 16)
+    assert kept() == []

@@ -23,6 +23,7 @@ def output_of(program: str, tmp_path: Path, ranks: int = 3) -> str:
         text=True,
         timeout=60,
     )
+    print(ran.stderr)
     assert ran.returncode != 0
     return ran.stderr
 
@@ -79,17 +80,18 @@ def test_a_killed_rank_is_named_by_the_launcher(tmp_path: Path) -> None:
 
 def test_a_peer_that_raised_is_quoted(tmp_path: Path) -> None:
     err = output_of(
+        "from fastdist.errors import PeerFailureError\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, meanwhile\n"
         "if comm.rank == 0:\n"
         "    raise ValueError('bad batch')\n"
         "try:\n"
         "    comm.barrier()\n"
-        "except fd.PeerFailureError as error:\n"
+        "except PeerFailureError as error:\n"
         "    os.write(2, str(error).encode() + b'\\n')\n",
         tmp_path,
         ranks=2,
     )
-    assert "why: rank 0 is dead: ValueError: bad batch at train.py:8 in <module>" in err
+    assert "why: rank 0 is dead: ValueError: bad batch at train.py:9 in <module>" in err
 
 
 def test_calls_as_slow_as_usual_are_not_told(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from fastdist.recorder.system import Connection, Process, Thread, is_in_interpre
 
 INTERVAL_S = 0.5
 _JUST_S = 2.0  # an error is told within that time
+_AWAKE_SHARE = 0.2  # of a core, used by a thread that does not sleep
 # A thread that wants the GIL wakes every 5 ms to ask for it, later on a busy machine.
 _GIL_NAPS_PER_S = (20, 260)
 
@@ -81,9 +82,12 @@ class ObservedRank:
 
     @property
     def has_advanced(self) -> bool:
-        """True if a call began or ended between the two moments."""
+        """True if a call began, or ended well, between the two moments."""
         known = {call.number: call.done_s is None for call in self.before.calls}
-        return any(known.get(call.number) != call.is_running for call in self.records.calls[-64:])
+        return any(
+            known.get(call.number) != call.is_running and not call.is_failed
+            for call in self.records.calls[-64:]
+        )
 
     @property
     def idle_since_s(self) -> float:
@@ -111,13 +115,24 @@ class ObservedRank:
     @property
     def main_cpu_share(self) -> float:
         """Processor time of the main thread between the two moments, per second."""
-        now, then = self.main_thread, self.earlier.main if self.earlier else None
+        now, then = self._main_threads
         return (now.cpu_s - then.cpu_s) / self._passed_s if now and then else 0.0
 
     @property
     def main_thread(self) -> Thread | None:
-        """The main thread, as the kernel sees it."""
-        return self.process.main if self.process else None
+        """The main thread, as the kernel sees it, asleep if it sleeps at one of the moments.
+
+        A question for its stack, which may be another program's, wakes it for a moment.
+        """
+        now, then = self._main_threads
+        is_awake = now is not None and not now.waits_in and self.main_cpu_share < _AWAKE_SHARE
+        return then if is_awake and then is not None else now
+
+    @property
+    def _main_threads(self) -> tuple[Thread | None, Thread | None]:
+        """The main thread at the second and at the first moment."""
+        now, then = self.process, self.earlier
+        return now.main if now else None, then.main if then else None
 
     @property
     def worst_connection(self) -> Connection | None:

@@ -157,8 +157,9 @@ def _remove_old(job: str) -> None:
         if found.is_locked or (found.is_here and start_of(who.pid) == who.started):
             live.add(who.job)
             continue
-        with contextlib.suppress(OSError):
-            ended.setdefault(who.job, []).append((found.path.stat().st_mtime, found))
+        with contextlib.suppress(OSError):  # another process may just be removing it
+            at = found.path.stat().st_mtime
+            ended.setdefault(who.job, []).append((at, found))
     for its_job in live & ended.keys():
         del ended[its_job]
     newest = max(ended, key=lambda each: max(at for at, _ in ended[each]), default=None)

@@ -18,6 +18,7 @@ from fastdist.ps import Client, DenseSpec, Item, RuleSpec, Server
 from fastdist.ps.client.checkpoint import save_checkpoint
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.link.listener import Listener
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
@@ -174,7 +175,7 @@ def test_a_server_that_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with Server() as server, Client([server.address], timeout_s=3) as client:
         number = client.create(0, DenseSpec("w", (5,), SGD), np.ones(5))
-        monkeypatch.setattr(SendBuffers, "send", fail)
+        monkeypatch.setattr(Listener, "send", fail)
         with pytest.raises(UnavailableError):
             client.pull(0, number, (5,))
         assert server.ended.wait(5)

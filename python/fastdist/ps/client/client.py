@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import zmq
 
 import fastdist._core as _core
 from fastdist.errors import UnavailableError
@@ -22,7 +21,6 @@ from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.wire.frames import Array, keep_freed_memory, to_floats, to_ids
 from fastdist.ps.wire.protocol import (
-    CHANGES,
     Header,
     Op,
     ProtocolError,
@@ -34,8 +32,6 @@ from fastdist.ps.wire.protocol import (
 from fastdist.ps.wire.specs import Spec, to_json
 from fastdist.recorder.recording import open_requests
 
-_SLOWEST_BYTES_PER_S = 20e6  # large messages get more time before they count as lost
-
 
 class Client:
     """Connections to all servers of a job. For one thread.
@@ -43,7 +39,7 @@ class Client:
     Args:
         servers: their addresses.
         keys: the job's keys, if the servers have keys.
-        timeout_s: a server from which nothing arrives for this long is unavailable.
+        timeout_s: a server that neither answers nor moves bytes for this long is unavailable.
         grace_s: so is a server whose connection has been broken for this long.
         retry_s: a request that the server was too busy for is sent again after this time, or as
             soon as another reply arrives.
@@ -148,7 +144,6 @@ class Client:
             round,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        limit_s += nbytes / _SLOWEST_BYTES_PER_S
         ticket = Ticket(server, op, header, frames, nbytes, limit_s, time.monotonic(), on_reply)
         in_flight[header.number] = ticket
         self._send(ticket)
@@ -178,8 +173,7 @@ class Client:
                 self.wait(ticket)
 
     def _send(self, ticket: Ticket) -> None:
-        connection = self._connections[ticket.server]
-        ticket.upload = connection.send(ticket.header.pack(), ticket.frames)
+        self._connections[ticket.server].send(ticket.header.pack(), ticket.frames)
         ticket.resend_at = math.inf
 
     def _poll_until(self, ticket: Ticket, is_over: Callable[[], bool]) -> None:
@@ -198,10 +192,10 @@ class Client:
         news = self._connections.poll(wait_s)
         for server, has_changed in news:
             connection = self._connections[server]
-            for frames in connection.receive(copy=False):
+            for frames in connection.receive():
                 self._handle_reply(server, *frames)
-            if has_changed and connection.is_restored:
-                self._send_again(server)
+            if has_changed and connection.is_connected:
+                self._send_all(server)
         if news:
             return
         now = time.monotonic()
@@ -214,8 +208,6 @@ class Client:
 
     def _give_up(self, server: int, now: float) -> None:
         """Fail all requests whose time is over, instead of sending them again later."""
-        if not self._connections[server].is_connected:
-            self._connections[server].reopen_soon()  # drop what waits to be sent
         for number, ticket in list(self._in_flight[server].items()):
             if now >= self._deadline(ticket, now):
                 del self._in_flight[server][number]
@@ -225,12 +217,8 @@ class Client:
     def _deadline(self, ticket: Ticket, now: float) -> float:
         """Return the time at which a request fails if nothing happens until then."""
         connection = self._connections[ticket.server]
-        if connection.breaks_if_stuck and ticket.upload is not None:
-            if not ticket.upload.done:
-                return now + ticket.timeout_s
-            ticket.upload = None
-            ticket.began = now
-        deadline = max(ticket.began, self._heard_at[ticket.server]) + ticket.timeout_s
+        moved_at = 0.0 if ticket.was_busy else connection.moved_at
+        deadline = max(ticket.began, self._heard_at[ticket.server], moved_at) + ticket.timeout_s
         if connection.lost_at is None:
             return deadline
         return min(deadline, max(ticket.began, connection.lost_at) + self._grace_s)
@@ -256,15 +244,15 @@ class Client:
             )
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
 
-    def _send_again(self, server: int) -> None:
-        """Send all requests after the connection broke: they, or the replies, may be lost."""
+    def _send_all(self, server: int) -> None:
+        """Send all requests over a new connection: they, or the replies, may be lost."""
         self._refused[server].clear()
         for ticket in self._in_flight[server].values():
             self._send(ticket)
 
-    def _handle_reply(self, server: int, header_frame: zmq.Frame, *bodies: zmq.Frame) -> None:
+    def _handle_reply(self, server: int, header_frame: memoryview, *bodies: memoryview) -> None:
         try:
-            header = Header.unpack(header_frame.buffer)
+            header = Header.unpack(header_frame)
         except VersionError as error:
             header = error.header
             bodies = ()
@@ -272,8 +260,6 @@ class Client:
             return
         ticket = self._in_flight[server].get(header.number)
         if ticket is None:  # answered already
-            return
-        if self._is_early(ticket):
             return
         if header.kind == Status.BUSY:
             ticket.was_busy = True
@@ -288,7 +274,7 @@ class Client:
             if not waiting.is_done and waiting.resend_at < math.inf:
                 self._send(waiting)
                 break
-        ticket.reply = bodies[0].buffer if bodies else None
+        ticket.reply = bodies[0] if bodies else None
         if header.kind != Status.OK:
             text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
@@ -300,20 +286,6 @@ class Client:
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
-
-    def _is_early(self, ticket: Ticket) -> bool:
-        """True if a reply has values from before a change that was sent earlier.
-
-        When a connection breaks, requests that wait to be sent go over the next one, ahead of those
-        that were lost. All of them are sent again, in order, and this one is answered once more.
-        """
-        if ticket.on_reply is None:
-            return False
-        earlier = self._in_flight[ticket.server].items()
-        return any(
-            number < ticket.header.number and other.op in CHANGES and not other.was_busy
-            for number, other in earlier
-        )
 
     # --- variables and tables -------------------------------------------------------------------
 

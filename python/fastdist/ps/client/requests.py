@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import zmq
-
 from fastdist.ps.wire.protocol import Header, Op
 
 T = TypeVar("T")
@@ -24,8 +22,7 @@ class Ticket:
     Attributes:
         timeout_s: seconds for which the server may stay silent.
         began: the time of the first send, on the monotonic clock.
-        resend_at: when to send the request again; infinity: when the connection was restored.
-        upload: for a large request, what knows when it is on its way.
+        resend_at: when to send the request again; infinity: when a new connection is made.
         on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
         was_busy: True if the server was too busy to reply; it has made the request's changes.
 
@@ -54,7 +51,6 @@ class Ticket:
     began: float
     on_reply: Callable[[memoryview], None] | None = None
     resend_at: float = math.inf
-    upload: zmq.MessageTracker | None = None
     reply: memoryview | None = None
     error: Exception | None = None
     is_done: bool = False

@@ -1,0 +1,287 @@
+"""Messages of several frames over a socket that never blocks."""
+
+from __future__ import annotations
+
+import math
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdist.ps.link.keys import Keys
+
+if TYPE_CHECKING:
+    from fastdist.ps.link.sealing import Cipher
+
+MAX_FRAMES = 6
+_PREFIX = struct.Struct(f"<{MAX_FRAMES + 1}Q")  # the number of frames, and their sizes
+_GREETING = struct.Struct("<8s?B")  # who greets, whether there are keys, what the connection is for
+_MAGIC = b"FDLINK01"
+_AHEAD_BYTES = 64 << 10
+_RECORD_BYTES = 256 << 10
+_LENGTH = struct.Struct("<I")
+TAG_BYTES = 16
+
+MESSAGES, HEARTBEATS = 0, 1
+"""What a connection is for."""
+
+_Reading = Generator[None, None, None]
+
+
+def require_cryptography(keys: Keys | None) -> None:
+    """Raise ImportError if connections with such keys cannot be made."""
+    if keys is not None:
+        import fastdist.ps.link.sealing  # noqa: F401  raises with a hint
+
+
+class Upload:
+    """Tells when a message is on its way: its memory may change then."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Stream:
+    """Messages of several frames over a socket that never blocks.
+
+    Args:
+        connected: the socket.
+        keys: the job's keys; only a peer that has them may say more than a greeting.
+        is_listener: True if the peer has connected to this end.
+        purpose: what the connection is for, unless this is a listener.
+        max_frame_bytes: larger frames are an error.
+
+    Attributes:
+        socket: the socket.
+        purpose: what the connection is for; a listener learns it when the stream is open.
+        is_open: True once the peer has greeted, and has proved that it has the keys.
+        watched: the events, besides arrivals, that the owner's poller waits for.
+        moved_at: when bytes were sent or received last, on the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        keys: Keys | None,
+        *,
+        is_listener: bool,
+        purpose: int = MESSAGES,
+        max_frame_bytes: float = math.inf,
+    ) -> None:
+        self.socket = connected
+        self.purpose = purpose
+        self.is_open = False
+        self.watched = 0
+        self.moved_at = time.monotonic()
+        self._max_frame_bytes = max_frame_bytes
+        self._unsent: deque[tuple[deque[memoryview], Upload]] = deque()
+        self._way_out: Cipher | None = None
+        self._way_in: Cipher | None = None
+        self._sealed = memoryview(b"")  # the part of a record that is not sent yet
+        self._ahead = memoryview(np.empty(_AHEAD_BYTES, np.uint8))
+        self._read = self._filled = 0  # of what was received ahead
+        self._opened = memoryview(b"")  # the part of a record that is not read yet
+        self._message: list[memoryview] | None = None
+        self._reading = self._read_all(keys, is_listener)
+
+    def close(self) -> None:
+        """Break the connection off."""
+        self.socket.close()
+        self._reading.close()
+        self._unsent.clear()
+
+    # --- sending --------------------------------------------------------------------------------
+
+    def send(self, frames: Sequence[Any]) -> Upload:
+        """Send a message: as much as fits now, and the rest by `flush`.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        views = [memoryview(frame) for frame in frames]
+        sizes = [view.nbytes for view in views]
+        prefix = _PREFIX.pack(len(sizes), *sizes, *[0] * (MAX_FRAMES - len(sizes)))
+        return self._send([memoryview(prefix), *(view.cast("B") for view in views if view.nbytes)])
+
+    def _send(self, parts: Sequence[memoryview]) -> Upload:
+        upload = Upload()
+        self._unsent.append((deque(parts), upload))
+        self.flush()
+        return upload
+
+    @property
+    def is_flushed(self) -> bool:
+        """True if nothing waits to be sent."""
+        return not self._unsent and not self._sealed
+
+    def flush(self) -> None:
+        """Send what the socket takes now.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        while not self.is_flushed:
+            if self._way_out is not None and not self._sealed:
+                self._seal(self._way_out)
+            parts = [self._sealed] if self._sealed else self._unsent[0][0]
+            try:
+                sent = self.socket.sendmsg(parts)
+            except BlockingIOError:
+                return
+            self.moved_at = time.monotonic()
+            if self._sealed:
+                self._sealed = self._sealed[sent:]
+            else:
+                self._drop(sent)
+
+    def _seal(self, cipher: Cipher) -> None:
+        """Make a record of what is to be sent next, up to a limit."""
+        pieces: list[memoryview] = []
+        nbytes = 0
+        for part in self._unsent[0][0]:
+            pieces.append(part[: _RECORD_BYTES - nbytes])
+            nbytes += pieces[-1].nbytes
+        record = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        room = memoryview(np.empty(_LENGTH.size + nbytes + TAG_BYTES, np.uint8))
+        _LENGTH.pack_into(room, 0, nbytes)
+        cipher.seal(record, room[_LENGTH.size :])
+        self._drop(nbytes)
+        self._sealed = room
+
+    def _drop(self, nbytes: int) -> None:
+        parts, upload = self._unsent[0]
+        while parts and nbytes >= parts[0].nbytes:
+            nbytes -= parts.popleft().nbytes
+        if nbytes:
+            parts[0] = parts[0][nbytes:]
+        if not parts:
+            upload.done = True
+            self._unsent.popleft()
+
+    # --- receiving ------------------------------------------------------------------------------
+
+    @property
+    def has_ahead(self) -> bool:
+        """True if more was received than the messages that were returned."""
+        return self._read < self._filled or bool(self._opened)
+
+    def receive(self) -> list[memoryview] | None:
+        """Return the frames of the next message; None if it has not arrived.
+
+        Raises:
+            OSError: the connection is broken, or the peer is no peer.
+        """
+        try:
+            next(self._reading)
+        except StopIteration:
+            raise ConnectionResetError from None
+        message, self._message = self._message, None
+        return message
+
+    def _read_all(self, keys: Keys | None, is_listener: bool) -> _Reading:
+        yield from self._greet(keys, is_listener)
+        self.is_open = True
+        prefix = memoryview(bytearray(_PREFIX.size))
+        while True:
+            yield from self._fill(prefix)
+            count, *sizes = _PREFIX.unpack(prefix)
+            if not 0 < count <= MAX_FRAMES or max(sizes) > self._max_frame_bytes:
+                raise ConnectionAbortedError(f"frames of {sizes} bytes")
+            frames = [memoryview(np.empty(size, np.uint8)) for size in sizes[:count]]
+            for frame in frames:
+                yield from self._fill(frame)
+            self._message = frames
+            del frames, frame
+            yield
+
+    def _greet(self, keys: Keys | None, is_listener: bool) -> _Reading:
+        greeting = _GREETING.pack(_MAGIC, keys is not None, self.purpose)
+        if not is_listener:
+            self._send([memoryview(greeting)])
+        heard = bytearray(_GREETING.size)
+        yield from self._fill(memoryview(heard))
+        magic, has_keys, purpose = _GREETING.unpack(heard)
+        if magic != _MAGIC or has_keys != (keys is not None):
+            raise ConnectionAbortedError("the peer is none of fastdist's, or only one has keys")
+        if is_listener:
+            self.purpose = purpose
+            self._send([memoryview(bytes(heard))])
+        if keys is not None:
+            yield from self._introduce(keys, is_listener, bytes(heard))
+
+    def _introduce(self, keys: Keys, is_listener: bool, greeting: bytes) -> _Reading:
+        from fastdist.ps.link.sealing import PROOF_BYTES, PUBLIC_BYTES, Introduction
+
+        own = Introduction(keys, is_listener, greeting)
+        public, proof = bytearray(PUBLIC_BYTES), bytearray(PROOF_BYTES)
+        if not is_listener:
+            self._send([memoryview(own.public)])
+        yield from self._fill(memoryview(public))
+        own.meet(bytes(public))
+        if is_listener:
+            self._send([memoryview(own.public + own.proof())])
+        yield from self._fill(memoryview(proof))
+        own.check(bytes(proof))
+        if not is_listener:
+            self._send([memoryview(own.proof())])
+        self._way_out, self._way_in = own.ciphers()
+        self._record = memoryview(np.empty(_RECORD_BYTES + TAG_BYTES, np.uint8))
+        self._room = memoryview(np.empty(_RECORD_BYTES, np.uint8))
+
+    def _fill(self, out: memoryview) -> _Reading:
+        """Receive as many bytes as there is memory for."""
+        if self._way_in is None:
+            yield from self._fill_as_sent(out)
+            return
+        done = 0
+        while done < out.nbytes:
+            if not self._opened:
+                record = yield from self._receive_record()
+                nbytes = record.nbytes - TAG_BYTES
+                if nbytes <= out.nbytes - done:
+                    self._way_in.open(record, out[done : done + nbytes])
+                    done += nbytes
+                    continue
+                self._opened = self._room[:nbytes]
+                self._way_in.open(record, self._opened)
+            nbytes = min(self._opened.nbytes, out.nbytes - done)
+            out[done : done + nbytes] = self._opened[:nbytes]
+            self._opened = self._opened[nbytes:]
+            done += nbytes
+
+    def _receive_record(self) -> Generator[None, None, memoryview]:
+        length = memoryview(bytearray(_LENGTH.size))
+        yield from self._fill_as_sent(length)
+        (nbytes,) = _LENGTH.unpack(length)
+        if not 0 < nbytes <= _RECORD_BYTES:
+            raise ConnectionAbortedError(f"a record of {nbytes} bytes")
+        record = self._record[: nbytes + TAG_BYTES]
+        yield from self._fill_as_sent(record)
+        return record
+
+    def _fill_as_sent(self, out: memoryview) -> _Reading:
+        done = 0
+        while done < out.nbytes:
+            if self._read < self._filled:
+                nbytes = min(self._filled - self._read, out.nbytes - done)
+                out[done : done + nbytes] = self._ahead[self._read : self._read + nbytes]
+                self._read += nbytes
+                done += nbytes
+                continue
+            is_large = out.nbytes - done >= _AHEAD_BYTES
+            try:
+                got = self.socket.recv_into(out[done:] if is_large else self._ahead)
+            except BlockingIOError:
+                yield
+                continue
+            if got == 0:
+                raise ConnectionResetError
+            self.moved_at = time.monotonic()
+            if is_large:
+                done += got
+            else:
+                self._read, self._filled = 0, got

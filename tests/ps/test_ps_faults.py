@@ -20,7 +20,6 @@ from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable
 from fastdist.ps.link.listener import Listener
 from fastdist.ps.server import service
-from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Op
 from ps_cluster import wait_for

@@ -282,7 +282,9 @@ def test_no_keys_on_an_outside_address(address: str) -> None:
         Server(address)
     with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:99999: Port out of range"):
         Server("tcp://127.0.0.1:99999")
-    with pytest.raises(OSError, match=r"tcp://192\.0\.2\.1:4000: "):  # there are keys, but the address is not this machine's
+    with pytest.raises(
+        OSError, match=r"tcp://192\.0\.2\.1:4000: "
+    ):  # there are keys, but the address is not this machine's
         Server("tcp://192.0.2.1:4000", keys=Keys.make())
 
 

@@ -8,14 +8,13 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 import fastdist._core as _core
 from fastdist.errors import UnavailableError
-from fastdist.ps.client.items import Item, messages_of, names_of, store, values_of
+from fastdist.ps.client.items import Destination, Item, messages_of, names_of, values_of
 from fastdist.ps.client.requests import Ticket
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.keys import Keys
@@ -85,7 +84,7 @@ class Client:
         self._in_flight: list[dict[int, Ticket]] = [{} for _ in servers]
         self._refused: list[deque[Ticket]] = [deque() for _ in servers]  # by a busy server
         self._heard_at = [-math.inf] * len(servers)
-        self._connections = Connections(servers, keys)
+        self._connections = Connections(servers, keys, place=self._place)
         self._recorded = open_requests(len(servers))
 
     def __enter__(self) -> Client:
@@ -110,7 +109,7 @@ class Client:
         timeout_s: float | None = None,
         *,
         round: int = 0,
-        on_reply: Callable[[memoryview], None] | None = None,
+        destination: Destination | None = None,
     ) -> Ticket:
         """Send a request; several may be in flight, to all servers.
 
@@ -121,7 +120,7 @@ class Client:
             frames: bytes or contiguous arrays, unchanged until the ticket has been waited for.
             timeout_s: for slow requests; None for the client's own.
             round: the round that a push waits for, or that the request names; 0 for none.
-            on_reply: called with the reply's body when it arrives; `wait` raises its ValueError.
+            destination: where the reply goes; `wait` raises the ValueError if it does not fit.
 
         Returns:
             A ticket for `wait`.
@@ -144,7 +143,7 @@ class Client:
             round,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        ticket = Ticket(server, op, header, frames, nbytes, limit_s, time.monotonic(), on_reply)
+        ticket = Ticket(server, op, header, frames, nbytes, limit_s, time.monotonic(), destination)
         in_flight[header.number] = ticket
         self._send(ticket)
         return ticket
@@ -211,6 +210,7 @@ class Client:
         for number, ticket in list(self._in_flight[server].items()):
             if now >= self._deadline(ticket, now):
                 del self._in_flight[server][number]
+                ticket.abandon()
                 ticket.is_done = True
                 ticket.error = self._unavailable(ticket, now)
 
@@ -250,6 +250,20 @@ class Client:
         for ticket in self._in_flight[server].values():
             self._send(ticket)
 
+    def _place(self, server: int, header_frame: memoryview, nbytes: int) -> list[memoryview] | None:
+        """Return where the body of a reply that is arriving is to be received, if it may be."""
+        try:
+            header = Header.unpack(header_frame)
+        except (VersionError, ProtocolError):
+            return None
+        ticket = self._in_flight[server].get(header.number)
+        if ticket is None or ticket.destination is None or header.kind != Status.OK:
+            return None
+        memory = ticket.destination.memory(nbytes)
+        if memory is not None:
+            ticket.arrives_at = self._connections[server]
+        return memory
+
     def _handle_reply(self, server: int, header_frame: memoryview, *bodies: memoryview) -> None:
         try:
             header = Header.unpack(header_frame)
@@ -279,10 +293,9 @@ class Client:
             text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
             ticket.error = error_of(header.kind, text, server)
-        elif ticket.on_reply is not None:
+        elif ticket.destination is not None:
             try:
-                body = memoryview(b"") if ticket.reply is None else ticket.reply
-                ticket.on_reply(body)
+                ticket.destination.store(ticket.reply)
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
@@ -358,14 +371,14 @@ class Client:
         tickets = []
         for group in changes:
             server = group[0].server
-            frames, on_reply = [names_of(group), values_of(group)], None
+            frames, to = [names_of(group), values_of(group)], None
             if group is last[server] and server in first:
                 frames.append(names_of(first[server]))
-                on_reply = partial(store, first[server])
-            tickets.append(self.submit(server, op, 0, frames, round=round, on_reply=on_reply))
+                to = Destination(first[server])
+            tickets.append(self.submit(server, op, 0, frames, round=round, destination=to))
         for group in rest:  # a server answers in the order in which messages come
-            server, on_reply = group[0].server, partial(store, group)
-            tickets.append(self.submit(server, Op.READ, 0, [names_of(group)], on_reply=on_reply))
+            server, to = group[0].server, Destination(group)
+            tickets.append(self.submit(server, Op.READ, 0, [names_of(group)], destination=to))
         return tickets
 
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:

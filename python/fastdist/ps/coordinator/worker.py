@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import cloudpickle  # type: ignore[import-untyped]
+
 from fastdist.errors import FastdistError
 from fastdist.ps.coordinator.messages import (
     CALL,

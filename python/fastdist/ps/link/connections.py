@@ -7,13 +7,14 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from fastdist.ps.link.addresses import begin_to_connect, tune
 from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.stream import HEARTBEATS, MESSAGES, Stream, require_cryptography
+from fastdist.ps.link.stream import HEARTBEATS, MESSAGES, Place, Stream, require_cryptography
 
 _POLL_S = 1.0
 _RETRY_S = (0.05, 1.0)  # after which time a connection is made again, at first and at last
@@ -45,6 +46,7 @@ class Connection:
         purpose: int = MESSAGES,
         *,
         breaks_if_stuck: bool = True,
+        place: Place | None = None,
     ) -> None:
         self.address = address
         self.is_connected = self.was_connected = self.was_refused = False
@@ -54,6 +56,7 @@ class Connection:
         self._keys = keys
         self._purpose = purpose
         self._breaks_if_stuck = breaks_if_stuck
+        self._place = place
         self._begun: socket.socket | None = None
         self._stream: Stream | None = None
         self._began_at = 0.0
@@ -167,7 +170,9 @@ class Connection:
             raise OSError(failed, os.strerror(failed))
         tune(self._begun, breaks_if_stuck=self._breaks_if_stuck)
         self._began_at = time.monotonic()
-        self._stream = Stream(self._begun, self._keys, is_listener=False, purpose=self._purpose)
+        self._stream = Stream(
+            self._begun, self._keys, is_listener=False, purpose=self._purpose, place=self._place
+        )
         self._begun = None
         self._epoll.modify(self._stream.socket, select.EPOLLIN)
         self._talk(select.EPOLLIN)
@@ -224,6 +229,7 @@ class Connections:
         wake: an eventfd that ends `poll`, and is read by it.
         has_heartbeats: also notice processes that are stopped, and take nothing from busy ones for
             a sign: the listeners are `Listener(…, breaks_if_stuck=False)`.
+        place: see `Stream`; called with the connection's number first.
     """
 
     def __init__(
@@ -233,6 +239,7 @@ class Connections:
         wake: int | None = None,
         *,
         has_heartbeats: bool = False,
+        place: Callable[[int, memoryview, int], list[memoryview] | None] | None = None,
     ) -> None:
         require_cryptography(keys)
         self._epoll = select.epoll()
@@ -240,8 +247,14 @@ class Connections:
         if wake is not None:
             self._epoll.register(wake, select.EPOLLIN)
         self._all = [
-            Connection(self._epoll, each, keys, breaks_if_stuck=not has_heartbeats)
-            for each in addresses
+            Connection(
+                self._epoll,
+                each,
+                keys,
+                breaks_if_stuck=not has_heartbeats,
+                place=partial(place, number) if place else None,
+            )
+            for number, each in enumerate(addresses)
         ]
         self._pulses = [
             Connection(self._epoll, each, keys, HEARTBEATS)

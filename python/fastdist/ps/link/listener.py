@@ -200,7 +200,9 @@ class Listener:
             time.sleep(0.01)
             return
         if accepted.family == socket.AF_UNIX:
-            user = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            user = struct.unpack(
+                "3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            )
             if user[1] not in (os.getuid(), 0):
                 accepted.close()
                 return

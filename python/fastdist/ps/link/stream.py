@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ TAG_BYTES = 16
 MESSAGES, HEARTBEATS = 0, 1
 """What a connection is for."""
 
+Place = Callable[[memoryview, int], "list[memoryview] | None"]
 _Reading = Generator[None, None, None]
 
 
@@ -54,6 +55,8 @@ class Stream:
         is_listener: True if the peer has connected to this end.
         purpose: what the connection is for, unless this is a listener.
         max_frame_bytes: larger frames are an error.
+        place: called with the first frame of a message of two, and with the size of the second;
+            returns memory that it is received in, and then left out of the message.
 
     Attributes:
         socket: the socket.
@@ -71,6 +74,7 @@ class Stream:
         is_listener: bool,
         purpose: int = MESSAGES,
         max_frame_bytes: float = math.inf,
+        place: Place | None = None,
     ) -> None:
         self.socket = connected
         self.purpose = purpose
@@ -78,6 +82,7 @@ class Stream:
         self.watched = 0
         self.moved_at = time.monotonic()
         self._max_frame_bytes = max_frame_bytes
+        self._place = place
         self._unsent: deque[tuple[deque[memoryview], Upload]] = deque()
         self._way_out: Cipher | None = None
         self._way_in: Cipher | None = None
@@ -191,11 +196,16 @@ class Stream:
             count, *sizes = _PREFIX.unpack(prefix)
             if not 0 < count <= MAX_FRAMES or max(sizes) > self._max_frame_bytes:
                 raise ConnectionAbortedError(f"frames of {sizes} bytes")
-            frames = [memoryview(np.empty(size, np.uint8)) for size in sizes[:count]]
-            for frame in frames:
-                yield from self._fill(frame)
+            frames = [memoryview(np.empty(sizes[0], np.uint8))]
+            yield from self._fill(frames[0])
+            memory = self._place(frames[0], sizes[1]) if self._place and count == 2 else None
+            if memory is None:
+                memory = [memoryview(np.empty(size, np.uint8)) for size in sizes[1:count]]
+                frames += memory
+            for each in memory:
+                yield from self._fill(each)
             self._message = frames
-            del frames, frame
+            del frames, memory
             yield
 
     def _greet(self, keys: Keys | None, is_listener: bool) -> _Reading:

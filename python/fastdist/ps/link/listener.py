@@ -24,6 +24,7 @@ T = TypeVar("T")
 _MAX_STRANGERS = 256  # connections that have not proved anything; the oldest is closed
 _LINGER_S = 1.0
 _STUCK_S = 10.0
+_PEER = struct.Struct("3i")  # a Unix socket's process, user and group
 
 
 class ListenerClosed(Exception):
@@ -200,10 +201,8 @@ class Listener:
             time.sleep(0.01)
             return
         if accepted.family == socket.AF_UNIX:
-            user = struct.unpack(
-                "3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            )
-            if user[1] not in (os.getuid(), 0):
+            peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            if _PEER.unpack(peer)[1] not in (os.getuid(), 0):
                 accepted.close()
                 return
         tune(accepted, breaks_if_stuck=self._breaks_if_stuck)

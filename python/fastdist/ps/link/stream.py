@@ -33,6 +33,11 @@ Place = Callable[[memoryview, int], "list[memoryview] | None"]
 _Reading = Generator[None, None, None]
 
 
+def _memory(nbytes: int) -> memoryview:
+    """Return memory for so many bytes, which is not cleared, and is there once it is used."""
+    return np.empty(nbytes, np.uint8).data
+
+
 def require_cryptography(keys: Keys | None) -> None:
     """Raise ImportError if connections with such keys cannot be made."""
     if keys is not None:
@@ -87,7 +92,7 @@ class Stream:
         self._way_out: Cipher | None = None
         self._way_in: Cipher | None = None
         self._sealed = memoryview(b"")  # the part of a record that is not sent yet
-        self._ahead = memoryview(np.empty(_AHEAD_BYTES, np.uint8))
+        self._ahead = _memory(_AHEAD_BYTES)
         self._read = self._filled = 0  # of what was received ahead
         self._opened = memoryview(b"")  # the part of a record that is not read yet
         self._message: list[memoryview] | None = None
@@ -151,7 +156,7 @@ class Stream:
             pieces.append(part[: _RECORD_BYTES - nbytes])
             nbytes += pieces[-1].nbytes
         record = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        room = memoryview(np.empty(_LENGTH.size + nbytes + TAG_BYTES, np.uint8))
+        room = _memory(_LENGTH.size + nbytes + TAG_BYTES)
         _LENGTH.pack_into(room, 0, nbytes)
         cipher.seal(record, room[_LENGTH.size :])
         self._drop(nbytes)
@@ -196,11 +201,11 @@ class Stream:
             count, *sizes = _PREFIX.unpack(prefix)
             if not 0 < count <= MAX_FRAMES or max(sizes) > self._max_frame_bytes:
                 raise ConnectionAbortedError(f"frames of {sizes} bytes")
-            frames = [memoryview(np.empty(sizes[0], np.uint8))]
+            frames = [_memory(sizes[0])]
             yield from self._fill(frames[0])
             memory = self._place(frames[0], sizes[1]) if self._place and count == 2 else None
             if memory is None:
-                memory = [memoryview(np.empty(size, np.uint8)) for size in sizes[1:count]]
+                memory = [_memory(size) for size in sizes[1:count]]
                 frames += memory
             for each in memory:
                 yield from self._fill(each)
@@ -239,8 +244,8 @@ class Stream:
         if not is_listener:
             self._send([memoryview(own.proof())])
         self._way_out, self._way_in = own.ciphers()
-        self._record = memoryview(np.empty(_RECORD_BYTES + TAG_BYTES, np.uint8))
-        self._room = memoryview(np.empty(_RECORD_BYTES, np.uint8))
+        self._record = _memory(_RECORD_BYTES + TAG_BYTES)
+        self._room = _memory(_RECORD_BYTES)
 
     def _fill(self, out: memoryview) -> _Reading:
         """Receive as many bytes as there is memory for."""

@@ -272,6 +272,38 @@ def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.Mo
     assert set(pids) == {task.pid for task in cluster.tasks.values()}
 
 
+def test_a_worker_that_holds_the_gil_is_not_lost(
+    cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_SILENT_S", 0.5)
+    monkeypatch.setattr(connections, "_BEAT_S", 0.1)
+    monkeypatch.setattr(connections, "_POLL_S", 0.1)
+    coordinator = cluster.coordinator()
+
+    def hold() -> int:
+        import ctypes
+
+        ctypes.PyDLL(None).usleep(1_500_000)
+        return os.getpid()
+
+    before = {task.pid for task in cluster.tasks.values()}
+    held = [coordinator.schedule(hold) for _ in range(2)]
+    deadline = time.monotonic() + 1.2
+    while time.monotonic() < deadline:
+        assert coordinator.workers == [0, 1]
+        time.sleep(0.05)
+    assert set(coordinator.fetch(held, 20)) == before
+
+
+@pytest.mark.slow
+def test_a_busy_worker_may_take_large_arguments_later(cluster: PlainCluster) -> None:
+    """Later than a machine may take nothing before it counts as gone."""
+    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
+    ran = [coordinator.schedule(lambda: time.sleep(13) or os.getpid())]
+    ran += [coordinator.schedule(lambda data: len(data), (bytes(30_000_000),)) for _ in range(2)]
+    assert coordinator.fetch(ran, 60) == [cluster.tasks[0].pid, 30_000_000, 30_000_000]
+
+
 def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chief that is started again gets the workers although its clock is behind the first's."""
     hour = 3600 * 10**9

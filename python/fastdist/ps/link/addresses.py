@@ -74,7 +74,7 @@ def _listen_at_path(path: str) -> socket.socket:
 
 def _listen_at_port(host: str, port: int) -> socket.socket:
     kind, *_, where = _resolved(host, port, socket.AI_PASSIVE)
-    return socket.create_server(where[:2], family=kind, backlog=_WAITING)
+    return socket.create_server(where, family=kind, backlog=_WAITING)
 
 
 def begin_to_connect(address: str) -> socket.socket:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fastdist.ps.link.addresses import begin_to_connect, tune
+from fastdist.ps.link.addresses import begin_to_connect, is_local, tune
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.link.stream import HEARTBEATS, MESSAGES, Place, Stream, require_cryptography
 
@@ -230,6 +230,10 @@ class Connections:
         has_heartbeats: also notice processes that are stopped, and take nothing from busy ones for
             a sign: the listeners are `Listener(…, breaks_if_stuck=False)`.
         place: see `Stream`; called with the connection's number first.
+
+    Raises:
+        ValueError: an address is none.
+        ImportError: there are keys, and cryptography is not installed.
     """
 
     def __init__(
@@ -242,6 +246,8 @@ class Connections:
         place: Callable[[int, memoryview, int], list[memoryview] | None] | None = None,
     ) -> None:
         require_cryptography(keys)
+        for each in addresses:
+            is_local(each)  # raises if it is none
         self._epoll = select.epoll()
         self._wake = wake
         if wake is not None:

@@ -16,11 +16,18 @@ from fastdist.ps.link.addresses import is_local
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.listener import _MAX_STRANGERS
 from fastdist.ps.link.stream import Stream
+from fastdist.ps.wire.protocol import Header, Op
 from raw_link import RawClient
 from unreliable import Unreliable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 Pair = tuple[Stream, Stream]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        yield made
 
 
 @pytest.fixture
@@ -173,3 +180,23 @@ def test_echo() -> None:
             assert came == sent
         ours.shutdown(socket.SHUT_WR)
         assert ours.recv(1) == b""
+
+
+def test_a_client_that_takes_no_replies_is_not_heard(server: Server) -> None:
+    port = int(server.address.rsplit(":", 1)[1])
+    header = Header(Op.HELLO, 1, b"c" * 16).pack()
+    prefix = np.array([1, len(header), *[0] * 5]).tobytes()
+    with socket.create_connection(("127.0.0.1", port)) as deaf:
+        deaf.settimeout(1)
+        deaf.sendall(b"FDLINK01\x00\x00")
+        with pytest.raises(TimeoutError):
+            deaf.sendall((prefix + header) * 200_000)
+        before = server.stats()["requests"]
+        assert before < 200_000
+        with Client([server.address]) as client:
+            client.hello(0)
+        assert server.stats()["requests"] == before + 1
+        taken = 0
+        while taken < 1_000_000:  # then it is heard again
+            taken += len(deaf.recv(1 << 20))
+        assert server.stats()["requests"] > before + 1

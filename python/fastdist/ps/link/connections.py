@@ -200,10 +200,10 @@ class Connection:
     def _watch(self) -> None:
         stream = self._stream
         assert stream is not None
-        out = 0 if stream.is_flushed else select.EPOLLOUT
-        if out != stream.watched:
-            stream.watched = out
-            self._epoll.modify(stream.socket, select.EPOLLIN | out)
+        events = select.EPOLLIN | (0 if stream.is_flushed else select.EPOLLOUT)
+        if events != stream.watched:
+            stream.watched = events
+            self._epoll.modify(stream.socket, events)
 
     def lose(self, *, was_refused: bool = False) -> None:
         """Take note that the connection is broken, or could not be made."""

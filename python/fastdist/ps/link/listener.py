@@ -168,17 +168,17 @@ class Listener:
         return self._try(number, send)
 
     def _receive_from(self, stream: Stream) -> list[memoryview] | None:
+        if stream.is_choked:
+            return None
         was_open = stream.is_open
         message = stream.receive()
         self._watch(stream)
-        number = self._by_descriptor[stream.socket.fileno()]
         if stream.is_open and not was_open:
+            number = self._by_descriptor[stream.socket.fileno()]
             del self._strangers[number]
             if stream.purpose == HEARTBEATS:
                 _core.echo(os.dup(stream.socket.fileno()))
                 self._drop(number)
-        if stream.has_ahead:
-            self._ahead[number] = None
         return message
 
     def _flush(self, stream: Stream) -> None:
@@ -186,11 +186,14 @@ class Listener:
         self._watch(stream)
 
     def _watch(self, stream: Stream) -> None:
-        """Wait for room in the socket, too, as long as something waits to be sent."""
-        out = 0 if stream.is_flushed else select.EPOLLOUT
-        if out != stream.watched:
-            stream.watched = out
-            self._epoll.modify(stream.socket, select.EPOLLIN | out)
+        """Choose the events to wait for."""
+        events = 0 if stream.is_choked else select.EPOLLIN
+        events |= 0 if stream.is_flushed else select.EPOLLOUT
+        if events != stream.watched:
+            stream.watched = events
+            self._epoll.modify(stream.socket, events)
+        if stream.has_ahead and not stream.is_choked:
+            self._ahead[self._by_descriptor[stream.socket.fileno()]] = None
 
     def _accept(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import select
 import socket
 import struct
 import time
@@ -23,6 +24,7 @@ _GREETING = struct.Struct("<8s?B")  # who greets, whether there are keys, what t
 _MAGIC = b"FDLINK01"
 _AHEAD_BYTES = 64 << 10
 _RECORD_BYTES = 256 << 10
+_MOST_UNSENT = 1000  # messages
 _LENGTH = struct.Struct("<I")
 TAG_BYTES = 16
 
@@ -35,7 +37,10 @@ _Reading = Generator[None, None, None]
 
 def _memory(nbytes: int) -> memoryview:
     """Return memory for so many bytes, which is not cleared, and is there once it is used."""
-    return np.empty(nbytes, np.uint8).data
+    try:
+        return np.empty(nbytes, np.uint8).data
+    except (MemoryError, ValueError):
+        raise ConnectionAbortedError(f"no memory for {nbytes} bytes") from None
 
 
 def require_cryptography(keys: Keys | None) -> None:
@@ -67,7 +72,7 @@ class Stream:
         socket: the socket.
         purpose: what the connection is for; a listener learns it when the stream is open.
         is_open: True once the peer has greeted, and has proved that it has the keys.
-        watched: the events, besides arrivals, that the owner's poller waits for.
+        watched: the events that the owner's poller waits for.
         moved_at: when bytes were sent or received last, on the monotonic clock.
     """
 
@@ -84,7 +89,7 @@ class Stream:
         self.socket = connected
         self.purpose = purpose
         self.is_open = False
-        self.watched = 0
+        self.watched = select.EPOLLIN
         self.moved_at = time.monotonic()
         self._max_frame_bytes = max_frame_bytes
         self._place = place
@@ -122,6 +127,11 @@ class Stream:
         self._unsent.append((deque(parts), upload))
         self.flush()
         return upload
+
+    @property
+    def is_choked(self) -> bool:
+        """True if the peer has not taken many messages: it should not be heard meanwhile."""
+        return len(self._unsent) > _MOST_UNSENT
 
     @property
     def is_flushed(self) -> bool:
@@ -200,7 +210,7 @@ class Stream:
             yield from self._fill(prefix)
             count, *sizes = _PREFIX.unpack(prefix)
             if not 0 < count <= MAX_FRAMES or max(sizes) > self._max_frame_bytes:
-                raise ConnectionAbortedError(f"frames of {sizes} bytes")
+                raise ConnectionAbortedError(f"{count} frames of {sizes} bytes")
             frames = [_memory(sizes[0])]
             yield from self._fill(frames[0])
             memory = self._place(frames[0], sizes[1]) if self._place and count == 2 else None

@@ -123,7 +123,7 @@ def test_strangers_do_not_keep_others_out() -> None:
         for i in range(2 * _MAX_STRANGERS):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             with contextlib.suppress(OSError):
-                stranger.sendall(rng.randbytes(rng.randrange(200)) if i % 2 else b"FDLINK01\x01")
+                stranger.sendall(rng.randbytes(rng.randrange(200)) if i % 2 else b"FDLINK1>\x01")
         with Client([server.address], keys=keys, timeout_s=20, grace_s=20) as client:
             assert client.hello(0)["objects"] == []
         assert len(server._listener._streams) <= _MAX_STRANGERS + 1
@@ -152,8 +152,8 @@ def test_frames_that_no_message_has() -> None:
             plain.send(*[b"x"] * 6)  # malformed, and nothing else happens
             for count, size in ((0, 0), (7, 1), (1, 2**40), (2**63, 0)):
                 with socket.create_connection(("127.0.0.1", port)) as bad:
-                    bad.sendall(b"FDLINK01\x00\x00" + np.array([count, *[size] * 6]).tobytes())
-                    assert bad.recv(100) == b"FDLINK01\x00\x00"
+                    bad.sendall(b"FDLINK1>\x00\x00" + np.array([count, *[size] * 6]).tobytes())
+                    assert bad.recv(100) == b"FDLINK1<\x00\x00"
                     assert bad.recv(100) == b""
             with pytest.raises(AssertionError):
                 assert plain.receive(0.05)
@@ -189,7 +189,7 @@ def test_a_client_that_takes_no_replies_is_not_heard(server: Server) -> None:
     prefix = np.array([1, len(header), *[0] * 5]).tobytes()
     with socket.create_connection(("127.0.0.1", port)) as deaf:
         deaf.settimeout(1)
-        deaf.sendall(b"FDLINK01\x00\x00")
+        deaf.sendall(b"FDLINK1>\x00\x00")
         with pytest.raises(TimeoutError):
             deaf.sendall((prefix + header) * 200_000)
         before = -1

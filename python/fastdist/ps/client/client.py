@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import uuid
 from collections import deque
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.errors import UnavailableError
+from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps.client.items import Destination, Item, messages_of, names_of, values_of
 from fastdist.ps.client.requests import Ticket
 from fastdist.ps.link.connections import Connections
@@ -85,6 +86,9 @@ class Client:
         self._refused: list[deque[Ticket]] = [deque() for _ in servers]  # by a busy server
         self._heard_at = [-math.inf] * len(servers)
         self._connections = Connections(servers, keys, place=self._place)
+        self._new: set[int] = set()  # servers to which a connection was made
+        self._waits_since = 0.0
+        self._process = os.getpid()
         self._recorded = open_requests(len(servers))
 
     def __enter__(self) -> Client:
@@ -127,8 +131,11 @@ class Client:
 
         Raises:
             UnavailableError: the server answers none of the earlier requests.
+            FastdistError: the client was made by another process, which has forked this one.
             ValueError: a frame is larger than servers accept.
         """
+        if os.getpid() != self._process:
+            raise FastdistError("this client is another process's: make one after the fork")
         nbytes = message_bytes(op, frames)
         in_flight = self._in_flight[server]
         if len(in_flight) >= self._window:
@@ -172,11 +179,15 @@ class Client:
                 self.wait(ticket)
 
     def _send(self, ticket: Ticket) -> None:
-        self._connections[ticket.server].send(ticket.header.pack(), ticket.frames)
+        connection = self._connections[ticket.server]
+        connection.send(ticket.header.pack(), ticket.frames)
+        ticket.sendings += connection.is_connected
         ticket.resend_at = math.inf
+        ticket.arrives_at = None
 
     def _poll_until(self, ticket: Ticket, is_over: Callable[[], bool]) -> None:
         """Wait, which is recorded as a wait for the reply to a request."""
+        self._waits_since = time.monotonic()
         waiting = _core.begin_request(self._recorded, ticket.server, ticket.op, ticket.nbytes)
         try:
             while not is_over():
@@ -187,18 +198,18 @@ class Client:
     def _poll_once(self, ticket: Ticket) -> None:
         """Handle replies; send the request again, or give it up, when its time has come."""
         now = time.monotonic()
-        wait_s = min(self._deadline(ticket, now), ticket.resend_at) - now
+        wait_s = min(self._deadline(ticket), ticket.resend_at) - now
         news = self._connections.poll(wait_s)
-        for server, has_changed in news:
-            connection = self._connections[server]
-            for frames in connection.receive():
+        self._new |= {server for server, has_changed in news if has_changed}
+        for server, _ in news:
+            for frames in self._connections[server].receive():
                 self._handle_reply(server, *frames)
-            if has_changed and connection.is_connected:
-                self._send_all(server)
+        while self._new:
+            self._send_all(next(iter(self._new)))
         if news:
             return
         now = time.monotonic()
-        if now >= self._deadline(ticket, now):
+        if now >= self._deadline(ticket):
             self._give_up(ticket.server, now)
             assert ticket.error is not None
             raise ticket.error
@@ -208,17 +219,21 @@ class Client:
     def _give_up(self, server: int, now: float) -> None:
         """Fail all requests whose time is over, instead of sending them again later."""
         for number, ticket in list(self._in_flight[server].items()):
-            if now >= self._deadline(ticket, now):
-                del self._in_flight[server][number]
+            if now >= self._deadline(ticket):
                 ticket.abandon()
-                ticket.is_done = True
                 ticket.error = self._unavailable(ticket, now)
+                ticket.is_done = True
+                del self._in_flight[server][number]
 
-    def _deadline(self, ticket: Ticket, now: float) -> float:
+    def _deadline(self, ticket: Ticket) -> float:
         """Return the time at which a request fails if nothing happens until then."""
         connection = self._connections[ticket.server]
-        moved_at = 0.0 if ticket.was_busy else connection.moved_at
-        deadline = max(ticket.began, self._heard_at[ticket.server], moved_at) + ticket.timeout_s
+        began = max(ticket.began, self._heard_at[ticket.server], self._waits_since)
+        if not ticket.was_busy:
+            began = max(began, connection.received_at)
+        if ticket.sendings == 1:  # later ones may be in vain, too
+            began = max(began, connection.sent_at)
+        deadline = began + ticket.timeout_s
         if connection.lost_at is None:
             return deadline
         return min(deadline, max(ticket.began, connection.lost_at) + self._grace_s)
@@ -249,6 +264,7 @@ class Client:
         self._refused[server].clear()
         for ticket in self._in_flight[server].values():
             self._send(ticket)
+        self._new.discard(server)
 
     def _place(self, server: int, header_frame: memoryview, nbytes: int) -> list[memoryview] | None:
         """Return where the body of a reply that is arriving is to be received, if it may be."""
@@ -281,8 +297,6 @@ class Client:
             self._refused[server].append(ticket)
             return
         self._heard_at[server] = time.monotonic()
-        del self._in_flight[server][header.number]
-        ticket.is_done = True
         while self._refused[server]:  # there is room for one of them now
             waiting = self._refused[server].popleft()
             if not waiting.is_done and waiting.resend_at < math.inf:
@@ -294,11 +308,14 @@ class Client:
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
             ticket.error = error_of(header.kind, text, server)
         elif ticket.destination is not None:
+            is_placed = not bodies and ticket.arrives_at is not None
             try:
-                ticket.destination.store(ticket.reply)
+                ticket.destination.store(None if is_placed else ticket.reply or memoryview(b""))
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
+        ticket.is_done = True
+        del self._in_flight[server][header.number]
 
     # --- variables and tables -------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class Ticket:
         resend_at: when to send the request again; infinity: when a new connection is made.
         destination: where the reply goes; None: `wait` returns it.
         arrives_at: the connection over which the reply is being received there.
+        sendings: how often it was sent.
         was_busy: True if the server was too busy to reply; it has made the request's changes.
 
     Examples:
@@ -58,6 +59,7 @@ class Ticket:
     error: Exception | None = None
     is_done: bool = False
     was_busy: bool = False
+    sendings: int = 0
     arrives_at: Connection | None = None
 
     def abandon(self) -> None:

@@ -21,6 +21,7 @@ _RETRY_S = (0.05, 1.0)  # after which time a connection is made again, at first 
 # A listener that refuses a connection closes it at once, an overloaded one later.
 _REFUSAL_S = 1.0
 _CONNECT_S = 5.0
+_ANSWER_S = 30.0  # to a greeting; a busy worker takes longer, and is greeted again
 _BEAT_S = 1.0
 _SILENT_S = 10.0
 
@@ -59,7 +60,9 @@ class Connection:
         self._place = place
         self._begun: socket.socket | None = None
         self._stream: Stream | None = None
-        self._began_at = 0.0
+        self._process = os.getpid()
+        self._began_at = self._sent_at = self._received_at = 0.0
+        self._beat_at: float | None = None  # when the first beat was sent that is not answered
         self._retry_at = 0.0
         self._pause_s = _RETRY_S[0]
         self._has_changed = False
@@ -67,19 +70,19 @@ class Connection:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; messages may still leave for some time if there is a connection."""
-        end_s = time.monotonic() + linger_s
-        with suppress(OSError):
-            while self._stream is not None and not self._stream.is_flushed:
-                wait_s = end_s - time.monotonic()
-                if wait_s <= 0 or not select.select([], [self._stream.socket], [], wait_s)[1]:
-                    break
-                self._stream.flush()
-        if self.descriptor >= 0:
-            self._epoll.unregister(self.descriptor)  # a child may keep another descriptor of it
-        for each in (self._begun, self._stream):
-            if each is not None:
-                each.close()
-        self._begun = self._stream = None
+        stream, begun = self._stream, self._begun
+        if stream is not None and linger_s:
+            with suppress(OSError):
+                stream.flush_all(linger_s)
+        for end in (begun, stream.socket if stream else None):
+            if end is not None and self._process == os.getpid():
+                self._epoll.unregister(end)  # another process may keep a descriptor of it
+        if begun is not None:
+            begun.close()
+        if stream is not None:
+            self._sent_at, self._received_at = self.sent_at, self.received_at
+            stream.close()
+        self._stream = self._begun = None
 
     @property
     def descriptor(self) -> int:
@@ -89,9 +92,14 @@ class Connection:
         return -1 if self._stream is None else self._stream.socket.fileno()
 
     @property
-    def moved_at(self) -> float:
-        """When bytes were sent or received last, on the monotonic clock."""
-        return 0.0 if self._stream is None else self._stream.moved_at
+    def sent_at(self) -> float:
+        """When bytes of a message were sent last, on the monotonic clock."""
+        return max(self._sent_at, self._stream.sent_at if self._stream else 0.0)
+
+    @property
+    def received_at(self) -> float:
+        """When bytes of a message were received last, on the monotonic clock."""
+        return max(self._received_at, self._stream.received_at if self._stream else 0.0)
 
     def send(self, header: bytes, frames: Sequence[Any] = ()) -> None:
         """Send a message. It is lost if there is no connection, or if it breaks."""
@@ -109,10 +117,17 @@ class Connection:
             yield self._arrived.popleft()
 
     def beat(self) -> None:
-        """Send a byte, which the listener's machine sends back."""
+        """Send a byte, which the listener's process sends back."""
         if self._stream is not None and self.is_connected:
+            if self._beat_at is None:
+                self._beat_at = time.monotonic()
             with suppress(OSError):
                 self._stream.socket.send(b"\0")
+
+    @property
+    def is_silent(self) -> bool:
+        """True if a beat was not answered for 10 s."""
+        return self._beat_at is not None and time.monotonic() - self._beat_at > _SILENT_S
 
     def retry_later(self) -> None:
         """Break the connection off; make it again in a second."""
@@ -146,8 +161,13 @@ class Connection:
                 self._begin_to_talk(event)
             elif event:
                 self._talk(event)
+            elif not self.is_connected and time.monotonic() - self._began_at > _ANSWER_S:
+                raise TimeoutError
         except OSError:
             self.lose()
+        except BaseException:  # an interrupt amid what was said
+            self.lose()
+            raise
         has_changed, self._has_changed = self._has_changed, False
         return bool(self._arrived), has_changed
 
@@ -156,7 +176,10 @@ class Connection:
         if not self.may_begin or now < self._retry_at:
             return
         self._began_at = now
-        self._begun = begin_to_connect(self.address)
+        try:
+            self._begun = begin_to_connect(self.address)
+        finally:  # a slow search for a name must not take all the time
+            self._pause_s = max(self._pause_s, 4 * (time.monotonic() - now))
         self._epoll.register(self._begun, select.EPOLLOUT)
 
     def _begin_to_talk(self, event: int) -> None:
@@ -185,7 +208,7 @@ class Connection:
             with suppress(BlockingIOError):
                 if not self._stream.socket.recv(64):
                     raise ConnectionResetError
-                self._stream.moved_at = time.monotonic()
+                self._beat_at = None
             return
         if event & ~select.EPOLLOUT:
             while (message := self._stream.receive()) is not None:
@@ -213,6 +236,7 @@ class Connection:
             self.was_refused = was_refused or now - self._began_at < _REFUSAL_S
         self._has_changed |= is_new
         self.is_connected = False
+        self._beat_at = None
         self.close()
         if self.lost_at is None and (self.was_connected or self.was_refused):
             self.lost_at = now
@@ -301,10 +325,10 @@ class Connections:
             self._beaten_at = now
         for pulse, connection in zip(self._pulses, self._all, strict=bool(self._pulses)):
             _, has_changed = pulse.look(ready.get(pulse.descriptor, 0))
-            if is_due:
-                pulse.beat()
-            if pulse.is_connected and now - pulse.moved_at > _SILENT_S:
+            if pulse.is_silent:
                 pulse.lose()
+            elif is_due:
+                pulse.beat()
             connection.may_begin = pulse.is_connected
             if has_changed and not pulse.is_connected:
                 connection.lose(was_refused=pulse.was_refused)

@@ -24,6 +24,7 @@ T = TypeVar("T")
 _MAX_STRANGERS = 256  # connections that have not proved anything; the oldest is closed
 _LINGER_S = 1.0
 _STUCK_S = 10.0
+_PAUSE_S = 0.2  # in which no connection is accepted, where that has failed
 _PEER = struct.Struct("3i")  # a Unix socket's process, user and group
 
 
@@ -73,6 +74,7 @@ class Listener:
         self._by_descriptor: dict[int, int] = {}
         self._ready: dict[int, None] = {}  # connections from which something has come, in order
         self._ahead: dict[int, None] = {}  # connections of which more was received than returned
+        self._accepts_at = 0.0  # 0: now
         self._is_stopping = False
         self._wake = _Wake()
         self._epoll = select.epoll()
@@ -92,7 +94,7 @@ class Listener:
         """Stop listening; what was sent last is given a second to leave."""
         end_s = time.monotonic() + _LINGER_S
         for number in list(self._streams):
-            self._try(number, lambda stream: _flush(stream, end_s - time.monotonic()))
+            self._try(number, lambda stream: stream.flush_all(end_s - time.monotonic()))
         for stream in self._streams.values():
             stream.close()
         if self._socket.family == socket.AF_UNIX:
@@ -131,17 +133,24 @@ class Listener:
     def _poll(self, wait_s: float | None) -> bool:
         """Wait for events; return True after `wake`."""
         is_woken = False
-        for descriptor, event in self._epoll.poll(wait_s):
+        if self._accepts_at:
+            wait_s = _PAUSE_S if wait_s is None else min(wait_s, _PAUSE_S)
+        events = self._epoll.poll(wait_s)
+        if self._accepts_at and time.monotonic() >= self._accepts_at:
+            self._accepts_at = 0.0
+            self._epoll.modify(self._socket, select.EPOLLIN)
+        for descriptor, event in events:
             number = self._by_descriptor.get(descriptor)
             if descriptor == self._socket.fileno():
                 self._accept()
             elif descriptor == self._wake.descriptor:
                 self._wake.clear()
                 is_woken = True
-            elif number is not None and event & ~select.EPOLLOUT:
-                self._ready[number] = None
             elif number is not None:
-                self._try(number, self._flush)
+                if event & ~select.EPOLLIN:
+                    self._try(number, self._flush)  # which drops a broken one
+                if event & ~select.EPOLLOUT:
+                    self._ready[number] = None
         self._ready |= self._ahead
         self._ahead.clear()
         return is_woken
@@ -161,7 +170,7 @@ class Listener:
         def send(stream: Stream) -> Upload:
             upload = stream.send(frames)
             if waits:
-                _flush(stream, _STUCK_S)
+                stream.flush_all(_STUCK_S)
             self._watch(stream)
             return upload
 
@@ -201,7 +210,8 @@ class Listener:
         except BlockingIOError:
             return
         except OSError:  # it has gone again, or this process may open no more files
-            time.sleep(0.01)
+            self._epoll.modify(self._socket, 0)
+            self._accepts_at = time.monotonic() + _PAUSE_S
             return
         if accepted.family == socket.AF_UNIX:
             peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
@@ -236,21 +246,6 @@ class Listener:
         del self._by_descriptor[stream.socket.fileno()]
         self._epoll.unregister(stream.socket)  # another descriptor may be kept of it
         stream.close()
-
-
-def _flush(stream: Stream, patience_s: float) -> None:
-    """Wait until all is sent.
-
-    Raises:
-        TimeoutError: the peer has taken nothing for so long.
-        OSError: the connection is broken.
-    """
-    poll = select.poll()
-    poll.register(stream.socket, select.POLLOUT)
-    while not stream.is_flushed:
-        if not poll.poll(max(1000 * patience_s, 0)):
-            raise TimeoutError
-        stream.flush()
 
 
 class _Wake:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAX_FRAMES = 6
 _PREFIX = struct.Struct(f"<{MAX_FRAMES + 1}Q")  # the number of frames, and their sizes
 _GREETING = struct.Struct("<8s?B")  # who greets, whether there are keys, what the connection is for
-_MAGIC = b"FDLINK01"
+_MAGICS = b"FDLINK1>", b"FDLINK1<"  # of the end that connects, and of the listener
 _AHEAD_BYTES = 64 << 10
 _RECORD_BYTES = 256 << 10
 _MOST_UNSENT = 1000  # messages
@@ -73,7 +73,8 @@ class Stream:
         purpose: what the connection is for; a listener learns it when the stream is open.
         is_open: True once the peer has greeted, and has proved that it has the keys.
         watched: the events that the owner's poller waits for.
-        moved_at: when bytes were sent or received last, on the monotonic clock.
+        sent_at: when bytes of a message were sent last, on the monotonic clock.
+        received_at: when bytes of a message were received last.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class Stream:
         self.purpose = purpose
         self.is_open = False
         self.watched = select.EPOLLIN
-        self.moved_at = time.monotonic()
+        self.sent_at = self.received_at = 0.0
+        self._is_sending = False
         self._max_frame_bytes = max_frame_bytes
         self._place = place
         self._unsent: deque[tuple[deque[memoryview], Upload]] = deque()
@@ -107,6 +109,8 @@ class Stream:
         """Break the connection off."""
         self.socket.close()
         self._reading.close()
+        for _, upload in self._unsent:
+            upload.done = True  # the memory is not read any more
         self._unsent.clear()
 
     # --- sending --------------------------------------------------------------------------------
@@ -144,19 +148,39 @@ class Stream:
         Raises:
             OSError: the connection is broken.
         """
+        if self._is_sending:  # an interrupt came meanwhile: how much was sent is not known
+            raise ConnectionAbortedError("interrupted while it was sending")
         while not self.is_flushed:
             if self._way_out is not None and not self._sealed:
                 self._seal(self._way_out)
             parts = [self._sealed] if self._sealed else self._unsent[0][0]
+            self._is_sending = True
             try:
                 sent = self.socket.sendmsg(parts)
             except BlockingIOError:
+                self._is_sending = False
                 return
-            self.moved_at = time.monotonic()
             if self._sealed:
                 self._sealed = self._sealed[sent:]
             else:
                 self._drop(sent)
+            self._is_sending = False
+            if self.is_open:
+                self.sent_at = time.monotonic()
+
+    def flush_all(self, patience_s: float) -> None:
+        """Wait until all is sent.
+
+        Raises:
+            TimeoutError: the peer has taken nothing for so long.
+            OSError: the connection is broken.
+        """
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT)
+        while not self.is_flushed:
+            if not poll.poll(max(1000 * patience_s, 0)):
+                raise TimeoutError
+            self.flush()
 
     def _seal(self, cipher: Cipher) -> None:
         """Make a record of what is to be sent next, up to a limit."""
@@ -224,19 +248,18 @@ class Stream:
             yield
 
     def _greet(self, keys: Keys | None, is_listener: bool) -> _Reading:
-        greeting = _GREETING.pack(_MAGIC, keys is not None, self.purpose)
         if not is_listener:
-            self._send([memoryview(greeting)])
-        heard = bytearray(_GREETING.size)
-        yield from self._fill(memoryview(heard))
+            self._send([memoryview(_GREETING.pack(_MAGICS[0], keys is not None, self.purpose))])
+        heard = memoryview(bytearray(_GREETING.size))
+        yield from self._fill(heard)
         magic, has_keys, purpose = _GREETING.unpack(heard)
-        if magic != _MAGIC or has_keys != (keys is not None):
+        if magic != _MAGICS[not is_listener] or has_keys != (keys is not None):
             raise ConnectionAbortedError("the peer is none of fastdist's, or only one has keys")
         if is_listener:
             self.purpose = purpose
-            self._send([memoryview(bytes(heard))])
+            self._send([memoryview(_GREETING.pack(_MAGICS[1], has_keys, purpose))])
         if keys is not None:
-            yield from self._introduce(keys, is_listener, bytes(heard))
+            yield from self._introduce(keys, is_listener, bytes([self.purpose]))
 
     def _introduce(self, keys: Keys, is_listener: bool, greeting: bytes) -> _Reading:
         from fastdist.ps.link.sealing import PROOF_BYTES, PUBLIC_BYTES, Introduction
@@ -305,7 +328,8 @@ class Stream:
                 continue
             if got == 0:
                 raise ConnectionResetError
-            self.moved_at = time.monotonic()
+            if self.is_open:
+                self.received_at = time.monotonic()
             if is_large:
                 done += got
             else:

@@ -383,6 +383,7 @@ def test_garbage(server: Server, client: Client, seconds: float) -> None:
     fuzz(server, client, dense, seconds / 2)  # one-time allocations, such as buffers
     before = resident_bytes()
     fuzz(server, client, dense, seconds)
+    assert server.failure is None
     assert server.stats()["malformed"] > 100
     assert resident_bytes() - before < 30 << 20
     assign(client, Item(0, dense, np.ones(2, np.float32)))

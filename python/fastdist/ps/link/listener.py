@@ -213,12 +213,13 @@ class Listener:
             self._epoll.modify(self._socket, 0)
             self._accepts_at = time.monotonic() + _PAUSE_S
             return
-        if accepted.family == socket.AF_UNIX:
-            peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            if _PEER.unpack(peer)[1] not in (os.getuid(), 0):
-                accepted.close()
-                return
-        tune(accepted, breaks_if_stuck=self._breaks_if_stuck)
+        try:
+            if not _may_come(accepted):
+                raise ConnectionRefusedError
+            tune(accepted, breaks_if_stuck=self._breaks_if_stuck)
+        except OSError:
+            accepted.close()
+            return
         number = next(self._numbers)
         self._streams[number] = Stream(
             accepted, self._keys, is_listener=True, max_frame_bytes=self._max_frame_bytes
@@ -246,6 +247,14 @@ class Listener:
         del self._by_descriptor[stream.socket.fileno()]
         self._epoll.unregister(stream.socket)  # another descriptor may be kept of it
         stream.close()
+
+
+def _may_come(accepted: socket.socket) -> bool:
+    """Return True unless this is a Unix socket of another user's process."""
+    if accepted.family != socket.AF_UNIX:
+        return True
+    peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return _PEER.unpack(peer)[1] in (os.getuid(), 0)
 
 
 class _Wake:

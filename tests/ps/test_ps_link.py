@@ -12,13 +12,15 @@ from collections.abc import Iterator
 import fastdist._core as _core
 import numpy as np
 import pytest
+from fastdist.errors import FastdistError
 from fastdist.ps import Client, DenseSpec, Keys, RuleSpec, Server
 from fastdist.ps.link.addresses import is_local
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.listener import _MAX_STRANGERS
 from fastdist.ps.link.stream import Stream
 from fastdist.ps.wire.protocol import Header, Op
-from raw_link import RawClient
+from ps_cluster import wait_for
+from raw_link import RawClient, RawServer
 from unreliable import Unreliable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -203,3 +205,33 @@ def test_a_client_that_takes_no_replies_is_not_heard(server: Server) -> None:
         deaf.settimeout(20)
         while server.stats()["requests"] == before + 1:  # it is heard again once it takes them
             assert deaf.recv(1 << 16)
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # has threads
+def test_a_forked_process_does_not_share_a_client(server: Server) -> None:
+    with Client([server.address], timeout_s=20) as client:
+        number = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
+        child = os.fork()
+        if child == 0:
+            try:
+                client.push(0, number, np.ones(2))
+            except FastdistError as error:
+                is_told = "make one after the fork" in str(error)
+                client.close()
+                os._exit(not is_told)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        client.push(0, number, -np.ones(2))
+        assert (client.pull(0, number, (2,)) == 1).all()
+
+
+def test_uploads_of_a_broken_connection_are_over() -> None:
+    """Otherwise their memory would count as in use for ever."""
+    with RawServer() as by_hand, RawClient(by_hand.address) as plain:
+        plain.send(b"x")
+        connection, _ = by_hand.receive()
+        upload = by_hand._listener.send(connection, bytes(50_000_000))
+        assert upload is not None
+        assert not upload.done
+        plain._connections[0].lose()
+        wait_for(lambda: upload.done)

@@ -9,7 +9,7 @@ One process, no servers:
 
     python examples/word2vec_ps.py --mode single
 
-Needs torch, pyzmq, cloudpickle and safetensors. Skip-gram with negative sampling (Mikolov et al.,
+Needs torch, cloudpickle and safetensors. Skip-gram with negative sampling (Mikolov et al.,
 NIPS 2013). The hash of a word is the id of its row in the tables, so workers need no list of all
 words, and servers keep only the rows of words that have occurred. A worker pulls only the rows of
 its batch.

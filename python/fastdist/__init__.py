@@ -121,7 +121,7 @@ if TYPE_CHECKING:
     )
     from fastdist.tpu.strategy import TPUStrategy
 
-# These need torch or pyzmq, which `import fastdist` does not load.
+# These need torch, or sockets, which `import fastdist` does not load.
 _LAZY = {
     "Checkpoint": "fastdist.checkpoints",
     "CheckpointManager": "fastdist.checkpoints",

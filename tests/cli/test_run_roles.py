@@ -302,16 +302,6 @@ class TestBadInput:
         assert main(["run", "--workers", "1", "--ps", "1"]) == 2
         assert "nothing to run; expected a Python script" in capfd.readouterr().err
 
-    def test_without_pyzmq(self, launcher: Launcher) -> None:
-        code = "import sys; sys.modules['zmq'] = None\nfrom fastdist.cli.main import main\n"
-        code += "sys.exit(main(['run', '--workers', '1', '--ps', '1', 'true']))"
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=launcher.environ, capture_output=True, text=True
-        )
-        assert done.returncode == 2
-        says = "fastdist.ps needs pyzmq: pip install pyzmq"
-        assert done.stderr == f"fastdist run: {says}\n"
-
     def test_too_many_tasks_for_the_limits(self, launcher: Launcher) -> None:
         command = [sys.executable, "-m", "fastdist", "run", "--workers", "30", "--ps", "1", "true"]
         done = subprocess.run(

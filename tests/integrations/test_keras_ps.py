@@ -14,7 +14,7 @@ from fastdist.errors import UnsupportedError
 from keras import layers, optimizers
 from keras.src.backend.common import dtypes
 
-pytest.importorskip("zmq")
+pytest.importorskip("cryptography")
 pytest.importorskip("cloudpickle")
 
 from ps_cluster import PsCluster

@@ -161,7 +161,7 @@ def train_on_servers() -> Any:
 
 
 def test_parameter_servers() -> None:
-    pytest.importorskip("zmq")
+    pytest.importorskip("cryptography")
     assert on_ray.run(train_on_servers, workers=2, ps=1) == ([0, 1, 2, 3], [[-6.0, -6.0]])
 
 

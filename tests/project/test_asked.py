@@ -29,7 +29,7 @@ PEERS = {
 
 def run(name: str, *options: str) -> None:
     """Run a program as its docstring says."""
-    for needed in ("torch", "torchmetrics", "sklearn", "keras", "zmq", "cloudpickle"):
+    for needed in ("torch", "torchmetrics", "sklearn", "keras", "cryptography", "cloudpickle"):
         pytest.importorskip(needed)
     text = ast.get_docstring(ast.parse((ASKED / name).read_text(encoding="utf-8"))) or ""
     (command,) = re.findall(r"Start it\s+by `([^`]+)`", text)

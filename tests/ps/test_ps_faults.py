@@ -18,8 +18,8 @@ from fastdist.ps import Client, DenseSpec, Item, RuleSpec, Server
 from fastdist.ps.client.checkpoint import save_checkpoint
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.link.listener import Listener
 from fastdist.ps.server import service
-from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Op
 from ps_cluster import wait_for
@@ -122,21 +122,10 @@ def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
 
 
 @pytest.mark.slow
-def test_a_silent_server_is_given_up(server: Process) -> None:
-    """The machine accepts connections, but no process answers heartbeats."""
-    with Client([server.address], timeout_s=60) as client:
-        client.hello(0)
-        server.stop()
-        begin = time.monotonic()
-        with pytest.raises(UnavailableError, match="is gone"):
-            client.hello(0)
-        assert time.monotonic() - begin < 20
-
-
-@pytest.mark.slow
-def test_a_silent_server_that_takes_nothing_is_given_up(tmp_path: Path) -> None:
-    """A socket of this machine does not break when the other end is stopped."""
-    server = Process(f"ipc://{tmp_path}/server")
+@pytest.mark.parametrize("address", ["ipc://{}/server", "tcp://127.0.0.1:*"])
+def test_a_server_that_is_stopped_is_given_up(tmp_path: Path, address: str) -> None:
+    """Nothing tells it from one that is overloaded."""
+    server = Process(address.format(tmp_path))
     size = 4 * PART_SIZE
     try:
         with Client([server.address], timeout_s=2) as client:
@@ -145,7 +134,11 @@ def test_a_silent_server_that_takes_nothing_is_given_up(tmp_path: Path) -> None:
             begin = time.monotonic()
             with pytest.raises(UnavailableError, match=r"CHANGE for .* but the connection holds"):
                 client.push(0, w, np.ones(size, np.float32))
+            with pytest.raises(UnavailableError, match=r"HELLO for .* but the connection holds"):
+                client.hello(0)
             assert time.monotonic() - begin < 10
+            server.go_on()
+            assert (client.pull(0, w, (size,)) == -1).all()
     finally:
         server.go_on()
         server.end()
@@ -174,7 +167,7 @@ def test_a_server_that_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with Server() as server, Client([server.address], timeout_s=3) as client:
         number = client.create(0, DenseSpec("w", (5,), SGD), np.ones(5))
-        monkeypatch.setattr(SendBuffers, "send", fail)
+        monkeypatch.setattr(Listener, "send", fail)
         with pytest.raises(UnavailableError):
             client.pull(0, number, (5,))
         assert server.ended.wait(5)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import zmq
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.commit import commit_round, discard_rounds
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.requests import Pending
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes, begin_pulls
+from fastdist.ps.link.stream import Stream
 from fastdist.ps.server.rounds import DISCARDED, Rounds
-from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op, Status
+from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
+from raw_link import RawServer
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVERS = (0, 1)
@@ -216,58 +216,60 @@ def test_commit_raises_errors_of_pushes(stack: ExitStack, servers: list[Server])
         worker.commit(2)
 
 
-@pytest.fixture
-def by_hand() -> Iterator[zmq.Socket[bytes]]:
-    """Return a socket that plays a server: the test sends its replies."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.RCVTIMEO, 5000)
-        router.setsockopt(zmq.LINGER, 0)
-        router.bind("tcp://127.0.0.1:*")
-        yield router
-
-
-def reply(router: zmq.Socket[bytes], request: list[bytes], body: bytes) -> None:
-    identity, header = request[:2]
-    asked = Header.unpack(header)
-    answer = Header(Status.OK, asked.number, asked.client, asked.object)
-    router.send_multipart([identity, answer.pack(), body])
-
-
-def test_replies_after_a_failed_pull(by_hand: zmq.Socket[bytes]) -> None:
+def test_replies_after_a_failed_pull() -> None:
     """The value is not written to memory that may be in use again."""
-    with Server() as gone:
-        addresses = [gone.address, by_hand.getsockopt_string(zmq.LAST_ENDPOINT)]
-        with Client(addresses, grace_s=0.1) as client:
-            spec = DenseSpec("w", (4,), SGD)
-            client.create(0, spec, np.zeros(4))
-            out = np.full(4, 7.0, np.float32)
-            gone.close()
-            tickets = client.begin_read([Item(0, 0, out[:2]), Item(1, 0, out[2:])])
-            with pytest.raises(UnavailableError, match="server 0"):
-                Pending(client.wait, tickets, lambda replies: out).result()
-            reply(by_hand, by_hand.recv_multipart(), bytes(8) + np.zeros(2, np.float32).tobytes())
-            later = client.submit(1, Op.STATS)
-            reply(by_hand, by_hand.recv_multipart(), b"{}")
-            client.wait(later)
-            assert (out == 7).all()
+    with (
+        Server() as gone,
+        RawServer() as by_hand,
+        Client([gone.address, by_hand.address], grace_s=0.1) as client,
+    ):
+        client.create(0, DenseSpec("w", (4,), SGD), np.zeros(4))
+        by_hand.meet(client, 1)
+        out = np.full(4, 7.0, np.float32)
+        gone.close()
+        tickets = client.begin_read([Item(0, 0, out[:2]), Item(1, 0, out[2:])])
+        with pytest.raises(UnavailableError, match="server 0"):
+            Pending(client.wait, tickets, lambda replies: out).result()
+        by_hand.reply(by_hand.receive(), bytes(8) + np.zeros(2, np.float32).tobytes())
+        later = client.submit(1, Op.STATS)
+        by_hand.reply(by_hand.receive())
+        client.wait(later)
+        assert (out == 7).all()
 
 
-def test_large_messages_are_given_time(by_hand: zmq.Socket[bytes]) -> None:
-    """40 MB may take two seconds longer; neither message is sent again."""
-    address = by_hand.getsockopt_string(zmq.LAST_ENDPOINT)
-    with Client([address], retry_s=0.1, timeout_s=0.5) as client:
-        large = client.submit(0, Op.ASSIGN, 0, [bytes(40_000_000)])
-        small = client.submit(0, Op.STATS)
-        with pytest.raises(UnavailableError, match="has not answered STATS"):
-            client.wait(small)
-        reply(by_hand, by_hand.recv_multipart(), b"")
-        client.wait(large)
-        kinds = []
-        by_hand.setsockopt(zmq.RCVTIMEO, 100)
-        with contextlib.suppress(zmq.Again):
-            while True:
-                kinds.append(Header.unpack(by_hand.recv_multipart()[1]).kind)
-        assert kinds == [Op.STATS]
+def test_a_reply_that_a_failed_pull_has_begun_to_receive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it is not written to memory that may be in use again."""
+    size = 1 << 20
+    with (
+        Server() as gone,
+        Server() as slow,
+        Client([gone.address, slow.address], grace_s=0.1) as client,
+    ):
+        spec = DenseSpec("w", (size,), SGD)
+        numbers = [client.create(i, spec, np.full(size, i, np.float32)) for i in (0, 1)]
+        gone.close()
+        out = np.full((2, size), 7.0, np.float32)
+        halves = [item for i in (0, 1) for item in Item(i, numbers[i], out[i]).cut()]
+        tickets = client.begin_read(halves)
+        receive_into = Stream._fill
+
+        def fill_half(self: Stream, into: memoryview) -> Iterator[None]:
+            if into.nbytes > size:
+                yield from receive_into(self, into[: into.nbytes // 2])
+                while not tickets[0].is_done:
+                    yield
+                yield from receive_into(self, into[into.nbytes // 2 :])
+            else:
+                yield from receive_into(self, into)
+
+        monkeypatch.setattr(Stream, "_fill", fill_half)
+        with pytest.raises(UnavailableError, match="server 0"):
+            Pending(client.wait, tickets, lambda replies: out).result()
+        monkeypatch.undo()
+        assert (out[1] == 1).any()  # it has begun
+        kept = out.copy()
+        np.testing.assert_array_equal(client.pull(1, numbers[1], (size,)), np.ones(size))
+        np.testing.assert_array_equal(out, kept)
 
 
 def test_frames_beyond_the_limit(stack: ExitStack, servers: list[Server]) -> None:

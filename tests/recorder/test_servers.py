@@ -20,7 +20,7 @@ from launched import Launcher, wait_until
 from stalled import RUN
 from synthetic_records import write_records
 
-pytest.importorskip("zmq")
+pytest.importorskip("cryptography")
 PROGRAM = Path(__file__).parent / "stalled_task.py"
 TASKS = ["chief", "worker 0", "worker 1", "parameter server 0", "parameter server 1"]
 

@@ -9,17 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import fastdist as fd
-import zmq
 from fastdist.cluster.ports import reserve_port
 from fastdist.ps import Keys
 from fastdist.ps.coordinator.messages import HELLO, TO_COORDINATOR, TO_WORKER, Kind, pack, unpack
 from fastdist.ps.coordinator.per_worker import set_worker_index
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import CallContext, Worker
-from fastdist.ps.link.connections import Connections
-from fastdist.ps.link.listener import Listener
 from fork_server import python
 from ps_cluster import end_all, wait_for
+from raw_link import RawClient, RawServer
 
 _contexts: list[CallContext] = []
 
@@ -136,26 +134,24 @@ class Impostor:
     """
 
     def __init__(self, keys: Keys, worker: str = "") -> None:
-        self._peer: list[bytes] = []
-        self._end: Listener | Connections
-        if worker:
-            self._end = Connections([worker], keys)
-            self._socket = self._end[0].socket
-        else:
-            self._end = Listener("tcp://127.0.0.1:*", keys)
-            self._socket = self._end.socket
-            self.address = self._end.address
-        self._socket.setsockopt(zmq.RCVTIMEO, 20_000)
+        self._client = RawClient(worker, keys) if worker else None
+        self._server = None if worker else RawServer(keys)
+        self._peer = 0
+        self.address = self._server.address if self._server else ""
 
     def send(self, *frames: bytes) -> None:
-        self._socket.send_multipart([*self._peer, *frames])
+        if self._client:
+            self._client.send(*frames)
+        elif self._server:
+            self._server.send(self._peer, *frames)
 
     def receive(self) -> tuple[Kind, int, Sequence[bytes]]:
         """Return kind, number and further frames of the next message."""
-        frames = self._socket.recv_multipart()
-        if self._socket.type == zmq.ROUTER:
-            self._peer = [frames.pop(0)]
-        return unpack(frames, TO_WORKER if isinstance(self._end, Listener) else TO_COORDINATOR)
+        if self._client:
+            return unpack(self._client.receive(20), TO_COORDINATOR)
+        assert self._server
+        self._peer, frames = self._server.receive(20)
+        return unpack([bytes(frame) for frame in frames], TO_WORKER)
 
     def receive_until(self, kind: Kind) -> tuple[int, Sequence[bytes]]:
         """Return number and further frames of the next message of a kind."""
@@ -175,9 +171,9 @@ class Impostor:
         self.receive_until(Kind.READY)
 
     def close(self) -> None:
-        if isinstance(self._end, Listener):
-            self._socket.close()
-        self._end.close()
+        for end in (self._client, self._server):
+            if end:
+                end.close()
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ PRELOADED = (
     "ml_dtypes",
     "cloudpickle",
     "pytest",
-    "zmq",
+    "cryptography",
     "torch",
     "torch.distributed",
     "torch._dynamo",  # which optimizers import at their first step

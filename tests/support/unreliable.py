@@ -16,9 +16,19 @@ class Unreliable:
         address: of the server.
         requests: the least and most bytes after which a connection breaks, of any magnitude.
         replies: the same for the bytes of the other direction.
+        changes: the last of these bytes is changed, and the connection goes on until an end
+            breaks it off.
     """
 
-    def __init__(self, address: str, requests: tuple[int, int], replies: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        address: str,
+        requests: tuple[int, int],
+        replies: tuple[int, int],
+        *,
+        changes: bool = False,
+    ) -> None:
+        self._changes = changes
         self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -45,11 +55,16 @@ class Unreliable:
     def _pump(self, source: socket.socket, target: socket.socket, left: int) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(min(1 << 16, left)):
-                target.sendall(data)
                 left -= len(data)
-                if left <= 0:
-                    self.broken += 1
+                if left <= 0 and self._changes:
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+                target.sendall(data)
+                if left > 0:
+                    continue
+                self.broken += 1
+                if not self._changes:
                     break
+                left = 1 << 40
         for end in (source, target):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)

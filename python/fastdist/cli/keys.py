@@ -37,6 +37,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def run(options: argparse.Namespace) -> None:
     """Print new keys."""
-    from fastdist.ps import Keys  # pyzmq: only when it runs
+    from fastdist.ps import Keys
 
     sys.stdout.write(Keys.make().to_json() + "\n")

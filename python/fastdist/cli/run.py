@@ -466,7 +466,7 @@ def _tasks(
         return
     try:
         from fastdist.ps import Keys
-        from fastdist.ps.link.listener import MAX_FOLDER_BYTES
+        from fastdist.ps.link.addresses import MAX_FOLDER_BYTES
     except ImportError as error:
         raise UsageError(str(error)) from None
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator

@@ -35,7 +35,7 @@ __all__ = [
     "load",
 ]
 
-# Loaded on first use: `fastdist.nn` needs only the model folder, which works without pyzmq.
+# Loaded on first use: `fastdist.nn` needs only the model folder, which loads no sockets.
 _MODULES = {
     "Client": "client.client",
     "DenseSpec": "wire.specs",

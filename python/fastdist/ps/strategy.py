@@ -41,8 +41,8 @@ from fastdist.ps.client.partition import Partitioner, RoundRobin
 from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import Stopped, Worker
+from fastdist.ps.link.addresses import MAX_FOLDER_BYTES, is_local
 from fastdist.ps.link.keys import Keys, job_keys
-from fastdist.ps.link.listener import MAX_FOLDER_BYTES, is_local
 from fastdist.ps.model.buffers import concurrent_functions
 from fastdist.ps.model.bundle import Bundle, define_bundle
 from fastdist.ps.model.model import ServedModel

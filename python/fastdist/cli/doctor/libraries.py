@@ -33,7 +33,7 @@ _LIBRARIES = {
     "mpi4py": _Library(("mpi4py",), "mpi4py", "fastdist.init(bootstrap=MPI.COMM_WORLD)"),
     # Needs the torch of its version, in a separate environment.
     "torch_xla": _Library(("torch-xla",), None, "TPUs"),
-    "pyzmq": _Library(("pyzmq",), "pyzmq", "parameter servers"),
+    "cryptography": _Library(("cryptography",), "cryptography", "parameter servers' keys"),
     "safetensors": _Library(("safetensors",), "safetensors", "checkpoints of parameter servers"),
     "cloudpickle": _Library(
         ("cloudpickle",), "cloudpickle", "functions that a coordinator schedules"

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: the server cannot start.
-        ImportError: pyzmq is missing.
+        ImportError: cryptography is missing, which keys need.
     """
     with (
         _opened_server(options.address, options.keys) as server,
@@ -73,11 +73,9 @@ def _write(line: str) -> bool:
 
 @contextmanager
 def _opened_server(address: str | None, key_file: str | None) -> Iterator[Server]:
-    keys = _keys(key_file)  # first: raises an ImportError with a hint if pyzmq is missing
-    from zmq import ZMQError
-
     from fastdist.ps import Server
 
+    keys = _keys(key_file)
     if keys is None and address is not None:
         raise UsageError(
             f"{address} can be reached by other users, here or on other machines, and needs keys: "
@@ -90,8 +88,8 @@ def _opened_server(address: str | None, key_file: str | None) -> Iterator[Server
         place = address or "tcp://127.0.0.1:*"
         try:
             server = stack.enter_context(Server(place, keys=keys))
-        except ZMQError as error:
-            raise UsageError(f"cannot listen at {place}: {error.strerror}") from None
+        except OSError as error:
+            raise UsageError(f"cannot listen at {error.strerror}") from None
         yield server
 
 

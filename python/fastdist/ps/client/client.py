@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
-import zmq
 
 import fastdist._core as _core
-from fastdist.errors import UnavailableError
-from fastdist.ps.client.items import Item, messages_of, names_of, store, values_of
+from fastdist.errors import FastdistError, UnavailableError
+from fastdist.ps.client.items import Destination, Item, messages_of, names_of, values_of
 from fastdist.ps.client.requests import Ticket
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.wire.frames import Array, keep_freed_memory, to_floats, to_ids
 from fastdist.ps.wire.protocol import (
-    CHANGES,
     Header,
     Op,
     ProtocolError,
@@ -34,8 +32,6 @@ from fastdist.ps.wire.protocol import (
 from fastdist.ps.wire.specs import Spec, to_json
 from fastdist.recorder.recording import open_requests
 
-_SLOWEST_BYTES_PER_S = 20e6  # large messages get more time before they count as lost
-
 
 class Client:
     """Connections to all servers of a job. For one thread.
@@ -43,7 +39,7 @@ class Client:
     Args:
         servers: their addresses.
         keys: the job's keys, if the servers have keys.
-        timeout_s: a server from which nothing arrives for this long is unavailable.
+        timeout_s: a server that neither answers nor moves bytes for this long is unavailable.
         grace_s: so is a server whose connection has been broken for this long.
         retry_s: a request that the server was too busy for is sent again after this time, or as
             soon as another reply arrives.
@@ -89,7 +85,10 @@ class Client:
         self._in_flight: list[dict[int, Ticket]] = [{} for _ in servers]
         self._refused: list[deque[Ticket]] = [deque() for _ in servers]  # by a busy server
         self._heard_at = [-math.inf] * len(servers)
-        self._connections = Connections(servers, keys)
+        self._connections = Connections(servers, keys, place=self._place)
+        self._new: set[int] = set()  # servers to which a connection was made
+        self._waits_since = 0.0
+        self._process = os.getpid()
         self._recorded = open_requests(len(servers))
 
     def __enter__(self) -> Client:
@@ -114,7 +113,7 @@ class Client:
         timeout_s: float | None = None,
         *,
         round: int = 0,
-        on_reply: Callable[[memoryview], None] | None = None,
+        destination: Destination | None = None,
     ) -> Ticket:
         """Send a request; several may be in flight, to all servers.
 
@@ -125,15 +124,18 @@ class Client:
             frames: bytes or contiguous arrays, unchanged until the ticket has been waited for.
             timeout_s: for slow requests; None for the client's own.
             round: the round that a push waits for, or that the request names; 0 for none.
-            on_reply: called with the reply's body when it arrives; `wait` raises its ValueError.
+            destination: where the reply goes; `wait` raises the ValueError if it does not fit.
 
         Returns:
             A ticket for `wait`.
 
         Raises:
             UnavailableError: the server answers none of the earlier requests.
+            FastdistError: the client was made by another process, which has forked this one.
             ValueError: a frame is larger than servers accept.
         """
+        if os.getpid() != self._process:
+            raise FastdistError("this client is another process's: make one after the fork")
         nbytes = message_bytes(op, frames)
         in_flight = self._in_flight[server]
         if len(in_flight) >= self._window:
@@ -148,8 +150,7 @@ class Client:
             round,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        limit_s += nbytes / _SLOWEST_BYTES_PER_S
-        ticket = Ticket(server, op, header, frames, nbytes, limit_s, time.monotonic(), on_reply)
+        ticket = Ticket(server, op, header, frames, nbytes, limit_s, time.monotonic(), destination)
         in_flight[header.number] = ticket
         self._send(ticket)
         return ticket
@@ -179,11 +180,14 @@ class Client:
 
     def _send(self, ticket: Ticket) -> None:
         connection = self._connections[ticket.server]
-        ticket.upload = connection.send(ticket.header.pack(), ticket.frames)
+        connection.send(ticket.header.pack(), ticket.frames)
+        ticket.sendings += connection.is_connected
         ticket.resend_at = math.inf
+        ticket.arrives_at = None
 
     def _poll_until(self, ticket: Ticket, is_over: Callable[[], bool]) -> None:
         """Wait, which is recorded as a wait for the reply to a request."""
+        self._waits_since = time.monotonic()
         waiting = _core.begin_request(self._recorded, ticket.server, ticket.op, ticket.nbytes)
         try:
             while not is_over():
@@ -194,18 +198,18 @@ class Client:
     def _poll_once(self, ticket: Ticket) -> None:
         """Handle replies; send the request again, or give it up, when its time has come."""
         now = time.monotonic()
-        wait_s = min(self._deadline(ticket, now), ticket.resend_at) - now
+        wait_s = min(self._deadline(ticket), ticket.resend_at) - now
         news = self._connections.poll(wait_s)
-        for server, has_changed in news:
-            connection = self._connections[server]
-            for frames in connection.receive(copy=False):
+        self._new |= {server for server, has_changed in news if has_changed}
+        for server, _ in news:
+            for frames in self._connections[server].receive():
                 self._handle_reply(server, *frames)
-            if has_changed and connection.is_restored:
-                self._send_again(server)
+        while self._new:
+            self._send_all(next(iter(self._new)))
         if news:
             return
         now = time.monotonic()
-        if now >= self._deadline(ticket, now):
+        if now >= self._deadline(ticket):
             self._give_up(ticket.server, now)
             assert ticket.error is not None
             raise ticket.error
@@ -214,23 +218,22 @@ class Client:
 
     def _give_up(self, server: int, now: float) -> None:
         """Fail all requests whose time is over, instead of sending them again later."""
-        if not self._connections[server].is_connected:
-            self._connections[server].reopen_soon()  # drop what waits to be sent
         for number, ticket in list(self._in_flight[server].items()):
-            if now >= self._deadline(ticket, now):
-                del self._in_flight[server][number]
-                ticket.is_done = True
+            if now >= self._deadline(ticket):
+                ticket.abandon()
                 ticket.error = self._unavailable(ticket, now)
+                ticket.is_done = True
+                del self._in_flight[server][number]
 
-    def _deadline(self, ticket: Ticket, now: float) -> float:
+    def _deadline(self, ticket: Ticket) -> float:
         """Return the time at which a request fails if nothing happens until then."""
         connection = self._connections[ticket.server]
-        if connection.breaks_if_stuck and ticket.upload is not None:
-            if not ticket.upload.done:
-                return now + ticket.timeout_s
-            ticket.upload = None
-            ticket.began = now
-        deadline = max(ticket.began, self._heard_at[ticket.server]) + ticket.timeout_s
+        began = max(ticket.began, self._heard_at[ticket.server], self._waits_since)
+        if not ticket.was_busy:
+            began = max(began, connection.received_at)
+        if ticket.sendings == 1:  # later ones may be in vain, too
+            began = max(began, connection.sent_at)
+        deadline = began + ticket.timeout_s
         if connection.lost_at is None:
             return deadline
         return min(deadline, max(ticket.began, connection.lost_at) + self._grace_s)
@@ -256,15 +259,30 @@ class Client:
             )
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
 
-    def _send_again(self, server: int) -> None:
-        """Send all requests after the connection broke: they, or the replies, may be lost."""
+    def _send_all(self, server: int) -> None:
+        """Send all requests over a new connection: they, or the replies, may be lost."""
         self._refused[server].clear()
         for ticket in self._in_flight[server].values():
             self._send(ticket)
+        self._new.discard(server)
 
-    def _handle_reply(self, server: int, header_frame: zmq.Frame, *bodies: zmq.Frame) -> None:
+    def _place(self, server: int, header_frame: memoryview, nbytes: int) -> list[memoryview] | None:
+        """Return where the body of a reply that is arriving is to be received, if it may be."""
         try:
-            header = Header.unpack(header_frame.buffer)
+            header = Header.unpack(header_frame)
+        except (VersionError, ProtocolError):
+            return None
+        ticket = self._in_flight[server].get(header.number)
+        if ticket is None or ticket.destination is None or header.kind != Status.OK:
+            return None
+        memory = ticket.destination.memory(nbytes)
+        if memory is not None:
+            ticket.arrives_at = self._connections[server]
+        return memory
+
+    def _handle_reply(self, server: int, header_frame: memoryview, *bodies: memoryview) -> None:
+        try:
+            header = Header.unpack(header_frame)
         except VersionError as error:
             header = error.header
             bodies = ()
@@ -273,47 +291,31 @@ class Client:
         ticket = self._in_flight[server].get(header.number)
         if ticket is None:  # answered already
             return
-        if self._is_early(ticket):
-            return
         if header.kind == Status.BUSY:
             ticket.was_busy = True
             ticket.resend_at = time.monotonic() + self._retry_s
             self._refused[server].append(ticket)
             return
         self._heard_at[server] = time.monotonic()
-        del self._in_flight[server][header.number]
-        ticket.is_done = True
         while self._refused[server]:  # there is room for one of them now
             waiting = self._refused[server].popleft()
             if not waiting.is_done and waiting.resend_at < math.inf:
                 self._send(waiting)
                 break
-        ticket.reply = bodies[0].buffer if bodies else None
+        ticket.reply = bodies[0] if bodies else None
         if header.kind != Status.OK:
             text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
             ticket.error = error_of(header.kind, text, server)
-        elif ticket.on_reply is not None:
+        elif ticket.destination is not None:
+            is_placed = not bodies and ticket.arrives_at is not None
             try:
-                body = memoryview(b"") if ticket.reply is None else ticket.reply
-                ticket.on_reply(body)
+                ticket.destination.store(None if is_placed else ticket.reply or memoryview(b""))
             except ValueError as error:
                 ticket.error = error
             ticket.reply = None
-
-    def _is_early(self, ticket: Ticket) -> bool:
-        """True if a reply has values from before a change that was sent earlier.
-
-        When a connection breaks, requests that wait to be sent go over the next one, ahead of those
-        that were lost. All of them are sent again, in order, and this one is answered once more.
-        """
-        if ticket.on_reply is None:
-            return False
-        earlier = self._in_flight[ticket.server].items()
-        return any(
-            number < ticket.header.number and other.op in CHANGES and not other.was_busy
-            for number, other in earlier
-        )
+        ticket.is_done = True
+        del self._in_flight[server][header.number]
 
     # --- variables and tables -------------------------------------------------------------------
 
@@ -386,14 +388,14 @@ class Client:
         tickets = []
         for group in changes:
             server = group[0].server
-            frames, on_reply = [names_of(group), values_of(group)], None
+            frames, to = [names_of(group), values_of(group)], None
             if group is last[server] and server in first:
                 frames.append(names_of(first[server]))
-                on_reply = partial(store, first[server])
-            tickets.append(self.submit(server, op, 0, frames, round=round, on_reply=on_reply))
+                to = Destination(first[server])
+            tickets.append(self.submit(server, op, 0, frames, round=round, destination=to))
         for group in rest:  # a server answers in the order in which messages come
-            server, on_reply = group[0].server, partial(store, group)
-            tickets.append(self.submit(server, Op.READ, 0, [names_of(group)], on_reply=on_reply))
+            server, to = group[0].server, Destination(group)
+            tickets.append(self.submit(server, Op.READ, 0, [names_of(group)], destination=to))
         return tickets
 
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 import fastdist._core as _core
 from fastdist.ps.wire.batches import (
     PART_SIZE,
@@ -114,19 +116,47 @@ def values_of(items: Sequence[Item]) -> Array:
     return pack_values([item.values for item in items], _kinds(items))
 
 
-def store(items: Sequence[Item], reply: memoryview) -> None:
-    """Copy the values and steps in the reply to a READ to the items.
+class Destination:
+    """Where the reply to a READ goes: the items' values and steps.
 
-    Raises:
-        ValueError: the reply has another size than these values take.
+    Args:
+        items: what the message reads.
     """
-    steps, body = split_steps(reply, len(items))
-    extents, size = extents_of(_kinds(items))
-    if body.nbytes != size:
-        raise ValueError(f"expected {len(items)} values in {size} bytes, got {body.nbytes}")
-    for item, extent, step in zip(items, extents, steps, strict=True):
-        decode_floats_into(item.values, body[extent], item.wire)
-        item.step = step
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._items = items
+        self._steps = bytearray(8 * len(items))
+
+    def memory(self, nbytes: int) -> list[memoryview] | None:
+        """Return where a reply of so many bytes can be received as it is; None if nowhere."""
+        if any(item.wire is not None for item in self._items):
+            return None
+        values = (item.values.reshape(-1).view(np.uint8).data for item in self._items)
+        places = [memoryview(self._steps), *values]
+        return places if sum(place.nbytes for place in places) == nbytes else None
+
+    def store(self, reply: memoryview | None) -> None:
+        """Store a reply; None if it was received in `memory`.
+
+        Raises:
+            ValueError: the reply has another size than these values take.
+        """
+        steps, body = split_steps(
+            memoryview(self._steps) if reply is None else reply, len(self._items)
+        )
+        if reply is not None:
+            self._decode(body)
+        for item, step in zip(self._items, steps, strict=True):
+            item.step = step
+
+    def _decode(self, body: memoryview) -> None:
+        extents, size = extents_of(_kinds(self._items))
+        if body.nbytes != size:
+            raise ValueError(
+                f"expected {len(self._items)} values in {size} bytes, got {body.nbytes}"
+            )
+        for item, extent in zip(self._items, extents, strict=True):
+            decode_floats_into(item.values, body[extent], item.wire)
 
 
 def _kinds(items: Sequence[Item]) -> Kinds:

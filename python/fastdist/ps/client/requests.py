@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import zmq
-
+from fastdist.ps.client.items import Destination
+from fastdist.ps.link.connections import Connection
 from fastdist.ps.wire.protocol import Header, Op
 
 T = TypeVar("T")
@@ -24,9 +24,10 @@ class Ticket:
     Attributes:
         timeout_s: seconds for which the server may stay silent.
         began: the time of the first send, on the monotonic clock.
-        resend_at: when to send the request again; infinity: when the connection was restored.
-        upload: for a large request, what knows when it is on its way.
-        on_reply: called with the reply's body when it arrives; None: `wait` returns the body.
+        resend_at: when to send the request again; infinity: when a new connection is made.
+        destination: where the reply goes; None: `wait` returns it.
+        arrives_at: the connection over which the reply is being received there.
+        sendings: how often it was sent.
         was_busy: True if the server was too busy to reply; it has made the request's changes.
 
     Examples:
@@ -52,13 +53,20 @@ class Ticket:
     nbytes: int
     timeout_s: float
     began: float
-    on_reply: Callable[[memoryview], None] | None = None
+    destination: Destination | None = None
     resend_at: float = math.inf
-    upload: zmq.MessageTracker | None = None
     reply: memoryview | None = None
     error: Exception | None = None
     is_done: bool = False
     was_busy: bool = False
+    sendings: int = 0
+    arrives_at: Connection | None = None
+
+    def abandon(self) -> None:
+        """Leave the memory for the reply alone from now on."""
+        self.destination = None
+        if self.arrives_at is not None and not self.is_done:
+            self.arrives_at.lose()  # what is left of the reply would go there
 
 
 class Pending(Generic[T]):
@@ -112,7 +120,7 @@ class Pending(Generic[T]):
                 replies = [self._wait(ticket) for ticket in self._tickets]
             except Exception:
                 for ticket in self._tickets:
-                    ticket.on_reply = None
+                    ticket.abandon()
                 raise
             self._result = self._finish(replies)
             self._is_finished = True

@@ -1,7 +1,5 @@
 """Functions that run on the workers of a parameter-server job."""
 
-import fastdist.ps.link.keys  # noqa: F401  raises an ImportError with a hint without pyzmq
-
 try:
     import cloudpickle  # type: ignore[import-untyped]  # noqa: F401
 except ImportError:

@@ -40,7 +40,7 @@ class Dispatcher:
     """Keeps every worker busy with the calls of a backlog, until it is closed.
 
     Args:
-        addresses: the workers' addresses, as ZeroMQ names them.
+        addresses: the workers' addresses.
         keys: the job's keys, if the workers have keys.
         backlog: the calls.
         definitions: the objects that calls refer to.
@@ -70,10 +70,10 @@ class Dispatcher:
         self._seed = seed
         self._job = uuid.uuid4().bytes
         self._began = time.time_ns()
-        allow_open_files(4 * len(addresses) + 100, f"{len(addresses)} workers")
+        allow_open_files(2 * len(addresses) + 100, f"{len(addresses)} workers")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake)
-        self._connections = Connections(addresses, keys, self._wake)
+        self._connections = Connections(addresses, keys, self._wake, has_heartbeats=True)
         self._links = [WorkerLink(self._connections[i]) for i in range(len(addresses))]
         backlog.on_wait = functools.partial(self.wake, is_awaited=True)
         self._worker_seen_at = time.monotonic()
@@ -135,9 +135,9 @@ class Dispatcher:
     def _poll_once(self) -> None:
         for index, has_changed in self._connections.poll():
             link = self._links[index]
-            for frames in link.connection.receive(copy=True):
+            for frames in link.connection.receive():
                 try:
-                    self._handle_message(link, frames)
+                    self._handle_message(link, [bytes(frame) for frame in frames])
                 except (FastdistError, ValueError) as error:
                     self._reject_worker(link, str(error))
             if has_changed:  # a worker drops calls that arrive before the HELLO
@@ -157,7 +157,7 @@ class Dispatcher:
             link.is_replaced = True
             self._drop_worker(link)
             link.last_error = "it belongs to a coordinator that began later"
-            link.connection.reopen_soon()  # until that one is gone
+            link.connection.retry_later()  # until that one is gone
         elif kind is Kind.REJECTED:
             self._reject_worker(link, f"it received {frames[0].decode(errors='replace')}")
         elif kind is Kind.RESULT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import traceback
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import cloudpickle  # type: ignore[import-untyped]
-import zmq
 
 from fastdist.errors import FastdistError
 from fastdist.ps.coordinator.messages import (
@@ -42,7 +40,7 @@ class StepAborted(BaseException):
 
 
 class _Message(NamedTuple):
-    identity: bytes
+    connection: int
     kind: Kind
     number: int
     frames: Sequence[bytes]
@@ -95,38 +93,37 @@ class Worker:
     """Serves one coordinator at a time: of those that are connected, the one that began last.
 
     Args:
-        address: where to listen, as ZeroMQ names it.
+        address: where to listen; see `Server`.
         keys: the job's keys. Coordinators send code, so only they may have the keys. None for a
             socket that only this user can open.
         host: runs the functions.
 
     Raises:
-        zmq.ZMQError: the address cannot be bound.
+        OSError: another process listens there, or the address is not this machine's.
     """
 
     def __init__(self, address: str, keys: Keys | None, host: Host) -> None:
         self._host = host
         self._library = Library(host.parts)
         self._inbox: deque[_Message] = deque()
-        self._coordinator = b""
+        self._coordinator = 0  # its connection
         self._job = b""
         self._began = 0
         self._pid = os.getpid()
-        self._listener = Listener(address, keys)
+        self._listener = Listener(address, keys, breaks_if_stuck=False)
         self.address = self._listener.address
 
     def close(self) -> None:
         """Stop listening."""
-        self._listener.socket.close()
         self._listener.close()
 
     def serve(self) -> None:
         """Run functions until the coordinator ends the job."""
         while True:
-            identity, kind, number, frames = self._next()
+            connection, kind, number, frames = self._next()
             if kind is Kind.HELLO:
-                self._handle_hello(identity, frames)
-            elif identity != self._coordinator:  # an earlier coordinator, or a lost connection
+                self._handle_hello(connection, frames)
+            elif connection != self._coordinator:  # an earlier coordinator, or a lost connection
                 continue
             elif kind is Kind.END:
                 return
@@ -145,34 +142,38 @@ class Worker:
 
     def _drain(self) -> None:
         """Receive all messages that have arrived."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self._receive(zmq.NOBLOCK)
+        while self._receive(0.0):
+            pass
 
-    def _receive(self, flags: int = 0) -> None:
-        identity, *frames = self._listener.socket.recv_multipart(flags)
+    def _receive(self, timeout_s: float | None = None) -> bool:
+        """Receive a message; return False if none has arrived in time."""
+        received = self._listener.receive(timeout_s)
+        if received is None:
+            return False
+        connection, frames = received
         try:
-            message = _Message(identity, *unpack(frames, TO_WORKER))
+            message = _Message(connection, *unpack([bytes(each) for each in frames], TO_WORKER))
         except FastdistError as error:
-            self._listener.send(identity, pack(Kind.REJECTED), str(error).encode())
-            return
+            self._listener.send(connection, pack(Kind.REJECTED), str(error).encode(), waits=True)
+            return True
         if self._ends_calls(message):
             # Other workers run the remaining calls by now.
-            kept = [other for other in self._inbox if other.identity != self._coordinator]
+            kept = [other for other in self._inbox if other.connection != self._coordinator]
             self._inbox = deque(kept)
         self._inbox.append(message)
+        return True
 
     def _ends_calls(self, message: _Message) -> bool:
         """Return True if a message ends the job, or comes from a coordinator no older than ours."""
         if message.kind is Kind.HELLO:
             return self._may_replace(HELLO.unpack(message.frames[1])[0])
-        return message.kind is Kind.END and message.identity == self._coordinator
+        return message.kind is Kind.END and message.connection == self._coordinator
 
-    def _handle_hello(self, identity: bytes, frames: Sequence[bytes]) -> None:
+    def _handle_hello(self, connection: int, frames: Sequence[bytes]) -> None:
         job, header = frames
         began, seed, index = HELLO.unpack(header)
         if not self._may_replace(began):
-            self._listener.send(identity, pack(Kind.REPLACED))
+            self._listener.send(connection, pack(Kind.REPLACED), waits=True)
             return
         if job != self._job:
             if self._job:
@@ -180,7 +181,7 @@ class Worker:
             self._job, self._began = job, began
             self._library.clear()
             self._host.begin_job(index, seed)
-        self._coordinator = identity
+        self._coordinator = connection
         self._send(Kind.READY)
 
     def _may_replace(self, began: int) -> bool:
@@ -192,7 +193,8 @@ class Worker:
 
     def _send(self, kind: Kind, number: int = 0, *frames: bytes) -> bool:
         """Send a message to the coordinator; return False if it is gone."""
-        return self._listener.send(self._coordinator, pack(kind, number), *frames)
+        header = pack(kind, number)
+        return self._listener.send(self._coordinator, header, *frames, waits=True) is not None
 
     def _call(self, number: int, frames: Sequence[bytes]) -> None:
         header, arguments, state_update = frames
@@ -240,8 +242,8 @@ class Worker:
                 if self._ends_calls(message):
                     set_aside = [message]
                     raise StepAborted
-                identity, kind, call_number, frames = message
-                is_ours = (identity, call_number) == (self._coordinator, number)
+                connection, kind, call_number, frames = message
+                is_ours = (connection, call_number) == (self._coordinator, number)
                 if not is_ours or kind not in _STEP_KINDS:
                     set_aside.append(message)
                 elif kind is Kind.RESUME:

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
+from fastdist.ps.link.addresses import begin_to_connect, is_local, tune
 from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.stream import HEARTBEATS, MESSAGES, Place, Stream, require_cryptography
 
-_POLL_S = _REOPEN_S = 1.0
+_POLL_S = 1.0
+_RETRY_S = (0.05, 1.0)  # after which time a connection is made again, at first and at last
 # A listener that refuses a connection closes it at once, an overloaded one later.
 _REFUSAL_S = 1.0
-_SILENT_MS = 10_000
-_OPTIONS = {
-    zmq.LINGER: 0,
-    zmq.RECONNECT_IVL: 50,
-    zmq.RECONNECT_IVL_MAX: 1000,
-    # ZeroMQ's network thread answers heartbeats even when the listener's other threads are busy.
-    zmq.HEARTBEAT_IVL: 1000,
-    zmq.HEARTBEAT_TIMEOUT: _SILENT_MS,
-    zmq.TCP_MAXRT: _SILENT_MS,  # of a message that is being sent, which delays heartbeats
-    zmq.SNDHWM: 0,  # senders limit what is on its way themselves
-    zmq.RCVHWM: 0,
-}
-_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-)
-_TRACKED_BYTES = 1 << 20
+_CONNECT_S = 5.0
+_ANSWER_S = 30.0  # to a greeting; a busy worker takes longer, and is greeted again
+_BEAT_S = 1.0
+_SILENT_S = 10.0
 
 
 class Connection:
@@ -46,117 +34,214 @@ class Connection:
         is_connected: True if the listener has let this connection in, and it holds.
         was_connected: True once the listener has let it in.
         was_refused: True if the listener has closed the latest connection instead of letting it in.
-        is_restored: True if messages from before the connection was made may be lost.
         lost_at: when the connection broke or was refused, on the monotonic clock; None while it
             holds, and before the first one.
-        socket: carries the messages.
-        monitor: readable when something has happened to the connection.
+        may_begin: False while the connection must not be made.
     """
 
     def __init__(
-        self, context: zmq.Context[Any], poller: zmq.Poller, address: str, keys: Keys | None
+        self,
+        epoll: select.epoll,
+        address: str,
+        keys: Keys | None,
+        purpose: int = MESSAGES,
+        *,
+        breaks_if_stuck: bool = True,
+        place: Place | None = None,
     ) -> None:
         self.address = address
-        self.is_connected = self.was_connected = self.was_refused = self.is_restored = False
+        self.is_connected = self.was_connected = self.was_refused = False
         self.lost_at: float | None = None
-        self._context = context
-        self._poller = poller
+        self.may_begin = True
+        self._epoll = epoll
         self._keys = keys
-        self._has_lost = False
-        self._began_at = 0.0
-        self._reopen_at: float | None = None
-        self._open()
-
-    def _open(self) -> None:
-        self.socket = self._context.socket(zmq.DEALER)
-        for option, value in _OPTIONS.items():
-            self.socket.setsockopt(option, value)
-        if self._keys is not None:
-            self.socket.curve_serverkey = self._keys.server_public.encode()
-            self.socket.curve_publickey = self._keys.client_public.encode()
-            self.socket.curve_secretkey = self._keys.client_secret.encode()
-        self.monitor = self.socket.get_monitor_socket(_EVENTS)
-        self.socket.connect(self.address)
-        self._poller.register(self.socket, zmq.POLLIN)
-        self._poller.register(self.monitor, zmq.POLLIN)
+        self._purpose = purpose
+        self._breaks_if_stuck = breaks_if_stuck
+        self._place = place
+        self._begun: socket.socket | None = None
+        self._stream: Stream | None = None
+        self._process = os.getpid()
+        self._began_at = self._sent_at = self._received_at = 0.0
+        self._beat_at: float | None = None  # when the first beat was sent that is not answered
+        self._retry_at = 0.0
+        self._pause_s = _RETRY_S[0]
+        self._has_changed = False
+        self._arrived: deque[list[memoryview]] = deque()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Disconnect; messages may still be delivered for some time if there is a connection."""
-        self._poller.unregister(self.socket)
-        self._poller.unregister(self.monitor)
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close(linger=int(1000 * linger_s) if self.is_connected else 0)
+        """Disconnect; messages may still leave for some time if there is a connection."""
+        stream, begun = self._stream, self._begun
+        if stream is not None and linger_s:
+            with suppress(OSError):
+                stream.flush_all(linger_s)
+        for end in (begun, stream.socket if stream else None):
+            if end is not None and self._process == os.getpid():
+                self._epoll.unregister(end)  # another process may keep a descriptor of it
+        if begun is not None:
+            begun.close()
+        if stream is not None:
+            self._sent_at, self._received_at = self.sent_at, self.received_at
+            stream.close()
+        self._stream = self._begun = None
 
     @property
-    def breaks_if_stuck(self) -> bool:
-        """True if the connection holds, and breaks when the listener's machine takes nothing."""
-        return self.is_connected and not self.address.startswith("ipc:")
+    def descriptor(self) -> int:
+        """The socket's descriptor; -1 if there is none."""
+        if self._begun is not None:
+            return self._begun.fileno()
+        return -1 if self._stream is None else self._stream.socket.fileno()
 
-    def reopen_soon(self) -> None:
-        """Make the connection anew in a second, unless it is restored before.
+    @property
+    def sent_at(self) -> float:
+        """When bytes of a message were sent last, on the monotonic clock."""
+        return max(self._sent_at, self._stream.sent_at if self._stream else 0.0)
 
-        ZeroMQ keeps the messages to an unreachable listener, and does not connect again after
-        another protocol's answer.
-        """
-        self._reopen_at = self._reopen_at or time.monotonic() + _REOPEN_S
+    @property
+    def received_at(self) -> float:
+        """When bytes of a message were received last, on the monotonic clock."""
+        return max(self._received_at, self._stream.received_at if self._stream else 0.0)
 
-    def reopen_if_due(self) -> None:
-        """Make the connection anew if the time has come."""
-        if self._reopen_at is not None and time.monotonic() >= self._reopen_at:
-            self.close()
-            self.is_connected, self._has_lost, self._reopen_at = False, True, None
-            self._open()
+    def send(self, header: bytes, frames: Sequence[Any] = ()) -> None:
+        """Send a message. It is lost if there is no connection, or if it breaks."""
+        if self._stream is None or not self.is_connected:
+            return
+        try:
+            self._stream.send((header, *frames))
+            self._watch()
+        except OSError:
+            self.lose()
 
-    def send(self, header: bytes, frames: Sequence[Any] = ()) -> zmq.MessageTracker | None:
-        """Send a message. It is lost if the connection breaks, or cannot be made.
+    def receive(self) -> Iterator[list[memoryview]]:
+        """Yield the messages that have arrived."""
+        while self._arrived:
+            yield self._arrived.popleft()
+
+    def beat(self) -> None:
+        """Send a byte, which the listener's process sends back."""
+        if self._stream is not None and self.is_connected:
+            if self._beat_at is None:
+                self._beat_at = time.monotonic()
+            with suppress(OSError):
+                self._stream.socket.send(b"\0")
+
+    @property
+    def is_silent(self) -> bool:
+        """True if a beat was not answered for 10 s."""
+        return self._beat_at is not None and time.monotonic() - self._beat_at > _SILENT_S
+
+    def retry_later(self) -> None:
+        """Break the connection off; make it again in a second."""
+        self._pause_s = _RETRY_S[1]
+        self.lose()
+
+    # --- for Connections ------------------------------------------------------------------------
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds after which `look` has something to do if nothing comes."""
+        if self._has_changed or self._arrived:
+            return 0.0
+        if self.descriptor >= 0 or not self.may_begin:
+            return _POLL_S
+        return max(self._retry_at - time.monotonic(), 0.0)
+
+    def look(self, event: int) -> tuple[bool, bool]:
+        """Take note of what has happened.
+
+        Args:
+            event: what epoll tells of the socket.
 
         Returns:
-            For a large message, what knows when it is on its way.
+            True if messages have arrived; True if the connection was made or lost.
         """
-        tracker = None
-        with suppress(zmq.Again):
-            self.socket.send(header, (zmq.SNDMORE if frames else 0) | zmq.DONTWAIT)
-            for i, frame in enumerate(frames, 1):
-                more = zmq.SNDMORE if i < len(frames) else 0
-                is_large = memoryview(frame).nbytes >= _TRACKED_BYTES
-                sent = self.socket.send(frame, more, copy=False, track=is_large)
-                tracker = sent if is_large else tracker
-        return tracker
+        try:
+            if self.descriptor < 0:
+                self._begin_if_due()
+            elif self._begun is not None:
+                self._begin_to_talk(event)
+            elif event:
+                self._talk(event)
+            elif not self.is_connected and time.monotonic() - self._began_at > _ANSWER_S:
+                raise TimeoutError
+        except OSError:
+            self.lose()
+        except BaseException:  # an interrupt amid what was said
+            self.lose()
+            raise
+        has_changed, self._has_changed = self._has_changed, False
+        return bool(self._arrived), has_changed
 
-    def receive(self, *, copy: bool) -> Iterator[list[Any]]:
-        """Yield the messages that have arrived: frames of bytes, or without a copy zmq.Frames."""
-        with suppress(zmq.Again):
-            while True:
-                yield self.socket.recv_multipart(zmq.DONTWAIT, copy=copy)
-
-    def poll_events(self) -> bool:
-        """Record what has happened; return True if the connection was made or lost."""
-        has_changed = False
-        while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor)["event"]
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.is_connected = self.was_connected = has_changed = True
-                self.is_restored = self._has_lost
-                self.was_refused = self._has_lost = False
-                self.lost_at = self._reopen_at = None
-            elif event == zmq.EVENT_DISCONNECTED:
-                self._record_loss()
-                has_changed = True
-            else:  # connected, or refused with a reason, and disconnected at once
-                self._began_at = time.monotonic()
-        return has_changed
-
-    def _record_loss(self) -> None:
+    def _begin_if_due(self) -> None:
         now = time.monotonic()
-        if self.is_connected:
-            self._has_lost = True
-        else:
-            self.was_refused = now - self._began_at < _REFUSAL_S
-            self.reopen_soon()
+        if not self.may_begin or now < self._retry_at:
+            return
+        self._began_at = now
+        try:
+            self._begun = begin_to_connect(self.address)
+        finally:  # a slow search for a name must not take all the time
+            self._pause_s = max(self._pause_s, 4 * (time.monotonic() - now))
+        self._epoll.register(self._begun, select.EPOLLOUT)
+
+    def _begin_to_talk(self, event: int) -> None:
+        assert self._begun is not None
+        if not event:
+            if time.monotonic() - self._began_at > _CONNECT_S:
+                raise TimeoutError  # the next try may come through at once
+            return
+        failed = self._begun.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            raise OSError(failed, os.strerror(failed))
+        tune(self._begun, breaks_if_stuck=self._breaks_if_stuck)
+        self._began_at = time.monotonic()
+        self._stream = Stream(
+            self._begun, self._keys, is_listener=False, purpose=self._purpose, place=self._place
+        )
+        self._begun = None
+        self._epoll.modify(self._stream.socket, select.EPOLLIN)
+        self._talk(select.EPOLLIN)
+
+    def _talk(self, event: int) -> None:
+        assert self._stream is not None
+        if event & select.EPOLLOUT:
+            self._stream.flush()
+        if self.is_connected and self._purpose == HEARTBEATS:
+            with suppress(BlockingIOError):
+                if not self._stream.socket.recv(64):
+                    raise ConnectionResetError
+                self._beat_at = None
+            return
+        if event & ~select.EPOLLOUT:
+            while (message := self._stream.receive()) is not None:
+                self._arrived.append(message)
+        if self._stream.is_open and not self.is_connected:
+            self.is_connected = self.was_connected = self._has_changed = True
+            self.was_refused = False
+            self.lost_at = None
+            self._pause_s = _RETRY_S[0]
+        self._watch()
+
+    def _watch(self) -> None:
+        stream = self._stream
+        assert stream is not None
+        events = select.EPOLLIN | (0 if stream.is_flushed else select.EPOLLOUT)
+        if events != stream.watched:
+            stream.watched = events
+            self._epoll.modify(stream.socket, events)
+
+    def lose(self, *, was_refused: bool = False) -> None:
+        """Take note that the connection is broken, or could not be made."""
+        now = time.monotonic()
+        is_new = self._stream is not None or was_refused
+        if is_new and not self.is_connected:
+            self.was_refused = was_refused or now - self._began_at < _REFUSAL_S
+        self._has_changed |= is_new
         self.is_connected = False
+        self._beat_at = None
+        self.close()
         if self.lost_at is None and (self.was_connected or self.was_refused):
             self.lost_at = now
+        self._retry_at = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
 
 
 class Connections:
@@ -166,30 +251,55 @@ class Connections:
         addresses: the listeners' addresses.
         keys: the job's keys; None if the listeners have no keys.
         wake: an eventfd that ends `poll`, and is read by it.
+        has_heartbeats: also notice processes that are stopped, and take nothing from busy ones for
+            a sign: the listeners are `Listener(…, breaks_if_stuck=False)`.
+        place: see `Stream`; called with the connection's number first.
+
+    Raises:
+        ValueError: an address is none.
+        ImportError: there are keys, and cryptography is not installed.
     """
 
     def __init__(
-        self, addresses: Sequence[str], keys: Keys | None, wake: int | None = None
+        self,
+        addresses: Sequence[str],
+        keys: Keys | None,
+        wake: int | None = None,
+        *,
+        has_heartbeats: bool = False,
+        place: Callable[[int, memoryview, int], list[memoryview] | None] | None = None,
     ) -> None:
-        self._context = zmq.Context()
-        # A connection has three sockets, and ZeroMQ closes those of a replaced one later.
-        self._context.set(zmq.MAX_SOCKETS, max(1023, 6 * len(addresses) + 64))
-        self._poller = zmq.Poller()
+        require_cryptography(keys)
+        for each in addresses:
+            is_local(each)  # raises if it is none
+        self._epoll = select.epoll()
         self._wake = wake
         if wake is not None:
-            self._poller.register(wake, zmq.POLLIN)
+            self._epoll.register(wake, select.EPOLLIN)
         self._all = [
-            Connection(self._context, self._poller, address, keys) for address in addresses
+            Connection(
+                self._epoll,
+                each,
+                keys,
+                breaks_if_stuck=not has_heartbeats,
+                place=partial(place, number) if place else None,
+            )
+            for number, each in enumerate(addresses)
         ]
+        self._pulses = [
+            Connection(self._epoll, each, keys, HEARTBEATS)
+            for each in (addresses if has_heartbeats else ())
+        ]
+        self._beaten_at = 0.0
 
     def __getitem__(self, number: int) -> Connection:
         return self._all[number]
 
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; see `Connection.close`."""
-        for connection in self._all:
+        for connection in (*self._all, *self._pulses):
             connection.close(linger_s)
-        self._context.term()
+        self._epoll.close()
 
     def poll(self, timeout_s: float = _POLL_S) -> list[tuple[int, bool]]:
         """Wait for messages and events, a second at most.
@@ -198,14 +308,27 @@ class Connections:
             The number of each connection to receive from, in the order of the addresses; and True
             if it was made or lost, after these messages have arrived.
         """
-        ready = dict(self._poller.poll(int(1000 * min(max(timeout_s, 0.0), _POLL_S)) + 1))
+        both = (*self._all, *self._pulses)
+        wait_s = min(max(timeout_s, 0.0), _POLL_S, *(each.wait_s for each in both))
+        ready = dict(self._epoll.poll(wait_s))
         if self._wake is not None and self._wake in ready:
-            os.eventfd_read(self._wake)
-        news = []
-        for number, connection in enumerate(self._all):
-            has_changed = connection.monitor in ready and connection.poll_events()
-            if has_changed or connection.socket in ready:
-                news.append((number, has_changed))
-            else:
-                connection.reopen_if_due()
-        return news
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
+        looks = [each.look(ready.get(each.descriptor, 0)) for each in self._all]
+        self._feel_pulses(ready)  # later: what a task has said before it ended counts
+        return [(number, look[1]) for number, look in enumerate(looks) if any(look)]
+
+    def _feel_pulses(self, ready: dict[int, int]) -> None:
+        now = time.monotonic()
+        is_due = now - self._beaten_at >= _BEAT_S
+        if is_due:
+            self._beaten_at = now
+        for pulse, connection in zip(self._pulses, self._all, strict=bool(self._pulses)):
+            _, has_changed = pulse.look(ready.get(pulse.descriptor, 0))
+            if pulse.is_silent:
+                pulse.lose()
+            elif is_due:
+                pulse.beat()
+            connection.may_begin = pulse.is_connected
+            if has_changed and not pulse.is_connected:
+                connection.lose(was_refused=pulse.was_refused)

@@ -1,24 +1,22 @@
-"""The keys that servers and clients of a job authenticate with (ZeroMQ's CURVE)."""
+"""The secret of a job, with which its tasks know each other."""
 
 from __future__ import annotations
 
 import json
+import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fastdist._config import KEYS_VARIABLE, settings
 
-try:
-    import zmq
-except ImportError:
-    raise ImportError("fastdist.ps needs pyzmq: pip install pyzmq", name="zmq") from None
+_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one job: texts of 40 characters.
+    """The secret of one job: 64 hexadecimal digits.
 
-    Anyone who has them may connect; all traffic is encrypted with them.
+    Anyone who has it may connect; all traffic is encrypted with keys that are made from it.
 
     Examples:
         >>> from fastdist import ps
@@ -27,18 +25,16 @@ class Keys:
         True
     """
 
-    server_public: str
-    server_secret: str = field(repr=False)
-    client_public: str
-    client_secret: str = field(repr=False)
+    secret: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(bytes.fromhex(self.secret)) != _BYTES:
+            raise ValueError(f"a secret of {len(self.secret)} digits, expected {2 * _BYTES}")
 
     @classmethod
     def make(cls) -> Keys:
-        """Generate new random keys."""
-        (server_public, server_secret), (client_public, client_secret) = (
-            [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
-        )
-        return cls(server_public, server_secret, client_public, client_secret)
+        """Generate a new random secret."""
+        return cls(secrets.token_hex(_BYTES))
 
     def to_json(self) -> str:
         """Return the keys as JSON. The text is a secret."""
@@ -52,12 +48,11 @@ class Keys:
             ValueError: the text is anything else.
         """
         try:
-            keys = cls(**json.loads(text))
-            if all(len(key) == 40 for key in asdict(keys).values()):
-                return keys
-        except (TypeError, json.JSONDecodeError):
-            pass
-        raise ValueError("not the keys of a job: expected JSON of four keys of 40 characters")
+            return cls(**json.loads(text))
+        except (TypeError, ValueError):
+            raise ValueError(
+                'not the keys of a job: expected {"secret": "64 hexadecimal digits"}'
+            ) from None
 
 
 def job_keys() -> Keys | None:

@@ -1,43 +1,53 @@
-"""The socket that connections lead to, and the check of their keys."""
+"""The socket that connections lead to."""
 
 from __future__ import annotations
 
-import errno
-import ipaddress
+import itertools
+import os
+import select
 import socket
-from typing import Any
-from urllib.parse import urlsplit
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
 
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
-
+import fastdist._core as _core
+from fastdist.ps.link.addresses import is_local, listen, tune
 from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.stream import HEARTBEATS, Stream, Upload, require_cryptography
 
-MAX_FOLDER_BYTES = 90  # of a folder of sockets, whose paths have at most 107
-_LINGER_MS = 1000
-_STUCK_MS = 10_000  # connections that take nothing for this time are closed
-_PROBE_S = 5  # connections that are silent for this time are probed: the machine may be gone
+T = TypeVar("T")
+
+_MAX_STRANGERS = 256  # connections that have not proved anything; the oldest is closed
+_LINGER_S = 1.0
+_STUCK_S = 10.0
+_PAUSE_S = 0.2  # in which no connection is accepted, where that has failed
+_PEER = struct.Struct("3i")  # a Unix socket's process, user and group
+
+
+class ListenerClosed(Exception):
+    """The listener was closed."""
 
 
 class Listener:
-    """A socket that any number of connections lead to.
+    """A socket that any number of connections lead to. For one thread, but for `stop` and `wake`.
 
     Args:
-        address: where to listen, as ZeroMQ names it; `*` is a free port.
+        address: where to listen; port `*` is a free one.
         keys: the job's keys; only peers that have them are let in. A listener without keys may be
             on this machine's own addresses only.
-        max_frame_bytes: connections that send larger frames are dropped; -1 for no limit.
-        max_waiting: limit for messages of a connection that wait to be received; 0 for none.
+        max_frame_bytes: connections that send larger frames are dropped.
+        breaks_if_stuck: drop connections that take nothing for 10 s.
 
     Attributes:
-        context: of the socket.
-        socket: gives each message the identity of its connection as a first frame.
         address: the address with the actual port.
 
     Raises:
-        ValueError: the port is invalid, or the address is beyond this machine, and there are no
-            keys.
-        zmq.ZMQError: the address cannot be bound.
+        ValueError: the address is invalid, or beyond this machine, and there are no keys.
+        OSError: another process listens there, or the address is not this machine's.
     """
 
     def __init__(
@@ -45,109 +55,227 @@ class Listener:
         address: str,
         keys: Keys | None,
         *,
-        max_frame_bytes: int = -1,
-        max_waiting: int = 0,
+        max_frame_bytes: float = float("inf"),
+        breaks_if_stuck: bool = True,
     ) -> None:
         if not is_local(address) and keys is None:
             raise ValueError(
                 f"{address} can be reached from other machines: pass keys=Keys.make(), and the "
                 "same keys to all clients, or listen on tcp://127.0.0.1:*"
             )
-        self.context = zmq.Context()
-        self.socket: zmq.Socket[bytes] = self.context.socket(zmq.ROUTER)
-        self._authenticator: Any = None
-        for option, value in (
-            (zmq.LINGER, _LINGER_MS),
-            (zmq.MAXMSGSIZE, max_frame_bytes),
-            (zmq.RCVHWM, max_waiting),
-            (zmq.TCP_MAXRT, _STUCK_MS),
-            (zmq.TCP_KEEPALIVE, 1),
-            (zmq.TCP_KEEPALIVE_IDLE, _PROBE_S),
-            (zmq.TCP_KEEPALIVE_INTVL, _PROBE_S),
-            (zmq.ROUTER_MANDATORY, 1),  # sending tells whether a peer is there
-        ):
-            self.socket.setsockopt(option, value)
-        try:
-            if keys is not None:
-                self._authenticator = _start_authenticator(self.context, keys)
-                self.socket.curve_secretkey = keys.server_secret.encode()
-                self.socket.curve_publickey = keys.server_public.encode()
-                self.socket.curve_server = True
-            _require_free(address)
-            self.socket.bind(address)
-        except BaseException:
-            self.socket.close()
-            self.close()
-            raise
-        self.address: str = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        require_cryptography(keys)
+        self._socket, self.address = listen(address)
+        self._keys = keys
+        self._max_frame_bytes = max_frame_bytes
+        self._breaks_if_stuck = breaks_if_stuck
+        self._numbers = itertools.count(1)
+        self._streams: dict[int, Stream] = {}
+        self._strangers: dict[int, None] = {}
+        self._by_descriptor: dict[int, int] = {}
+        self._ready: dict[int, None] = {}  # connections from which something has come, in order
+        self._ahead: dict[int, None] = {}  # connections of which more was received than returned
+        self._accepts_at = 0.0  # 0: now
+        self._is_stopping = False
+        self._wake = _Wake()
+        self._epoll = select.epoll()
+        self._epoll.register(self._socket, select.EPOLLIN)
+        self._epoll.register(self._wake.descriptor, select.EPOLLIN)
+
+    def stop(self) -> None:
+        """Make `receive` raise ListenerClosed; from any thread."""
+        self._is_stopping = True
+        self._wake.set()
+
+    def wake(self) -> None:
+        """Make `receive` return None; from any thread."""
+        self._wake.set()
 
     def close(self) -> None:
-        """Stop listening: the thread of the socket gets ContextTerminated, and has to close it."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self.context.term()
+        """Stop listening; what was sent last is given a second to leave."""
+        end_s = time.monotonic() + _LINGER_S
+        for number in list(self._streams):
+            self._try(number, lambda stream: stream.flush_all(end_s - time.monotonic()))
+        for stream in self._streams.values():
+            stream.close()
+        if self._socket.family == socket.AF_UNIX:
+            Path(self._socket.getsockname()).unlink(missing_ok=True)
+        self._socket.close()
+        self._epoll.close()
+        self._wake.close()
 
-    def send(self, identity: bytes, *frames: bytes, more: bool = False) -> bool:
-        """Send a message, or its first frames.
+    def receive(self, timeout_s: float | None = None) -> tuple[int, list[memoryview]] | None:
+        """Wait for a message.
 
         Args:
-            identity: of the connection.
-            frames: the message.
-            more: True if further frames follow, which the caller sends.
+            timeout_s: how long; None for ever.
 
         Returns:
-            False if the peer is gone, or takes nothing.
+            The number of the connection, and the frames; None after that time, and after `wake`.
+
+        Raises:
+            ListenerClosed: the listener was stopped.
         """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            while self._ready:
+                number = next(iter(self._ready))
+                del self._ready[number]
+                message = self._try(number, self._receive_from)
+                if message is not None:
+                    return number, message
+            wait_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
+            is_woken = self._poll(0.0 if self._ahead else wait_s)
+            if self._is_stopping:
+                raise ListenerClosed
+            if is_woken or (wait_s == 0.0 and not self._ready):
+                return None
+
+    def _poll(self, wait_s: float | None) -> bool:
+        """Wait for events; return True after `wake`."""
+        is_woken = False
+        if self._accepts_at:
+            wait_s = _PAUSE_S if wait_s is None else min(wait_s, _PAUSE_S)
+        events = self._epoll.poll(wait_s)
+        if self._accepts_at and time.monotonic() >= self._accepts_at:
+            self._accepts_at = 0.0
+            self._epoll.modify(self._socket, select.EPOLLIN)
+        for descriptor, event in events:
+            number = self._by_descriptor.get(descriptor)
+            if descriptor == self._socket.fileno():
+                self._accept()
+            elif descriptor == self._wake.descriptor:
+                self._wake.clear()
+                is_woken = True
+            elif number is not None:
+                if event & ~select.EPOLLIN:
+                    self._try(number, self._flush)  # which drops a broken one
+                if event & ~select.EPOLLOUT:
+                    self._ready[number] = None
+        self._ready |= self._ahead
+        self._ahead.clear()
+        return is_woken
+
+    def send(self, number: int, *frames: Any, waits: bool = False) -> Upload | None:
+        """Send a message.
+
+        Args:
+            number: of the connection.
+            frames: the message.
+            waits: wait until it is on its way; otherwise `receive` sends what does not fit now.
+
+        Returns:
+            Tells when the frames' memory may change; None if the peer is gone.
+        """
+
+        def send(stream: Stream) -> Upload:
+            upload = stream.send(frames)
+            if waits:
+                stream.flush_all(_STUCK_S)
+            self._watch(stream)
+            return upload
+
+        return self._try(number, send)
+
+    def _receive_from(self, stream: Stream) -> list[memoryview] | None:
+        if stream.is_choked:
+            return None
+        was_open = stream.is_open
+        message = stream.receive()
+        self._watch(stream)
+        if stream.is_open and not was_open:
+            number = self._by_descriptor[stream.socket.fileno()]
+            del self._strangers[number]
+            if stream.purpose == HEARTBEATS:
+                _core.echo(os.dup(stream.socket.fileno()))
+                self._drop(number)
+        return message
+
+    def _flush(self, stream: Stream) -> None:
+        stream.flush()
+        self._watch(stream)
+
+    def _watch(self, stream: Stream) -> None:
+        """Choose the events to wait for."""
+        events = 0 if stream.is_choked else select.EPOLLIN
+        events |= 0 if stream.is_flushed else select.EPOLLOUT
+        if events != stream.watched:
+            stream.watched = events
+            self._epoll.modify(stream.socket, events)
+        if stream.has_ahead and not stream.is_choked:
+            self._ahead[self._by_descriptor[stream.socket.fileno()]] = None
+
+    def _accept(self) -> None:
         try:
-            self.socket.send(identity, zmq.SNDMORE | zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            return False
-        for i, frame in enumerate(frames, 1):
-            self.socket.send(frame, zmq.SNDMORE if more or i < len(frames) else 0, copy=False)
+            accepted, _ = self._socket.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # it has gone again, or this process may open no more files
+            self._epoll.modify(self._socket, 0)
+            self._accepts_at = time.monotonic() + _PAUSE_S
+            return
+        try:
+            if not _may_come(accepted):
+                raise ConnectionRefusedError
+            tune(accepted, breaks_if_stuck=self._breaks_if_stuck)
+        except OSError:
+            accepted.close()
+            return
+        number = next(self._numbers)
+        self._streams[number] = Stream(
+            accepted, self._keys, is_listener=True, max_frame_bytes=self._max_frame_bytes
+        )
+        self._by_descriptor[accepted.fileno()] = number
+        self._epoll.register(accepted, select.EPOLLIN)
+        self._strangers[number] = None
+        if len(self._strangers) > _MAX_STRANGERS:
+            self._drop(next(iter(self._strangers)))
+
+    def _try(self, number: int, call: Callable[[Stream], T]) -> T | None:
+        """Call a function with a connection; drop the connection if it is broken."""
+        stream = self._streams.get(number)
+        if stream is None:
+            return None
+        try:
+            return call(stream)
+        except OSError:
+            self._drop(number)
+            return None
+
+    def _drop(self, number: int) -> None:
+        stream = self._streams.pop(number)
+        self._strangers.pop(number, None)
+        del self._by_descriptor[stream.socket.fileno()]
+        self._epoll.unregister(stream.socket)  # another descriptor may be kept of it
+        stream.close()
+
+
+def _may_come(accepted: socket.socket) -> bool:
+    """Return True unless this is a Unix socket of another user's process."""
+    if accepted.family != socket.AF_UNIX:
         return True
+    peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return _PEER.unpack(peer)[1] in (os.getuid(), 0)
 
 
-def _require_free(address: str) -> None:
-    """Raise if another process listens at a path, which ZeroMQ would take from it."""
-    if not address.startswith("ipc:///"):
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1)
-        if probe.connect_ex(address.removeprefix("ipc://")) == 0:
-            raise zmq.ZMQError(errno.EADDRINUSE, f"another process listens at {address}")
+class _Wake:
+    """An event that a poller can wait for, and that any thread may set."""
 
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._is_open = True
 
-def _start_authenticator(context: zmq.Context[Any], keys: Keys) -> ThreadAuthenticator:
-    """Start the check of clients: only the job's client key is accepted."""
+    def set(self) -> None:
+        with self._lock:
+            if self._is_open:
+                os.eventfd_write(self.descriptor, 1)
 
-    class JobKeyOnly:
-        def callback(self, domain: str, key: bytes) -> bool:
-            del domain
-            return key.decode() == keys.client_public
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.descriptor)
 
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=JobKeyOnly())
-    return authenticator
-
-
-def is_local(address: str) -> bool:
-    """Return True if only programs of this machine can reach an address.
-
-    Raises:
-        ValueError: the port is invalid.
-    """
-    parts = urlsplit(f"{address[:-1]}0" if address.endswith(":*") else address)  # 0: a free port
-    try:
-        _ = parts.port
-    except ValueError as error:
-        raise ValueError(f"{address}: {error}") from None
-    if parts.scheme in ("ipc", "inproc"):
-        return True
-    host = parts.hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    def close(self) -> None:
+        with self._lock:
+            if self._is_open:
+                self._is_open = False
+                os.close(self.descriptor)

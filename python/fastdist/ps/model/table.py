@@ -14,7 +14,7 @@ from torch import nn
 from fastdist.errors import FastdistError
 from fastdist.ps.wire.frames import Array
 
-if TYPE_CHECKING:  # `fastdist.nn` works without pyzmq, which clients need
+if TYPE_CHECKING:  # `fastdist.nn` loads no sockets
     from fastdist.ps.client.items import Item
     from fastdist.ps.client.row_cache import RowCache
     from fastdist.ps.client.sharded import Lookup, Pulled, ShardedRows

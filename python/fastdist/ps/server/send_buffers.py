@@ -1,22 +1,22 @@
-"""Memory for replies that ZeroMQ sends without a copy, reused once they are sent."""
+"""Memory for replies that are sent without a copy, reused once they are on their way."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import numpy as np
-import zmq
 
+from fastdist.ps.link.stream import Upload
 from fastdist.ps.wire.protocol import BusyError
 
 _MAX_BUFFERS = 40
 _MAX_KEPT_BYTES = 4 << 20  # of one buffer: parts of dense values and of lookups are smaller
-_MIN_COUNTED_BYTES = 64 << 10  # ZeroMQ copies smaller replies
+_MIN_COUNTED_BYTES = 64 << 10  # the kernel takes smaller replies at once
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class _Unsent(NamedTuple):
-    tracker: zmq.MessageTracker
+    upload: Upload
     client: bytes
     nbytes: int
 
@@ -34,17 +34,17 @@ class SendBuffers:
         self._unsent: list[_Unsent] = []
         self._unsent_bytes = 0
         self._buffers: list[Bytes] = []
-        self._trackers: list[zmq.MessageTracker | None] = []
+        self._uploads: list[Upload | None] = []
         self._taken = -1
 
     def take(self, nbytes: int, client: bytes) -> Bytes:
-        """Return memory to fill, which must be passed to `send` before the next call.
+        """Return memory to fill, which must be passed to `note_sent` before the next call.
 
         Raises:
             BusyError: too many replies have not been taken, some of them by this client.
         """
         if self._unsent_bytes + nbytes > self._max_unsent_bytes:
-            self._unsent = [unsent for unsent in self._unsent if not unsent.tracker.done]
+            self._unsent = [unsent for unsent in self._unsent if not unsent.upload.done]
             self._unsent_bytes = sum(unsent.nbytes for unsent in self._unsent)
             is_full = self._unsent_bytes + nbytes > self._max_unsent_bytes
             if is_full and any(unsent.client == client for unsent in self._unsent):
@@ -52,28 +52,32 @@ class SendBuffers:
         self._taken = -1
         if nbytes > _MAX_KEPT_BYTES:
             return np.empty(nbytes, np.uint8)
-        for i, (buffer, tracker) in enumerate(zip(self._buffers, self._trackers, strict=True)):
-            if tracker is None or tracker.done:
+        for i, (buffer, upload) in enumerate(zip(self._buffers, self._uploads, strict=True)):
+            if upload is None or upload.done:
                 if buffer.nbytes < nbytes:
                     self._buffers[i] = np.empty(nbytes, np.uint8)
-                self._trackers[i] = None
+                self._uploads[i] = None
                 self._taken = i
                 return self._buffers[i][:nbytes]
         fresh: Bytes = np.empty(nbytes, np.uint8)
         if len(self._buffers) < _MAX_BUFFERS:
             self._buffers.append(fresh)
-            self._trackers.append(None)
+            self._uploads.append(None)
             self._taken = len(self._buffers) - 1
         return fresh
 
-    def send(self, socket: zmq.Socket[bytes], body: Any, client: bytes) -> None:
-        """Send the last frame of a message to a client: bytes, or the memory from `take`."""
-        if isinstance(body, bytes):
-            socket.send(body)
+    def note_sent(self, upload: Upload, body: Any, client: bytes) -> None:
+        """Take note that a message was sent to a client.
+
+        Args:
+            upload: of the message.
+            body: the reply: bytes, or the memory from `take`.
+            client: the client.
+        """
+        if upload.done or isinstance(body, bytes):
             return
-        tracker = socket.send(body, copy=False, track=True)
         if self._taken >= 0:
-            self._trackers[self._taken] = tracker
+            self._uploads[self._taken] = upload
         if body.nbytes >= _MIN_COUNTED_BYTES:
-            self._unsent.append(_Unsent(tracker, client, body.nbytes))
+            self._unsent.append(_Unsent(upload, client, body.nbytes))
             self._unsent_bytes += body.nbytes

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
-import zmq
-
 from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.listener import Listener
+from fastdist.ps.link.listener import Listener, ListenerClosed
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.service import Service
 from fastdist.ps.wire.frames import keep_freed_memory
 from fastdist.ps.wire.open_files import allow_open_files
-from fastdist.ps.wire.protocol import MAX_FRAME_BYTES, Op, kind_of
+from fastdist.ps.wire.protocol import MAX_FRAME_BYTES, Header, Op, kind_of
 
-_DONE = "inproc://done"
-_MAX_WAITING = 1000  # requests of a client that have not been read
 _MAX_UNSENT_BYTES = 512 << 20  # of replies that clients have not taken yet
 _SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))  # answered in other threads
 
@@ -31,7 +28,7 @@ class Server:
     threads.
 
     Args:
-        address: where to listen, as ZeroMQ names it; `*` is a free port.
+        address: where to listen: "tcp://host:port" or "ipc://path"; port `*` is a free one.
         keys: the job's keys. A server without keys may only listen on this machine's own addresses.
         max_frame_bytes: connections that send larger frames are dropped.
         max_staged_bytes: limit for gradients that wait for their round.
@@ -42,8 +39,9 @@ class Server:
         failure: the error that ended the server's thread; None while the server works.
 
     Raises:
-        ValueError: the address is beyond this machine, and there are no keys.
-        zmq.ZMQError: the address cannot be bound.
+        ValueError: the address is invalid, or beyond this machine, and there are no keys.
+        OSError: another process listens there, or the address is not this machine's.
+        ImportError: there are keys, and cryptography is not installed.
 
     Examples:
         >>> from fastdist import ps
@@ -66,9 +64,8 @@ class Server:
         self._service = Service(max_staged_bytes)
         self.ended = self._service.ended
         self.failure: BaseException | None = None
-        self._listener = Listener(
-            address, keys, max_frame_bytes=max_frame_bytes, max_waiting=_MAX_WAITING
-        )
+        self._finished: deque[tuple[Any, ...]] = deque()  # answers to slow requests
+        self._listener = Listener(address, keys, max_frame_bytes=max_frame_bytes)
         self.address = self._listener.address
         # Two pools: a worker that connects again must not wait for a checkpoint.
         self._files = ThreadPoolExecutor(2, "fastdist-ps-files")
@@ -86,7 +83,7 @@ class Server:
         """Stop answering, and drop everything that the server keeps."""
         for pool in (self._files, self._creations):
             pool.shutdown(wait=False, cancel_futures=True)
-        self._listener.close()
+        self._listener.stop()
         self._thread.join()
 
     def stats(self) -> dict[str, Any]:
@@ -104,49 +101,38 @@ class Server:
             self.ended.set()
 
     def _serve(self) -> None:
-        """Answer the requests until the context ends."""
+        """Answer the requests until the listener is stopped."""
         buffers = SendBuffers(_MAX_UNSENT_BYTES)
-        listener, router = self._listener, self._listener.socket
-        with router, suppress(zmq.ContextTerminated), listener.context.socket(zmq.PULL) as done:
-            done.bind(_DONE)
-            poller = zmq.Poller()
-            poller.register(router, zmq.POLLIN)
-            poller.register(done, zmq.POLLIN)
-            slow_requests = 0
+        listener = self._listener
+        with suppress(ListenerClosed), closing(listener):
             while True:
-                if slow_requests:  # otherwise waiting for one socket alone is faster
-                    ready = dict(poller.poll())
-                    if done in ready:
-                        slow_requests -= 1
-                        listener.send(*done.recv_multipart())
-                    if router not in ready:
-                        continue
-                identity, *frames = router.recv_multipart(copy=False)
-                views = [frame.buffer for frame in frames]
-                kind = kind_of(views[0] if views else b"")
+                received = listener.receive()
+                while self._finished:
+                    listener.send(*self._finished.popleft())
+                if received is None:
+                    continue
+                connection, frames = received
+                kind = kind_of(frames[0])
                 if kind in _SLOW:
-                    slow_requests += 1
                     pool = self._creations if kind == Op.CREATE else self._files
                     with suppress(RuntimeError):  # the server is closing
-                        pool.submit(self._answer_slowly, identity.bytes, views)
+                        pool.submit(self._answer_slowly, connection, frames)
                 else:
-                    answer = self._service.answer(views, buffers)
+                    answer = self._service.answer(frames, buffers)
                     if answer is not None:
                         header, body = answer
-                        has_body = body is not None
-                        is_sent = listener.send(identity.bytes, header.pack(), more=has_body)
-                        if is_sent and has_body:
-                            buffers.send(router, body, header.client)
-                del frames, views
+                        upload = listener.send(connection, *_frames(header, body))
+                        if upload is not None:
+                            buffers.note_sent(upload, body, header.client)
+                del received, frames
 
-    def _answer_slowly(self, identity: bytes, frames: Sequence[memoryview]) -> None:
-        """Pass the answer to the thread of the socket; an empty message means no answer."""
+    def _answer_slowly(self, connection: int, frames: Sequence[memoryview]) -> None:
+        """Pass the answer, if there is one, to the thread of the listener."""
         answer = self._service.answer(frames, SendBuffers(0))
-        with suppress(zmq.ZMQError), self._listener.context.socket(zmq.PUSH) as socket:
-            socket.setsockopt(zmq.LINGER, 1000)
-            socket.connect(_DONE)
-            parts = [b""]
-            if answer is not None:
-                header, body = answer
-                parts = [identity, header.pack(), *([] if body is None else [body])]
-            socket.send_multipart(parts)
+        if answer is not None:
+            self._finished.append((connection, *_frames(*answer)))
+            self._listener.wake()
+
+
+def _frames(header: Header, body: Any) -> tuple[Any, ...]:
+    return (header.pack(),) if body is None else (header.pack(), body)

@@ -38,7 +38,7 @@ def decode_ids(frame: memoryview) -> Array:
     """
     if frame.nbytes % 8:
         raise ValueError(f"ids of {frame.nbytes} bytes, not a multiple of 8")
-    return _aligned(np.frombuffer(frame, np.uint64))
+    return np.frombuffer(frame, np.uint64)
 
 
 def decode_floats(
@@ -60,7 +60,7 @@ def decode_floats(
         return values
     if frame.nbytes != 4 * math.prod(shape):
         raise ValueError(f"expected float32 of shape {tuple(shape)}, got {frame.nbytes} bytes")
-    return _aligned(np.frombuffer(frame, np.float32)).reshape(shape)
+    return np.frombuffer(frame, np.float32).reshape(shape)
 
 
 def decode_floats_into(out: Array, frame: memoryview, wire: _core.WireFormat | None = None) -> None:
@@ -90,8 +90,3 @@ def keep_freed_memory() -> None:
     M_MMAP_THRESHOLD); other C libraries keep freed memory anyway.
     """
     np.empty(31 << 20, np.uint8)
-
-
-def _aligned(array: Array) -> Array:
-    """Return a copy if an array is unaligned: ZeroMQ receives small frames into shared memory."""
-    return array if array.flags.aligned else array.copy()

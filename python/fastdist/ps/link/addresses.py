@@ -1,0 +1,140 @@
+"""Addresses of tasks: "tcp://host:port" and "ipc://path" of a Unix socket."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+MAX_FOLDER_BYTES = 90  # of a folder of sockets, whose paths have at most 107
+_WAITING = 1024  # connections that have not been accepted
+_STUCK_MS = 10_000  # a machine that takes nothing for this time is gone
+_PROBE_S = 5  # connections that are silent for this time are probed
+
+
+def is_local(address: str) -> bool:
+    """Return True if only programs of this machine can reach an address.
+
+    Raises:
+        ValueError: the address is invalid.
+    """
+    if _path(address):
+        return True
+    host, _ = _host_and_port(address)
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """Listen at an address.
+
+    Args:
+        address: where; port `*` or 0 is a free one, host `*` is all of this machine's.
+
+    Returns:
+        The socket, which does not block, and the address with the actual port.
+
+    Raises:
+        ValueError: the address is invalid.
+        OSError: another process listens there, or the address is not this machine's.
+    """
+    path = _path(address)
+    host, port = ("", 0) if path else _host_and_port(address)
+    try:
+        made = _listen_at_path(path) if path else _listen_at_port(host, port)
+    except OSError as error:
+        raise OSError(error.errno, f"{address}: {error.strerror or error}") from None
+    made.setblocking(False)
+    shown = f"[{host}]" if ":" in host else host
+    return made, address if path else f"tcp://{shown or '0.0.0.0'}:{made.getsockname()[1]}"
+
+
+def _listen_at_path(path: str) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX)
+    try:
+        with socket.socket(socket.AF_UNIX) as other, suppress(FileNotFoundError, ConnectionError):
+            other.settimeout(1)
+            other.connect(path)
+            raise OSError(errno.EADDRINUSE, "another process listens there")
+        Path(path).unlink(missing_ok=True)  # left behind by a process that was killed
+        made.bind(path)
+        made.listen(_WAITING)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _listen_at_port(host: str, port: int) -> socket.socket:
+    kind, *_, where = _resolved(host, port, socket.AI_PASSIVE)
+    return socket.create_server(where, family=kind, backlog=_WAITING)
+
+
+def begin_to_connect(address: str) -> socket.socket:
+    """Return a socket that does not block, and that can be written to when it is connected.
+
+    Raises:
+        OSError: the address cannot be reached.
+        ValueError: the address is invalid.
+    """
+    path = _path(address)
+    kind, *_, where = (socket.AF_UNIX, path) if path else _resolved(*_host_and_port(address))
+    made = socket.socket(kind)
+    try:
+        made.setblocking(False)
+        failed = made.connect_ex(where)
+        if failed not in (0, errno.EINPROGRESS):
+            raise OSError(failed, os.strerror(failed))
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def tune(connected: socket.socket, *, breaks_if_stuck: bool) -> None:
+    """Set a connection's options.
+
+    Args:
+        connected: the connection.
+        breaks_if_stuck: let the connection break when the peer takes nothing for 10 s.
+    """
+    connected.setblocking(False)
+    if connected.family == socket.AF_UNIX:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)  # or what is permitted
+        return
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    if breaks_if_stuck:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STUCK_MS)
+
+
+def _path(address: str) -> str:
+    """Return the path of a Unix socket; "" for another address."""
+    return address.removeprefix("ipc://") if address.startswith("ipc:///") else ""
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    parts = urlsplit(f"{address[:-1]}0" if address.endswith(":*") else address)
+    try:
+        port = parts.port
+    except ValueError as error:
+        raise ValueError(f"{address}: {error}") from None
+    if parts.scheme != "tcp" or port is None or not parts.hostname:
+        raise ValueError(f"{address!r} is no address: expected tcp://HOST:PORT or ipc:///PATH")
+    return "" if parts.hostname == "*" else parts.hostname, port
+
+
+def _resolved(host: str, port: int, flags: int = 0) -> Any:
+    found = socket.getaddrinfo(host or None, port, 0, socket.SOCK_STREAM, 0, flags)
+    found.sort(key=lambda each: each[0] != socket.AF_INET)
+    return found[0]

@@ -1,0 +1,114 @@
+"""Proof of a job's secret, and encryption: X25519, HMAC-SHA256, HKDF and AES-256-GCM.
+
+Both ends make a key pair for the connection, and prove by a code of both public keys that they have
+the secret. The keys of the traffic are made from the secret and from what the pairs have in common:
+who learns the secret later cannot read what was said before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any
+
+from fastdist.ps.link.keys import Keys
+
+try:
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+except ImportError:
+    raise ImportError(
+        "keys need cryptography: pip install 'cryptography>=47'", name="cryptography"
+    ) from None
+
+PUBLIC_BYTES = PROOF_BYTES = 32
+_ENDS = (b"connector", b"listener")
+
+
+class StrangerError(ConnectionError):
+    """The peer does not have the job's secret, or somebody has changed what it said."""
+
+
+class Introduction:
+    """One end of a connection before it is encrypted.
+
+    Args:
+        keys: the job's keys.
+        is_listener: which end this is.
+        greeting: what was said before.
+
+    Attributes:
+        public: the own public key, which the peer has to be told.
+    """
+
+    def __init__(self, keys: Keys, is_listener: bool, greeting: bytes) -> None:
+        self._secret = bytes.fromhex(keys.secret)
+        self._is_listener = is_listener
+        self._greeting = greeting
+        self._private = X25519PrivateKey.generate()
+        self.public = self._private.public_key().public_bytes_raw()
+        self._said = b""
+        self._shared = b""
+
+    def meet(self, public: bytes) -> None:
+        """Take the peer's public key.
+
+        Raises:
+            StrangerError: it is none.
+        """
+        try:
+            self._shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError:
+            raise StrangerError("not a public key") from None
+        pair = (public, self.public) if self._is_listener else (self.public, public)
+        self._said = self._greeting + b"".join(pair)
+
+    def proof(self) -> bytes:
+        """Return the own proof of the secret."""
+        return self._code(self._is_listener)
+
+    def check(self, proof: bytes) -> None:
+        """Raise StrangerError unless the peer has proved that it has the secret."""
+        if not hmac.compare_digest(proof, self._code(not self._is_listener)):
+            raise StrangerError("the peer has another secret")
+
+    def ciphers(self) -> tuple[Cipher, Cipher]:
+        """Return the ciphers for what this end says, and for what it hears."""
+        made = HKDF(SHA256(), 64, self._secret, b"fastdist " + self._said).derive(self._shared)
+        by_connector, by_listener = Cipher(made[:32]), Cipher(made[32:])
+        if self._is_listener:
+            return by_listener, by_connector
+        return by_connector, by_listener
+
+    def _code(self, of_listener: bool) -> bytes:
+        return hmac.digest(self._secret, _ENDS[of_listener] + self._said, hashlib.sha256)
+
+
+class Cipher:
+    """Encrypts or decrypts the records of one direction, in order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._cipher = AESGCM(key)
+        self._count = 0
+
+    def seal(self, record: Any, out: memoryview) -> None:
+        """Encrypt a record into memory that has room for its tag, too."""
+        self._cipher.encrypt_into(self._next(), record, None, out)
+
+    def open(self, sealed: memoryview, out: memoryview) -> None:
+        """Decrypt a record.
+
+        Raises:
+            StrangerError: it is not what the peer has said next.
+        """
+        try:
+            self._cipher.decrypt_into(self._next(), sealed, None, out)
+        except InvalidTag:
+            raise StrangerError("a record that the peer has not made") from None
+
+    def _next(self) -> bytes:
+        self._count += 1
+        return self._count.to_bytes(12, "little")

@@ -1,0 +1,336 @@
+"""Messages of several frames over a socket that never blocks."""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdist.ps.link.keys import Keys
+
+if TYPE_CHECKING:
+    from fastdist.ps.link.sealing import Cipher
+
+MAX_FRAMES = 6
+_PREFIX = struct.Struct(f"<{MAX_FRAMES + 1}Q")  # the number of frames, and their sizes
+_GREETING = struct.Struct("<8s?B")  # who greets, whether there are keys, what the connection is for
+_MAGICS = b"FDLINK1>", b"FDLINK1<"  # of the end that connects, and of the listener
+_AHEAD_BYTES = 64 << 10
+_RECORD_BYTES = 256 << 10
+_MOST_UNSENT = 1000  # messages
+_LENGTH = struct.Struct("<I")
+TAG_BYTES = 16
+
+MESSAGES, HEARTBEATS = 0, 1
+"""What a connection is for."""
+
+Place = Callable[[memoryview, int], "list[memoryview] | None"]
+_Reading = Generator[None, None, None]
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Return memory for so many bytes, which is not cleared, and is there once it is used."""
+    try:
+        return np.empty(nbytes, np.uint8).data
+    except (MemoryError, ValueError):
+        raise ConnectionAbortedError(f"no memory for {nbytes} bytes") from None
+
+
+def require_cryptography(keys: Keys | None) -> None:
+    """Raise ImportError if connections with such keys cannot be made."""
+    if keys is not None:
+        import fastdist.ps.link.sealing  # noqa: F401  raises with a hint
+
+
+class Upload:
+    """Tells when a message is on its way: its memory may change then."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Stream:
+    """Messages of several frames over a socket that never blocks.
+
+    Args:
+        connected: the socket.
+        keys: the job's keys; only a peer that has them may say more than a greeting.
+        is_listener: True if the peer has connected to this end.
+        purpose: what the connection is for, unless this is a listener.
+        max_frame_bytes: larger frames are an error.
+        place: called with the first frame of a message of two, and with the size of the second;
+            returns memory that it is received in, and then left out of the message.
+
+    Attributes:
+        socket: the socket.
+        purpose: what the connection is for; a listener learns it when the stream is open.
+        is_open: True once the peer has greeted, and has proved that it has the keys.
+        watched: the events that the owner's poller waits for.
+        sent_at: when bytes of a message were sent last, on the monotonic clock.
+        received_at: when bytes of a message were received last.
+    """
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        keys: Keys | None,
+        *,
+        is_listener: bool,
+        purpose: int = MESSAGES,
+        max_frame_bytes: float = math.inf,
+        place: Place | None = None,
+    ) -> None:
+        self.socket = connected
+        self.purpose = purpose
+        self.is_open = False
+        self.watched = select.EPOLLIN
+        self.sent_at = self.received_at = 0.0
+        self._is_sending = False
+        self._max_frame_bytes = max_frame_bytes
+        self._place = place
+        self._unsent: deque[tuple[deque[memoryview], Upload]] = deque()
+        self._way_out: Cipher | None = None
+        self._way_in: Cipher | None = None
+        self._sealed = memoryview(b"")  # the part of a record that is not sent yet
+        self._ahead = _memory(_AHEAD_BYTES)
+        self._read = self._filled = 0  # of what was received ahead
+        self._opened = memoryview(b"")  # the part of a record that is not read yet
+        self._message: list[memoryview] | None = None
+        self._reading = self._read_all(keys, is_listener)
+
+    def close(self) -> None:
+        """Break the connection off."""
+        self.socket.close()
+        self._reading.close()
+        for _, upload in self._unsent:
+            upload.done = True  # the memory is not read any more
+        self._unsent.clear()
+
+    # --- sending --------------------------------------------------------------------------------
+
+    def send(self, frames: Sequence[Any]) -> Upload:
+        """Send a message: as much as fits now, and the rest by `flush`.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        views = [memoryview(frame) for frame in frames]
+        sizes = [view.nbytes for view in views]
+        prefix = _PREFIX.pack(len(sizes), *sizes, *[0] * (MAX_FRAMES - len(sizes)))
+        return self._send([memoryview(prefix), *(view.cast("B") for view in views if view.nbytes)])
+
+    def _send(self, parts: Sequence[memoryview]) -> Upload:
+        upload = Upload()
+        self._unsent.append((deque(parts), upload))
+        self.flush()
+        return upload
+
+    @property
+    def is_choked(self) -> bool:
+        """True if the peer has not taken many messages: it should not be heard meanwhile."""
+        return len(self._unsent) > _MOST_UNSENT
+
+    @property
+    def is_flushed(self) -> bool:
+        """True if nothing waits to be sent."""
+        return not self._unsent and not self._sealed
+
+    def flush(self) -> None:
+        """Send what the socket takes now.
+
+        Raises:
+            OSError: the connection is broken.
+        """
+        if self._is_sending:  # an interrupt came meanwhile: how much was sent is not known
+            raise ConnectionAbortedError("interrupted while it was sending")
+        while not self.is_flushed:
+            if self._way_out is not None and not self._sealed:
+                self._seal(self._way_out)
+            parts = [self._sealed] if self._sealed else self._unsent[0][0]
+            self._is_sending = True
+            try:
+                sent = self.socket.sendmsg(parts)
+            except BlockingIOError:
+                self._is_sending = False
+                return
+            if self._sealed:
+                self._sealed = self._sealed[sent:]
+            else:
+                self._drop(sent)
+            self._is_sending = False
+            if self.is_open:
+                self.sent_at = time.monotonic()
+
+    def flush_all(self, patience_s: float) -> None:
+        """Wait until all is sent.
+
+        Raises:
+            TimeoutError: the peer has taken nothing for so long.
+            OSError: the connection is broken.
+        """
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT)
+        while not self.is_flushed:
+            if not poll.poll(max(1000 * patience_s, 0)):
+                raise TimeoutError
+            self.flush()
+
+    def _seal(self, cipher: Cipher) -> None:
+        """Make a record of what is to be sent next, up to a limit."""
+        pieces: list[memoryview] = []
+        nbytes = 0
+        for part in self._unsent[0][0]:
+            pieces.append(part[: _RECORD_BYTES - nbytes])
+            nbytes += pieces[-1].nbytes
+        record = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        room = _memory(_LENGTH.size + nbytes + TAG_BYTES)
+        _LENGTH.pack_into(room, 0, nbytes)
+        cipher.seal(record, room[_LENGTH.size :])
+        self._drop(nbytes)
+        self._sealed = room
+
+    def _drop(self, nbytes: int) -> None:
+        parts, upload = self._unsent[0]
+        while parts and nbytes >= parts[0].nbytes:
+            nbytes -= parts.popleft().nbytes
+        if nbytes:
+            parts[0] = parts[0][nbytes:]
+        if not parts:
+            upload.done = True
+            self._unsent.popleft()
+
+    # --- receiving ------------------------------------------------------------------------------
+
+    @property
+    def has_ahead(self) -> bool:
+        """True if more was received than the messages that were returned."""
+        return self._read < self._filled or bool(self._opened)
+
+    def receive(self) -> list[memoryview] | None:
+        """Return the frames of the next message; None if it has not arrived.
+
+        Raises:
+            OSError: the connection is broken, or the peer is no peer.
+        """
+        try:
+            next(self._reading)
+        except StopIteration:
+            raise ConnectionResetError from None
+        message, self._message = self._message, None
+        return message
+
+    def _read_all(self, keys: Keys | None, is_listener: bool) -> _Reading:
+        yield from self._greet(keys, is_listener)
+        self.is_open = True
+        prefix = memoryview(bytearray(_PREFIX.size))
+        while True:
+            yield from self._fill(prefix)
+            count, *sizes = _PREFIX.unpack(prefix)
+            if not 0 < count <= MAX_FRAMES or max(sizes) > self._max_frame_bytes:
+                raise ConnectionAbortedError(f"{count} frames of {sizes} bytes")
+            frames = [_memory(sizes[0])]
+            yield from self._fill(frames[0])
+            memory = self._place(frames[0], sizes[1]) if self._place and count == 2 else None
+            if memory is None:
+                memory = [_memory(size) for size in sizes[1:count]]
+                frames += memory
+            for each in memory:
+                yield from self._fill(each)
+            self._message = frames
+            del frames, memory
+            yield
+
+    def _greet(self, keys: Keys | None, is_listener: bool) -> _Reading:
+        if not is_listener:
+            self._send([memoryview(_GREETING.pack(_MAGICS[0], keys is not None, self.purpose))])
+        heard = memoryview(bytearray(_GREETING.size))
+        yield from self._fill(heard)
+        magic, has_keys, purpose = _GREETING.unpack(heard)
+        if magic != _MAGICS[not is_listener] or has_keys != (keys is not None):
+            raise ConnectionAbortedError("the peer is none of fastdist's, or only one has keys")
+        if is_listener:
+            self.purpose = purpose
+            self._send([memoryview(_GREETING.pack(_MAGICS[1], has_keys, purpose))])
+        if keys is not None:
+            yield from self._introduce(keys, is_listener, bytes([self.purpose]))
+
+    def _introduce(self, keys: Keys, is_listener: bool, greeting: bytes) -> _Reading:
+        from fastdist.ps.link.sealing import PROOF_BYTES, PUBLIC_BYTES, Introduction
+
+        own = Introduction(keys, is_listener, greeting)
+        public, proof = bytearray(PUBLIC_BYTES), bytearray(PROOF_BYTES)
+        if not is_listener:
+            self._send([memoryview(own.public)])
+        yield from self._fill(memoryview(public))
+        own.meet(bytes(public))
+        if is_listener:
+            self._send([memoryview(own.public + own.proof())])
+        yield from self._fill(memoryview(proof))
+        own.check(bytes(proof))
+        if not is_listener:
+            self._send([memoryview(own.proof())])
+        self._way_out, self._way_in = own.ciphers()
+        self._record = _memory(_RECORD_BYTES + TAG_BYTES)
+        self._room = _memory(_RECORD_BYTES)
+
+    def _fill(self, out: memoryview) -> _Reading:
+        """Receive as many bytes as there is memory for."""
+        if self._way_in is None:
+            yield from self._fill_as_sent(out)
+            return
+        done = 0
+        while done < out.nbytes:
+            if not self._opened:
+                record = yield from self._receive_record()
+                nbytes = record.nbytes - TAG_BYTES
+                if nbytes <= out.nbytes - done:
+                    self._way_in.open(record, out[done : done + nbytes])
+                    done += nbytes
+                    continue
+                self._opened = self._room[:nbytes]
+                self._way_in.open(record, self._opened)
+            nbytes = min(self._opened.nbytes, out.nbytes - done)
+            out[done : done + nbytes] = self._opened[:nbytes]
+            self._opened = self._opened[nbytes:]
+            done += nbytes
+
+    def _receive_record(self) -> Generator[None, None, memoryview]:
+        length = memoryview(bytearray(_LENGTH.size))
+        yield from self._fill_as_sent(length)
+        (nbytes,) = _LENGTH.unpack(length)
+        if not 0 < nbytes <= _RECORD_BYTES:
+            raise ConnectionAbortedError(f"a record of {nbytes} bytes")
+        record = self._record[: nbytes + TAG_BYTES]
+        yield from self._fill_as_sent(record)
+        return record
+
+    def _fill_as_sent(self, out: memoryview) -> _Reading:
+        done = 0
+        while done < out.nbytes:
+            if self._read < self._filled:
+                nbytes = min(self._filled - self._read, out.nbytes - done)
+                out[done : done + nbytes] = self._ahead[self._read : self._read + nbytes]
+                self._read += nbytes
+                done += nbytes
+                continue
+            is_large = out.nbytes - done >= _AHEAD_BYTES
+            try:
+                got = self.socket.recv_into(out[done:] if is_large else self._ahead)
+            except BlockingIOError:
+                yield
+                continue
+            if got == 0:
+                raise ConnectionResetError
+            if self.is_open:
+                self.received_at = time.monotonic()
+            if is_large:
+                done += got
+            else:
+                self._read, self._filled = 0, got

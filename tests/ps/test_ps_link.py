@@ -1,0 +1,237 @@
+"""Connections of clients and servers: strangers, proofs of the secret, and changed bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator
+
+import fastdist._core as _core
+import numpy as np
+import pytest
+from fastdist.errors import FastdistError
+from fastdist.ps import Client, DenseSpec, Keys, RuleSpec, Server
+from fastdist.ps.link.addresses import is_local
+from fastdist.ps.link.connections import Connections
+from fastdist.ps.link.listener import _MAX_STRANGERS
+from fastdist.ps.link.stream import Stream
+from fastdist.ps.wire.protocol import Header, Op
+from ps_cluster import wait_for
+from raw_link import RawClient, RawServer
+from unreliable import Unreliable
+
+SGD = RuleSpec("SGD", {"lr": 1.0})
+Pair = tuple[Stream, Stream]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        yield made
+
+
+@pytest.fixture
+def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two ends of a connection."""
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def introduced(sockets: tuple[socket.socket, socket.socket], keys: Keys | None) -> Pair:
+    """Return streams that have greeted each other."""
+    connector = Stream(sockets[0], keys, is_listener=False)
+    listener = Stream(sockets[1], keys, is_listener=True)
+    while not (connector.is_open and listener.is_open):
+        assert connector.receive() is None
+        assert listener.receive() is None
+    return connector, listener
+
+
+@pytest.mark.parametrize("keys", [None, Keys.make()], ids=["open", "keys"])
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 1 << 16, (1 << 18) - 1, 1 << 18, 3_000_001])
+def test_messages(
+    sockets: tuple[socket.socket, socket.socket], keys: Keys | None, nbytes: int
+) -> None:
+    connector, listener = introduced(sockets, keys)
+    rng = np.random.default_rng(0)
+    frames = [rng.bytes(size) for size in (5, nbytes, 0, nbytes, 3)]
+    uploads = [connector.send(frames) for _ in range(3)]
+    received: list[list[bytes]] = []
+    while len(received) < 3:
+        connector.flush()
+        message = listener.receive()
+        if message is not None:
+            received.append([bytes(frame) for frame in message])
+    assert received == [frames] * 3
+    assert all(upload.done for upload in uploads)
+    assert not listener.has_ahead
+
+
+def test_a_recorded_introduction_is_refused(sockets: tuple[socket.socket, socket.socket]) -> None:
+    keys = Keys.make()
+    said = bytearray()
+    connector = Stream(sockets[0], keys, is_listener=False)
+    pair = socket.socketpair()
+    with pair[0], pair[1]:
+        for end in pair:
+            end.setblocking(False)
+        listener = Stream(pair[1], keys, is_listener=True)
+        while not listener.is_open:
+            connector.receive()
+            with contextlib.suppress(BlockingIOError):
+                said += (part := sockets[1].recv(1000))
+                pair[0].sendall(part)
+            listener.receive()
+            with contextlib.suppress(BlockingIOError):
+                sockets[1].sendall(pair[0].recv(1000))
+    assert bytes.fromhex(keys.secret) not in said
+    pair = socket.socketpair()
+    with pair[0], pair[1]:
+        pair[1].setblocking(False)
+        pair[0].sendall(said)
+        with pytest.raises(ConnectionError, match="the peer has another secret"):
+            Stream(pair[1], keys, is_listener=True).receive()
+
+
+@pytest.mark.parametrize("end", ["connector", "listener"])
+def test_the_other_end_must_have_the_secret(
+    sockets: tuple[socket.socket, socket.socket], end: str
+) -> None:
+    keys, others = Keys.make(), Keys.make()
+    connector = Stream(sockets[0], others if end == "connector" else keys, is_listener=False)
+    listener = Stream(sockets[1], others if end == "listener" else keys, is_listener=True)
+    for _ in range(2):  # the greeting, and the public keys
+        connector.receive()
+        listener.receive()
+    with pytest.raises(ConnectionError, match="the peer has another secret"):
+        connector.receive()  # which has told the listener nothing that depends on the secret
+    assert listener.receive() is None
+    assert not connector.is_open
+    assert not listener.is_open
+
+
+def test_strangers_do_not_keep_others_out() -> None:
+    keys = Keys.make()
+    with Server(keys=keys) as server, contextlib.ExitStack() as stack:
+        port = int(server.address.rsplit(":", 1)[1])
+        rng = random.Random(2)
+        for i in range(2 * _MAX_STRANGERS):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with contextlib.suppress(OSError):
+                stranger.sendall(rng.randbytes(rng.randrange(200)) if i % 2 else b"FDLINK1>\x01")
+        with Client([server.address], keys=keys, timeout_s=20, grace_s=20) as client:
+            assert client.hello(0)["objects"] == []
+        assert len(server._listener._streams) <= _MAX_STRANGERS + 1
+        assert server.stats()["requests"] == 1
+
+
+def test_changed_bytes_break_the_connection() -> None:
+    keys = Keys.make()
+    with Server(keys=keys) as server:
+        limits = (1_000, 300_000)
+        way = Unreliable(server.address, limits, limits, changes=True)
+        with Client([way.address], keys=keys, timeout_s=60, grace_s=60) as client:
+            spec = DenseSpec("w", (20_000,), SGD)
+            number = client.create(0, spec, np.zeros(20_000))
+            for step in range(1, 31):
+                client.push(0, number, np.full(20_000, -1.0))
+                assert (client.pull(0, number, (20_000,)) == step).all()
+        way.close()
+        assert way.broken > 10
+
+
+def test_frames_that_no_message_has() -> None:
+    with Server() as server:
+        port = int(server.address.rsplit(":", 1)[1])
+        with RawClient(server.address) as plain:
+            plain.send(*[b"x"] * 6)  # malformed, and nothing else happens
+            for count, size in ((0, 0), (7, 1), (1, 2**40), (2**63, 0)):
+                with socket.create_connection(("127.0.0.1", port)) as bad:
+                    bad.sendall(b"FDLINK1>\x00\x00" + np.array([count, *[size] * 6]).tobytes())
+                    assert bad.recv(100) == b"FDLINK1<\x00\x00"
+                    assert bad.recv(100) == b""
+            with pytest.raises(AssertionError):
+                assert plain.receive(0.05)
+        assert server.stats()["malformed"] == 1
+
+
+@pytest.mark.parametrize("address", ["", "tcp://", "tcp://host", "udp://host:1", "ipc://x", "x"])
+def test_no_addresses(address: str) -> None:
+    for use in (is_local, Server, lambda address: Connections([address], None)):
+        with pytest.raises(ValueError, match=r"is no address: expected tcp://HOST:PORT or ipc:"):
+            use(address)
+
+
+def test_echo() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(20)
+        _core.echo(theirs.detach())
+        for size in (1, 64, 1000):
+            sent = os.urandom(size)
+            ours.sendall(sent)
+            came = b""
+            while len(came) < size:
+                came += ours.recv(size)
+            assert came == sent
+        ours.shutdown(socket.SHUT_WR)
+        assert ours.recv(1) == b""
+
+
+def test_a_client_that_takes_no_replies_is_not_heard(server: Server) -> None:
+    port = int(server.address.rsplit(":", 1)[1])
+    header = Header(Op.HELLO, 1, b"c" * 16).pack()
+    prefix = np.array([1, len(header), *[0] * 5]).tobytes()
+    with socket.create_connection(("127.0.0.1", port)) as deaf:
+        deaf.settimeout(1)
+        deaf.sendall(b"FDLINK1>\x00\x00")
+        with pytest.raises(TimeoutError):
+            deaf.sendall((prefix + header) * 200_000)
+        before = -1
+        while server.stats()["requests"] != before:  # what has come is answered
+            before = server.stats()["requests"]
+            time.sleep(0.5)
+        assert before < 200_000
+        with Client([server.address]) as client:
+            client.hello(0)
+        assert server.stats()["requests"] == before + 1
+        deaf.settimeout(20)
+        while server.stats()["requests"] == before + 1:  # it is heard again once it takes them
+            assert deaf.recv(1 << 16)
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # has threads
+def test_a_forked_process_does_not_share_a_client(server: Server) -> None:
+    with Client([server.address], timeout_s=20) as client:
+        number = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
+        child = os.fork()
+        if child == 0:
+            try:
+                client.push(0, number, np.ones(2))
+            except FastdistError as error:
+                is_told = "make one after the fork" in str(error)
+                client.close()
+                os._exit(not is_told)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        client.push(0, number, -np.ones(2))
+        assert (client.pull(0, number, (2,)) == 1).all()
+
+
+def test_uploads_of_a_broken_connection_are_over() -> None:
+    """Otherwise their memory would count as in use for ever."""
+    with RawServer() as by_hand, RawClient(by_hand.address) as plain:
+        plain.send(b"x")
+        connection, _ = by_hand.receive()
+        upload = by_hand._listener.send(connection, bytes(50_000_000))
+        assert upload is not None
+        assert not upload.done
+        plain._connections[0].lose()
+        wait_for(lambda: upload.done)

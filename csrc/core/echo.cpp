@@ -7,6 +7,7 @@
 #include <array>
 #include <cerrno>
 #include <csignal>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <utility>
@@ -22,7 +23,8 @@ void answer(const FileDescriptor& connected) noexcept {
     const ssize_t got = ::recv(connected.get(), bytes.data(), bytes.size(), 0);
     if (got < 0 && errno == EINTR) continue;
     if (got <= 0) return;
-    if (::send(connected.get(), bytes.data(), static_cast<std::size_t>(got), MSG_NOSIGNAL) < 0) return;
+    if (::send(connected.get(), bytes.data(), static_cast<std::size_t>(got), MSG_NOSIGNAL) < 0)
+      return;
   }
 }
 

@@ -263,6 +263,14 @@ void bind_dense_variable(py::module_& m) {
           py::arg("values"), py::arg("slots"))
       .def_property_readonly("size", &DenseVariable::size)
       .def_property_readonly("nbytes", &DenseVariable::bytes)
+      .def_property_readonly("values",
+                             [](const py::object& self) {
+                               const auto values = self.cast<DenseVariable&>().values();
+                               py::array_t<float> view(static_cast<py::ssize_t>(values.size()),
+                                                       values.data(), self);
+                               view.attr("flags").attr("writeable") = false;
+                               return view;
+                             })
       .def_property(
           "step", py::cpp_function(&DenseVariable::step, py::call_guard<py::gil_scoped_release>()),
           py::cpp_function(&DenseVariable::set_step, py::call_guard<py::gil_scoped_release>()));

@@ -37,6 +37,8 @@ class DenseVariable {
   std::uint64_t read_state(std::span<float> values, std::span<float> slots);
 
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
+  // The values themselves, which must not be read while another thread changes them.
+  [[nodiscard]] std::span<const float> values() const noexcept { return {element(0), size_}; }
   [[nodiscard]] std::size_t bytes() const noexcept;
   [[nodiscard]] std::size_t slot_floats() const noexcept { return rule_.slots().size() * size_; }
   // Returns the steps of the first chunk, which every gradient changes.

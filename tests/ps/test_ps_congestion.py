@@ -148,8 +148,9 @@ def test_replies_that_are_not_taken_are_limited() -> None:
     uploads = []
 
     def send(client: bytes) -> None:
-        uploads.append(Upload())
-        buffers.note_sent(uploads[-1], buffers.take(4 * MIB, client), client)
+        body = buffers.take(4 * MIB, client)
+        uploads.append(Upload([body.data]))
+        buffers.note_sent(uploads[-1], body, client)
 
     send(b"slow")
     send(b"slow")
@@ -159,7 +160,7 @@ def test_replies_that_are_not_taken_are_limited() -> None:
     with pytest.raises(BusyError):
         send(b"other")
     for upload in uploads[:2]:
-        upload.done = True
+        upload.parts.clear()
     send(b"other")
     send(b"slow")
     large = SendBuffers(MIB).take(100 * MIB, b"first")

@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,10 +50,23 @@ def require_cryptography(keys: Keys | None) -> None:
 
 
 class Upload:
-    """Tells when a message is on its way: its memory may change then."""
+    """A message that is sent from the caller's memory.
 
-    def __init__(self) -> None:
-        self.done = False
+    Args:
+        parts: the message.
+    """
+
+    def __init__(self, parts: Iterable[memoryview]) -> None:
+        self.parts = deque(parts)  # what is not sent
+
+    @property
+    def done(self) -> bool:
+        """True if the message is on its way: its memory may change."""
+        return not self.parts
+
+    def copy(self) -> None:
+        """Copy what is not sent, so that the memory may change now."""
+        self.parts = deque(memoryview(bytes(part)) for part in self.parts)
 
 
 class Stream:
@@ -95,7 +108,7 @@ class Stream:
         self._is_sending = False
         self._max_frame_bytes = max_frame_bytes
         self._place = place
-        self._unsent: deque[tuple[deque[memoryview], Upload]] = deque()
+        self._unsent: deque[Upload] = deque()
         self._way_out: Cipher | None = None
         self._way_in: Cipher | None = None
         self._sealed = memoryview(b"")  # the part of a record that is not sent yet
@@ -109,8 +122,8 @@ class Stream:
         """Break the connection off."""
         self.socket.close()
         self._reading.close()
-        for _, upload in self._unsent:
-            upload.done = True  # the memory is not read any more
+        for upload in self._unsent:
+            upload.parts.clear()  # the memory is not read any more
         self._unsent.clear()
 
     # --- sending --------------------------------------------------------------------------------
@@ -118,17 +131,22 @@ class Stream:
     def send(self, frames: Sequence[Any]) -> Upload:
         """Send a message: as much as fits now, and the rest by `flush`.
 
+        Args:
+            frames: the message; a tuple is one frame of several pieces.
+
         Raises:
             OSError: the connection is broken.
         """
-        views = [memoryview(frame) for frame in frames]
-        sizes = [view.nbytes for view in views]
+        pieces = [frame if isinstance(frame, tuple) else (frame,) for frame in frames]
+        views = [[memoryview(piece) for piece in each] for each in pieces]
+        sizes = [sum(view.nbytes for view in each) for each in views]
         prefix = _PREFIX.pack(len(sizes), *sizes, *[0] * (MAX_FRAMES - len(sizes)))
-        return self._send([memoryview(prefix), *(view.cast("B") for view in views if view.nbytes)])
+        whole = (view.cast("B") for each in views for view in each if view.nbytes)
+        return self._send([memoryview(prefix), *whole])
 
     def _send(self, parts: Sequence[memoryview]) -> Upload:
-        upload = Upload()
-        self._unsent.append((deque(parts), upload))
+        upload = Upload(parts)
+        self._unsent.append(upload)
         self.flush()
         return upload
 
@@ -153,7 +171,7 @@ class Stream:
         while not self.is_flushed:
             if self._way_out is not None and not self._sealed:
                 self._seal(self._way_out)
-            parts = [self._sealed] if self._sealed else self._unsent[0][0]
+            parts = [self._sealed] if self._sealed else self._unsent[0].parts
             self._is_sending = True
             try:
                 sent = self.socket.sendmsg(parts)
@@ -186,7 +204,7 @@ class Stream:
         """Make a record of what is to be sent next, up to a limit."""
         pieces: list[memoryview] = []
         nbytes = 0
-        for part in self._unsent[0][0]:
+        for part in self._unsent[0].parts:
             pieces.append(part[: _RECORD_BYTES - nbytes])
             nbytes += pieces[-1].nbytes
         record = pieces[0] if len(pieces) == 1 else b"".join(pieces)
@@ -197,13 +215,12 @@ class Stream:
         self._sealed = room
 
     def _drop(self, nbytes: int) -> None:
-        parts, upload = self._unsent[0]
+        parts = self._unsent[0].parts
         while parts and nbytes >= parts[0].nbytes:
             nbytes -= parts.popleft().nbytes
         if nbytes:
             parts[0] = parts[0][nbytes:]
         if not parts:
-            upload.done = True
             self._unsent.popleft()
 
     # --- receiving ------------------------------------------------------------------------------

@@ -36,19 +36,15 @@ class SendBuffers:
         self._buffers: list[Bytes] = []
         self._uploads: list[Upload | None] = []
         self._taken = -1
+        self._lent: list[Upload] = []
 
     def take(self, nbytes: int, client: bytes) -> Bytes:
         """Return memory to fill, which must be passed to `note_sent` before the next call.
 
         Raises:
-            BusyError: too many replies have not been taken, some of them by this client.
+            BusyError: see `require_room`.
         """
-        if self._unsent_bytes + nbytes > self._max_unsent_bytes:
-            self._unsent = [unsent for unsent in self._unsent if not unsent.upload.done]
-            self._unsent_bytes = sum(unsent.nbytes for unsent in self._unsent)
-            is_full = self._unsent_bytes + nbytes > self._max_unsent_bytes
-            if is_full and any(unsent.client == client for unsent in self._unsent):
-                raise BusyError(f"{self._unsent_bytes} bytes of replies are not sent yet")
+        self.require_room(nbytes, client)
         self._taken = -1
         if nbytes > _MAX_KEPT_BYTES:
             return np.empty(nbytes, np.uint8)
@@ -66,18 +62,42 @@ class SendBuffers:
             self._taken = len(self._buffers) - 1
         return fresh
 
+    def require_room(self, nbytes: int, client: bytes) -> None:
+        """Check that a reply may be sent.
+
+        Raises:
+            BusyError: too many replies have not been taken, some of them by this client.
+        """
+        if self._unsent_bytes + nbytes > self._max_unsent_bytes:
+            self._unsent = [unsent for unsent in self._unsent if not unsent.upload.done]
+            self._unsent_bytes = sum(unsent.nbytes for unsent in self._unsent)
+            is_full = self._unsent_bytes + nbytes > self._max_unsent_bytes
+            if is_full and any(unsent.client == client for unsent in self._unsent):
+                raise BusyError(f"{self._unsent_bytes} bytes of replies are not sent yet")
+
     def note_sent(self, upload: Upload, body: Any, client: bytes) -> None:
         """Take note that a message was sent to a client.
 
         Args:
             upload: of the message.
-            body: the reply: bytes, or the memory from `take`.
+            body: the reply: bytes, the memory from `take`, or steps and lent values.
             client: the client.
         """
+        taken, self._taken = self._taken, -1
         if upload.done or isinstance(body, bytes):
             return
-        if self._taken >= 0:
-            self._uploads[self._taken] = upload
-        if body.nbytes >= _MIN_COUNTED_BYTES:
-            self._unsent.append(_Unsent(upload, client, body.nbytes))
-            self._unsent_bytes += body.nbytes
+        if isinstance(body, tuple):
+            self._lent = [each for each in self._lent if not each.done]
+            self._lent.append(upload)
+        elif taken >= 0:
+            self._uploads[taken] = upload
+        nbytes = sum(part.nbytes for part in upload.parts)
+        if nbytes >= _MIN_COUNTED_BYTES:
+            self._unsent.append(_Unsent(upload, client, nbytes))
+            self._unsent_bytes += nbytes
+
+    def keep_lent(self) -> None:
+        """Copy lent values that are not sent, since values are about to change."""
+        for upload in self._lent:
+            upload.copy()
+        self._lent.clear()

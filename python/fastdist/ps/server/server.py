@@ -15,7 +15,7 @@ from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.service import Service
 from fastdist.ps.wire.frames import keep_freed_memory
 from fastdist.ps.wire.open_files import allow_open_files
-from fastdist.ps.wire.protocol import MAX_FRAME_BYTES, Header, Op, kind_of
+from fastdist.ps.wire.protocol import APPLIED_ONCE, MAX_FRAME_BYTES, Header, Op, kind_of
 
 _MAX_UNSENT_BYTES = 512 << 20  # of replies that clients have not taken yet
 _SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))  # answered in other threads
@@ -113,6 +113,8 @@ class Server:
                     continue
                 connection, frames = received
                 kind = kind_of(frames[0])
+                if kind in APPLIED_ONCE:
+                    buffers.keep_lent()
                 if kind in _SLOW:
                     pool = self._creations if kind == Op.CREATE else self._files
                     with suppress(RuntimeError):  # the server is closing

@@ -13,11 +13,13 @@ import fastdist._core as _core
 import numpy as np
 import pytest
 from fastdist.errors import FastdistError
-from fastdist.ps import Client, DenseSpec, Keys, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, Keys, RuleSpec, Server
+from fastdist.ps.client.items import names_of
 from fastdist.ps.link.addresses import is_local
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.listener import _MAX_STRANGERS
 from fastdist.ps.link.stream import Stream
+from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Header, Op
 from ps_cluster import wait_for
 from raw_link import RawClient, RawServer
@@ -235,3 +237,31 @@ def test_uploads_of_a_broken_connection_are_over() -> None:
         assert not upload.done
         plain._connections[0].lose()
         wait_for(lambda: upload.done)
+
+
+@pytest.mark.parametrize("change", ["push", "reset", "close"])
+def test_values_on_their_way_do_not_change(server: Server, change: str) -> None:
+    size = 40 * PART_SIZE  # more than the kernel keeps
+    with Client([server.address]) as client, RawClient(server.address) as slow:
+        spec = DenseSpec("w", (size,), SGD)
+        initial = (np.arange(size) % 1000).astype(np.float32)
+        number = client.create(0, spec, initial)
+        for i in range(40):
+            item = Item(0, number, np.empty(PART_SIZE, np.float32), begin=i * PART_SIZE)
+            header = Header(Op.READ, i + 1, b"s" * 16)
+            slow.send(header.pack(), names_of([item]))
+        wait_for(lambda: server.stats()["requests"] == 41)
+        if change == "push":
+            client.push(0, number, np.ones(size, np.float32))
+        elif change == "reset":
+            client.reset(0)
+            client.create(0, spec, np.zeros(size, np.float32))
+        for i in range(40):
+            _, reply = slow.receive(20)
+            values = np.frombuffer(reply, np.float32, offset=8)
+            begin = i * PART_SIZE
+            np.testing.assert_array_equal(values, initial[begin : begin + PART_SIZE])
+            if change == "close" and i == 20:
+                break  # the client is gone before it has taken all
+        if change == "push":
+            np.testing.assert_array_equal(client.pull(0, number, (size,)), initial - 1)

@@ -431,8 +431,8 @@ def test_a_wide_spread_and_few_calls_are_warned_of() -> None:
             "more.words.OtherError: b",
         ),
         (
-            "[0] Traceback:\n[ 1] ImportError: no zmq\nfastdist run: rank 1 failed",
-            "ImportError: no zmq",
+            "[0] Traceback:\n[ 1] ImportError: no torch\nfastdist run: rank 1 failed",
+            "ImportError: no torch",
         ),
     ],
 )

@@ -137,16 +137,16 @@ def test_strangers_do_not_keep_others_out() -> None:
 def test_changed_bytes_break_the_connection() -> None:
     keys = Keys.make()
     with Server(keys=keys) as server:
-        limits = (1_000, 300_000)
+        limits = (1_000, 1_000_000)
         way = Unreliable(server.address, limits, limits, changes=True)
         with Client([way.address], keys=keys, timeout_s=60, grace_s=60) as client:
             spec = DenseSpec("w", (20_000,), SGD)
             number = client.create(0, spec, np.zeros(20_000))
-            for step in range(1, 31):
+            for step in range(1, 9):
                 client.push(0, number, np.full(20_000, -1.0))
                 assert (client.pull(0, number, (20_000,)) == step).all()
         way.close()
-        assert way.broken > 10
+        assert way.broken > 3
 
 
 def test_frames_that_no_message_has() -> None:

@@ -6,8 +6,6 @@
 #include "bindings/bind.h"
 #include "bindings/caller.h"
 #include "bindings/python_site.h"
-#include "core/echo.h"
-#include "core/file_descriptor.h"
 #include "core/recorder.h"
 
 namespace fastdist::bindings {
@@ -42,7 +40,6 @@ void bind_recorder(py::module_& m) {
     return file == nullptr ? std::string() : std::string(file->header.job.data());
   });
   m.def("ticks", &recorder::ticks);
-  m.def("echo", [](int connected) { echo(FileDescriptor(connected)); });
   m.def("set_phase", [](int phase) {
     return static_cast<int>(recorder::set_phase(static_cast<recorder::Phase>(phase)));
   });

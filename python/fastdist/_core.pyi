@@ -194,15 +194,17 @@ def recorded_job() -> str: ...
 # The recorder's clock.
 def ticks() -> int: ...
 
-# Sends back what comes over a connected socket, in a thread of its own that needs no GIL. The
-# descriptor is its own from now on.
-def echo(connected: int, /) -> None: ...
-
 # Takes and returns a recorder.phases.Phase: the new one, and that before.
 def set_phase(phase: int, /) -> int: ...
 
 # Goes back to the phase before, unless another thread has begun one meanwhile.
 def end_phase(phase: int, before: int, /) -> None: ...
+
+# bind_echo.cpp
+
+# Sends back what comes over a connected socket, in a thread that needs no GIL, and that owns the
+# descriptor from now on.
+def echo(connected: int, /) -> None: ...
 
 # bind_table.cpp
 #

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import fastdist._core as _core
 import numpy as np
@@ -19,8 +23,11 @@ from fastdist.ps.link.addresses import is_local
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.listener import _MAX_STRANGERS
 from fastdist.ps.link.stream import Stream
+from fastdist.ps.server import service
+from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Header, Op
+from fastdist.ps.wire.snapshot import Part
 from ps_cluster import wait_for
 from raw_link import RawClient, RawServer
 from unreliable import Unreliable
@@ -265,3 +272,34 @@ def test_values_on_their_way_do_not_change(server: Server, change: str) -> None:
                 break  # the client is gone before it has taken all
         if change == "push":
             np.testing.assert_array_equal(client.pull(0, number, (size,)), initial - 1)
+
+
+def test_values_are_not_lent_while_another_thread_changes_them(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    may_end, has_begun = threading.Event(), threading.Event()
+    taken = []
+    take = SendBuffers.take
+
+    def slow(*_: object) -> list[str]:
+        has_begun.set()
+        may_end.wait(20)
+        return ["file"]
+
+    def noted(self: SendBuffers, nbytes: int, client: bytes) -> object:
+        taken.append(nbytes)
+        return take(self, nbytes, client)
+
+    monkeypatch.setattr(service, "save", slow)
+    monkeypatch.setattr(SendBuffers, "take", noted)
+    with Client([server.address]) as client:
+        number = client.create(0, DenseSpec("w", (PART_SIZE,), SGD), np.ones(PART_SIZE))
+        client.pull(0, number, (PART_SIZE,))
+        assert taken == []
+        about = {"part": asdict(Part("w", 0, 5)), "stem": str(tmp_path / "x")}
+        ticket = client.submit(0, Op.SAVE, number, [json.dumps(about).encode()])
+        has_begun.wait(20)
+        client.pull(0, number, (PART_SIZE,))
+        assert taken == [8 + 4 * PART_SIZE]
+        may_end.set()
+        client.wait(ticket)

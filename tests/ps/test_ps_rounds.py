@@ -238,7 +238,7 @@ def test_replies_after_a_failed_pull() -> None:
 
 
 def test_a_reply_that_a_failed_pull_has_begun_to_receive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of it is not written to memory that may be in use again."""
+    """Its rest is not written to memory that may be in use again."""
     size = 1 << 20
     with (
         Server() as gone,

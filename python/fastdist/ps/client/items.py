@@ -117,7 +117,7 @@ def values_of(items: Sequence[Item]) -> Array:
 
 
 class Destination:
-    """Where the reply to a READ goes: the items' values and steps.
+    """The memory that the reply to a READ goes to: the items' values and steps.
 
     Args:
         items: what the message reads.

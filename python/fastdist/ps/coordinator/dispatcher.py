@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import os
 import pickle
 import threading
 import time
@@ -30,6 +29,7 @@ from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker_link import WorkerLink
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.wake import Wake
 from fastdist.ps.wire.open_files import allow_open_files
 
 _numbers = itertools.count(1)  # of calls, unique in the process: steps on servers use them
@@ -71,8 +71,8 @@ class Dispatcher:
         self._job = uuid.uuid4().bytes
         self._began = time.time_ns()
         allow_open_files(2 * len(addresses) + 100, f"{len(addresses)} workers")
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self._wake)
+        self._wake = Wake()
+        weakref.finalize(self, self._wake.close)
         self._connections = Connections(addresses, keys, self._wake, has_heartbeats=True)
         self._links = [WorkerLink(self._connections[i]) for i in range(len(addresses))]
         backlog.on_wait = functools.partial(self.wake, is_awaited=True)
@@ -86,7 +86,7 @@ class Dispatcher:
     def wake(self, *, is_awaited: bool = False) -> None:
         """Notify the thread of a new call, or of a thread that waits for calls."""
         if (self._has_room or is_awaited) and not self._is_closing:
-            os.eventfd_write(self._wake, 1)
+            self._wake.set()
 
     def close(self, *, is_end: bool) -> None:
         """Disconnect from the workers.
@@ -98,7 +98,7 @@ class Dispatcher:
             return
         self._is_end = is_end
         self._is_closing = True
-        os.eventfd_write(self._wake, 1)
+        self._wake.set()
         if is_end:  # otherwise the garbage collector calls this, in any thread
             self._thread.join()
 

@@ -15,6 +15,7 @@ from typing import Any
 from fastdist.ps.link.addresses import begin_to_connect, is_local, tune
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.link.stream import HEARTBEATS, MESSAGES, Place, Stream, require_cryptography
+from fastdist.ps.link.wake import Wake
 
 _POLL_S = 1.0
 _RETRY_S = (0.05, 1.0)  # after which time a connection is made again, at first and at last
@@ -62,7 +63,6 @@ class Connection:
         self._stream: Stream | None = None
         self._process = os.getpid()
         self._began_at = self._sent_at = self._received_at = 0.0
-        self._beat_at: float | None = None  # when the first beat was sent that is not answered
         self._retry_at = 0.0
         self._pause_s = _RETRY_S[0]
         self._has_changed = False
@@ -93,12 +93,12 @@ class Connection:
 
     @property
     def sent_at(self) -> float:
-        """When bytes of a message were sent last, on the monotonic clock."""
+        """The moment at which bytes of a message were sent last, on the monotonic clock."""
         return max(self._sent_at, self._stream.sent_at if self._stream else 0.0)
 
     @property
     def received_at(self) -> float:
-        """When bytes of a message were received last, on the monotonic clock."""
+        """The moment at which bytes of a message were received last."""
         return max(self._received_at, self._stream.received_at if self._stream else 0.0)
 
     def send(self, header: bytes, frames: Sequence[Any] = ()) -> None:
@@ -107,7 +107,7 @@ class Connection:
             return
         try:
             self._stream.send((header, *frames))
-            self._watch()
+            self._stream.watch(self._epoll)
         except OSError:
             self.lose()
 
@@ -115,19 +115,6 @@ class Connection:
         """Yield the messages that have arrived."""
         while self._arrived:
             yield self._arrived.popleft()
-
-    def beat(self) -> None:
-        """Send a byte, which the listener's process sends back."""
-        if self._stream is not None and self.is_connected:
-            if self._beat_at is None:
-                self._beat_at = time.monotonic()
-            with suppress(OSError):
-                self._stream.socket.send(b"\0")
-
-    @property
-    def is_silent(self) -> bool:
-        """True if a beat was not answered for 10 s."""
-        return self._beat_at is not None and time.monotonic() - self._beat_at > _SILENT_S
 
     def retry_later(self) -> None:
         """Break the connection off; make it again in a second."""
@@ -204,29 +191,18 @@ class Connection:
         assert self._stream is not None
         if event & select.EPOLLOUT:
             self._stream.flush()
-        if self.is_connected and self._purpose == HEARTBEATS:
-            with suppress(BlockingIOError):
-                if not self._stream.socket.recv(64):
-                    raise ConnectionResetError
-                self._beat_at = None
-            return
         if event & ~select.EPOLLOUT:
-            while (message := self._stream.receive()) is not None:
-                self._arrived.append(message)
+            self._hear(self._stream)
         if self._stream.is_open and not self.is_connected:
             self.is_connected = self.was_connected = self._has_changed = True
             self.was_refused = False
             self.lost_at = None
             self._pause_s = _RETRY_S[0]
-        self._watch()
+        self._stream.watch(self._epoll)
 
-    def _watch(self) -> None:
-        stream = self._stream
-        assert stream is not None
-        events = select.EPOLLIN | (0 if stream.is_flushed else select.EPOLLOUT)
-        if events != stream.watched:
-            stream.watched = events
-            self._epoll.modify(stream.socket, events)
+    def _hear(self, stream: Stream) -> None:
+        while (message := stream.receive()) is not None:
+            self._arrived.append(message)
 
     def lose(self, *, was_refused: bool = False) -> None:
         """Take note that the connection is broken, or could not be made."""
@@ -236,12 +212,46 @@ class Connection:
             self.was_refused = was_refused or now - self._began_at < _REFUSAL_S
         self._has_changed |= is_new
         self.is_connected = False
-        self._beat_at = None
         self.close()
         if self.lost_at is None and (self.was_connected or self.was_refused):
             self.lost_at = now
         self._retry_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, _RETRY_S[1])
+
+
+class _Pulse(Connection):
+    """A connection by which a process shows that it runs."""
+
+    def __init__(self, epoll: select.epoll, address: str, keys: Keys | None) -> None:
+        super().__init__(epoll, address, keys, HEARTBEATS)
+        self._beat_at: float | None = None  # when the first beat was sent that is not answered
+
+    @property
+    def is_silent(self) -> bool:
+        """True if a beat was not answered for 10 s."""
+        return self._beat_at is not None and time.monotonic() - self._beat_at > _SILENT_S
+
+    def beat(self) -> None:
+        """Send a byte, which the listener's process sends back."""
+        if self._stream is not None and self.is_connected:
+            if self._beat_at is None:
+                self._beat_at = time.monotonic()
+            with suppress(OSError):
+                self._stream.socket.send(b"\0")
+
+    def lose(self, *, was_refused: bool = False) -> None:
+        """See `Connection.lose`."""
+        self._beat_at = None
+        super().lose(was_refused=was_refused)
+
+    def _hear(self, stream: Stream) -> None:
+        if not self.is_connected:
+            super()._hear(stream)
+            return
+        with suppress(BlockingIOError):
+            if not stream.socket.recv(64):
+                raise ConnectionResetError
+            self._beat_at = None
 
 
 class Connections:
@@ -250,7 +260,7 @@ class Connections:
     Args:
         addresses: the listeners' addresses.
         keys: the job's keys; None if the listeners have no keys.
-        wake: an eventfd that ends `poll`, and is read by it.
+        wake: ends `poll` when it is set.
         has_heartbeats: also notice processes that are stopped, and take nothing from busy ones for
             a sign: the listeners are `Listener(…, breaks_if_stuck=False)`.
         place: see `Stream`; called with the connection's number first.
@@ -264,7 +274,7 @@ class Connections:
         self,
         addresses: Sequence[str],
         keys: Keys | None,
-        wake: int | None = None,
+        wake: Wake | None = None,
         *,
         has_heartbeats: bool = False,
         place: Callable[[int, memoryview, int], list[memoryview] | None] | None = None,
@@ -275,7 +285,7 @@ class Connections:
         self._epoll = select.epoll()
         self._wake = wake
         if wake is not None:
-            self._epoll.register(wake, select.EPOLLIN)
+            self._epoll.register(wake.descriptor, select.EPOLLIN)
         self._all = [
             Connection(
                 self._epoll,
@@ -287,8 +297,7 @@ class Connections:
             for number, each in enumerate(addresses)
         ]
         self._pulses = [
-            Connection(self._epoll, each, keys, HEARTBEATS)
-            for each in (addresses if has_heartbeats else ())
+            _Pulse(self._epoll, each, keys) for each in (addresses if has_heartbeats else ())
         ]
         self._beaten_at = 0.0
 
@@ -311,9 +320,8 @@ class Connections:
         both = (*self._all, *self._pulses)
         wait_s = min(max(timeout_s, 0.0), _POLL_S, *(each.wait_s for each in both))
         ready = dict(self._epoll.poll(wait_s))
-        if self._wake is not None and self._wake in ready:
-            with suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
+        if self._wake is not None and self._wake.descriptor in ready:
+            self._wake.clear()
         looks = [each.look(ready.get(each.descriptor, 0)) for each in self._all]
         self._feel_pulses(ready)  # later: what a task has said before it ended counts
         return [(number, look[1]) for number, look in enumerate(looks) if any(look)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ import fastdist._core as _core
 from fastdist.ps.link.addresses import is_local, listen, tune
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.link.stream import HEARTBEATS, Stream, Upload, require_cryptography
+from fastdist.ps.link.wake import Wake
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class Listener:
         address: str,
         keys: Keys | None,
         *,
-        max_frame_bytes: float = float("inf"),
+        max_frame_bytes: float = math.inf,
         breaks_if_stuck: bool = True,
     ) -> None:
         if not is_local(address) and keys is None:
@@ -76,7 +76,7 @@ class Listener:
         self._ahead: dict[int, None] = {}  # connections of which more was received than returned
         self._accepts_at = 0.0  # 0: now
         self._is_stopping = False
-        self._wake = _Wake()
+        self._wake = Wake()
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
         self._epoll.register(self._wake.descriptor, select.EPOLLIN)
@@ -195,12 +195,7 @@ class Listener:
         self._watch(stream)
 
     def _watch(self, stream: Stream) -> None:
-        """Choose the events to wait for."""
-        events = 0 if stream.is_choked else select.EPOLLIN
-        events |= 0 if stream.is_flushed else select.EPOLLOUT
-        if events != stream.watched:
-            stream.watched = events
-            self._epoll.modify(stream.socket, events)
+        stream.watch(self._epoll, hears=not stream.is_choked)
         if stream.has_ahead and not stream.is_choked:
             self._ahead[self._by_descriptor[stream.socket.fileno()]] = None
 
@@ -255,27 +250,3 @@ def _may_come(accepted: socket.socket) -> bool:
         return True
     peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return _PEER.unpack(peer)[1] in (os.getuid(), 0)
-
-
-class _Wake:
-    """An event that a poller can wait for, and that any thread may set."""
-
-    def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()
-        self._is_open = True
-
-    def set(self) -> None:
-        with self._lock:
-            if self._is_open:
-                os.eventfd_write(self.descriptor, 1)
-
-    def clear(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.descriptor)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._is_open:
-                self._is_open = False
-                os.close(self.descriptor)

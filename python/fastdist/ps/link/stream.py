@@ -85,7 +85,6 @@ class Stream:
         socket: the socket.
         purpose: what the connection is for; a listener learns it when the stream is open.
         is_open: True once the peer has greeted, and has proved that it has the keys.
-        watched: the events that the owner's poller waits for.
         sent_at: when bytes of a message were sent last, on the monotonic clock.
         received_at: when bytes of a message were received last.
     """
@@ -103,7 +102,7 @@ class Stream:
         self.socket = connected
         self.purpose = purpose
         self.is_open = False
-        self.watched = select.EPOLLIN
+        self._watched = select.EPOLLIN
         self.sent_at = self.received_at = 0.0
         self._is_sending = False
         self._max_frame_bytes = max_frame_bytes
@@ -159,6 +158,14 @@ class Stream:
     def is_flushed(self) -> bool:
         """True if nothing waits to be sent."""
         return not self._unsent and not self._sealed
+
+    def watch(self, epoll: select.epoll, *, hears: bool = True) -> None:
+        """Let a poller, with which the socket is registered, wait for what has to be done next."""
+        events = select.EPOLLIN if hears else 0
+        events |= 0 if self.is_flushed else select.EPOLLOUT
+        if events != self._watched:
+            self._watched = events
+            epoll.modify(self.socket, events)
 
     def flush(self) -> None:
         """Send what the socket takes now.

@@ -27,6 +27,9 @@ class SendBuffers:
     Args:
         max_unsent_bytes: limit for replies that clients have not taken yet. A client with such a
             reply is refused further ones; another client may always have one.
+
+    Attributes:
+        may_lend: True if replies may be the memory of values, which `keep_lent` copies.
     """
 
     def __init__(self, max_unsent_bytes: int) -> None:
@@ -37,6 +40,7 @@ class SendBuffers:
         self._uploads: list[Upload | None] = []
         self._taken = -1
         self._lent: list[Upload] = []
+        self.may_lend = True
 
     def take(self, nbytes: int, client: bytes) -> Bytes:
         """Return memory to fill, which must be passed to `note_sent` before the next call.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any
 
@@ -104,6 +104,7 @@ class Server:
         """Answer the requests until the listener is stopped."""
         buffers = SendBuffers(_MAX_UNSENT_BYTES)
         listener = self._listener
+        slow: list[Future[None]] = []  # requests
         with suppress(ListenerClosed), closing(listener):
             while True:
                 received = listener.receive()
@@ -115,10 +116,12 @@ class Server:
                 kind = kind_of(frames[0])
                 if kind in APPLIED_ONCE:
                     buffers.keep_lent()
+                slow = [each for each in slow if not each.done()]
+                buffers.may_lend = not slow  # which change values in other threads
                 if kind in _SLOW:
                     pool = self._creations if kind == Op.CREATE else self._files
                     with suppress(RuntimeError):  # the server is closing
-                        pool.submit(self._answer_slowly, connection, frames)
+                        slow.append(pool.submit(self._answer_slowly, connection, frames))
                 else:
                     answer = self._service.answer(frames, buffers)
                     if answer is not None:

@@ -49,8 +49,9 @@ from fastdist.ps.wire.protocol import (
 from fastdist.ps.wire.snapshot import Part, require_checksums, restore, save
 from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json
 
-_LENT_SIZE = 1 << 16  # elements
+_LENT_BYTES = 1 << 18
 _MAX_LR = float(np.finfo(np.float32).max)
+_Body = Array | tuple[bytes, Array]
 _Wanted = tuple[Sequence[tuple[Spec, Any]], Sequence[Place], Kinds]
 
 
@@ -180,18 +181,19 @@ class Service:
         return found, places, _kinds(found, entries)
 
     @staticmethod
-    def _read_values(header: Header, wanted: _Wanted, buffers: SendBuffers) -> Any:
+    def _read_values(header: Header, wanted: _Wanted, buffers: SendBuffers) -> _Body:
         """Return steps, then values: values may be newer than their steps, never older.
 
-        The values of a large part of a dense variable are the variable's own memory.
+        The values of a large part of a dense variable are the variable's own memory, if it may be
+        lent.
         """
         found, places, kinds = wanted
         steps = pack_steps([stored.step for _, stored in found])
-        ((shape, wire), *others), at = kinds, places[0]
-        if isinstance(at, int) and shape[0] >= _LENT_SIZE and wire is None and not others:
-            buffers.require_room(4 * shape[0], header.client)
-            return steps, found[0][1].values[at : at + shape[0]]
         extents, size = extents_of(kinds)
+        begin, wire = (places[0], kinds[0][1]) if len(kinds) == 1 else (None, None)
+        if buffers.may_lend and isinstance(begin, int) and size >= _LENT_BYTES and wire is None:
+            buffers.require_room(size, header.client)
+            return steps, found[0][1].values[begin : begin + size // 4]
         reply = buffers.take(len(steps) + size, header.client)
         reply[: len(steps)] = np.frombuffer(steps, np.uint8)
         body = reply[len(steps) :]

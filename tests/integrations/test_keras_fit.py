@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fastdist.errors import FastdistError, PeerFailureError, UnsupportedError
+from full_disk import full_disk
 from keras_cases import Batches, Subclassed, compiled, dense, regression
 from ranks import ProcessRanks
 from test_keras import in_float64
@@ -639,13 +639,8 @@ def test_eager_steps(replicas: ProcessRanks) -> None:
 def on_a_full_disk(comm: fd.Communicator, folder: Path) -> None:
     strategy = mirrored()
     model = made(strategy)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # stands for the disk's
-    try:
-        with pytest.raises(OSError, match="cannot write the checkpoint"):
-            fit(model, [fd.keras.BackupAndRestore(folder, 3)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(100), pytest.raises(OSError, match="cannot write the checkpoint"):
+        fit(model, [fd.keras.BackupAndRestore(folder, 3)])
     comm.barrier()
     assert {path.name for path in folder.iterdir()} == {".lock"}
     fit(model, [fd.keras.BackupAndRestore(folder, 3)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from fastdist.ps.client.loading import load
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.wire.snapshot import save
+from full_disk import full_disk
 from ps_checkpoints import ADAM, IDS, Job, index_of, names_in, require_same
 from safetensors import safe_open
 from torch import nn
@@ -273,13 +273,8 @@ def test_a_disk_that_is_full(stack: ExitStack, tmp_path: Path) -> None:
     before = {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)}
     job.train(1)
     large.push(np.ones(40_000, np.float32))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(OSError, match=r"cannot write .*File too large"):
-            save_checkpoint(job.client, tmp_path, [*job.things, large])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(100_000), pytest.raises(OSError, match=r"cannot write .*File too large"):
+        save_checkpoint(job.client, tmp_path, [*job.things, large])
     assert {name: (tmp_path / name).read_bytes() for name in names_in(tmp_path)} == before
     restore_checkpoint(job.client, tmp_path, [*job.things, large])
     assert not large.pull().any()

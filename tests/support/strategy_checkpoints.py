@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import warnings
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from fastdist import Strategy
 from fastdist.checkpoints import directory_lock
+from full_disk import full_disk
 from replica_tests import on_replicas
 from torch import nn
 
@@ -335,15 +335,11 @@ class CheckpointContract:
         job = Job(strategy, width=4096)
         manager = fd.CheckpointManager(tmp_path)
         manager.save(job.checkpoint, 1)
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, limits[1]))  # stands for the disk's
-        try:
+        with full_disk(1 << 14):
             if async_op:
                 manager.save(job.checkpoint, 2, async_op=True)  # the next call raises
             with pytest.raises(OSError, match="cannot write the checkpoint"):
                 manager.save(job.checkpoint, 3, async_op=async_op)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert [path.name for path in manager.checkpoints] == ["checkpoint-1"]
         manager.save(job.checkpoint, 4)
         manager.close()

@@ -433,7 +433,11 @@ int gpu_of(py::handle arrays, py::handle device_of) {
     const dlpack::Device device = described.tensor.device;
     return device.type == dlpack::kCuda ? device.id : kOnHost;
   }
-  if (PyObject_CheckBuffer(object) != 0) return kOnHost;
+  // cupy's arrays on GPUs have the methods of a buffer, too.
+  const py::handle members(reinterpret_cast<PyObject*>(type));
+  if (PyObject_CheckBuffer(object) != 0 && !py::hasattr(members, "__dlpack_device__")) {
+    return kOnHost;
+  }
   const py::object found = device_of(arrays);
   return found.is_none() ? kOnHost : found.cast<int>();
 }

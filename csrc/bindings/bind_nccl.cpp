@@ -14,6 +14,7 @@
 #include "bindings/gpu.h"
 #include "bindings/make_call.h"
 #include "bindings/router.h"
+#include "bindings/work.h"
 #include "core/error.h"
 #include "nccl/library.h"
 
@@ -149,10 +150,19 @@ void wait_until(const IsOver& is_over, const GpuWork& work, const py::object& ti
 
 bool is_compared(const GpuWork& work) { return !work.comparison || work.comparison->is_done(); }
 
+// Blocks the host. Comparisons have timeouts of their own.
+void wait_until_compared(const GpuWork& work) {
+  constexpr std::chrono::milliseconds kBetweenLooks{50};
+  if (!is_compared(work)) work.owner->hurry();
+  while (!is_compared(work) && !wait_interruptibly(*work.comparison, kBetweenLooks)) {
+    work.owner->check_usable();
+  }
+}
+
 // Makes `stream` wait. The host waits until the ranks have compared the call: if they made
 // different ones, this rank's result must not be used.
 py::object wait_on_stream(const GpuWork& work, const py::object& stream) {
-  wait_until([&work] { return is_compared(work); }, work, py::none());
+  wait_until_compared(work);
   work.owner->check_usable();
   const nccl::StreamHandle waiting = to_stream(stream);
   work.mark->make_wait(waiting);

@@ -63,6 +63,11 @@ std::shared_ptr<Work> WorkQueue::submit_soon(std::function<void()> task) {
   return add(std::move(task), false);
 }
 
+void WorkQueue::hurry() {
+  const std::lock_guard lock(state_->mutex);
+  state_->submitted.notify_all();
+}
+
 std::shared_ptr<Work> WorkQueue::last() {
   if (pending() == 0 || generation_ != process_generation()) return nullptr;
   return submit([] {});

@@ -59,6 +59,8 @@ class WorkQueue {
   // Does the same without waking the queue's thread, if that looks for calls by itself: it does for
   // a moment after each of these calls. Such a call begins up to 0.1 ms later, and costs less here.
   std::shared_ptr<Work> submit_soon(std::function<void()> task);
+  // Begins such calls now, for a caller that waits for them.
+  void hurry();
   // True while a submitted call of any queue has not ended.
   [[nodiscard]] static bool any_pending() noexcept { return all_pending.load() != 0; }
   [[nodiscard]] int pending() const noexcept {

@@ -38,12 +38,6 @@ int runtime_version() noexcept {
   return version;
 }
 
-int driver_version() noexcept {
-  int version = 0;
-  (void)cudaDriverGetVersion(&version);
-  return version;
-}
-
 std::string why_unusable() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);

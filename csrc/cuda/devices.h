@@ -21,6 +21,7 @@ struct DeviceFacts {
 [[nodiscard]] bool is_built() noexcept;
 // Return versions as 1000 · major + 10 · minor; 0 if built without CUDA, or if there is no driver.
 [[nodiscard]] int runtime_version() noexcept;
+// Leaves the driver as it is: the children of a process that has initialised it cannot use it.
 [[nodiscard]] int driver_version() noexcept;
 // Returns the reason why no GPU can be used, or "".
 [[nodiscard]] std::string why_unusable();

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/error.h"
+#include "cuda/devices.h"
 
 struct CUctx_st;
 
@@ -22,7 +23,6 @@ constexpr int kDeviceOrdinal = 9;      // CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 constexpr unsigned kDeviceMemory = 2;  // CU_MEMORYTYPE_DEVICE
 
 void* find_entry(const char* name) {
-  // The runtime has loaded it already.
   static void* const kLibrary = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   void* const entry = kLibrary == nullptr ? nullptr : ::dlsym(kLibrary, name);
   if (entry != nullptr) return entry;
@@ -73,6 +73,16 @@ Context context_of(int device) {
 }
 
 }  // namespace
+
+// The runtime's function for this initialises the driver.
+int driver_version() noexcept {
+  int version = 0;
+  try {
+    (void)entry_of<Result (*)(int*)>("cuDriverGetVersion")(&version);
+  } catch (const Error&) {  // there is no driver
+  }
+  return version;
+}
 
 void push_context(int device) {
   check_driver(driver().push(context_of(device)), "cuCtxPushCurrent");

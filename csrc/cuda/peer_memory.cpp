@@ -47,7 +47,8 @@ std::multimap<int, std::unique_ptr<DeviceBuffer>>& left() {
   return all;
 }
 
-constexpr std::size_t kBytes = 2 * sizeof(PeerPage);
+constexpr std::size_t kPagesBytes = 2 * sizeof(PeerPage);
+constexpr std::size_t kBytes = kPagesBytes + sizeof(int);
 
 std::unique_ptr<DeviceBuffer> take_pages(int device) {
   const std::lock_guard lock(left_mutex);
@@ -73,6 +74,7 @@ PeerMemory::PeerMemory(int rank) : rank_(rank) {
   const RelaxedCapture relaxed;  // another thread may capture one of its streams
   FASTDIST_CUDA_CHECK(cudaGetDevice(&device_));
   own_ = take_pages(device_);
+  is_over_ = reinterpret_cast<int*>(own_->data() + kPagesBytes);
   load_peer_kernels();
   const Stream stream;
   FASTDIST_CUDA_CHECK(cudaMemsetAsync(own_->data(), 0, kBytes, stream.get()));
@@ -147,6 +149,7 @@ void PeerMemory::all_reduce(const TensorView& in, const TensorView& out, ReduceO
   const std::size_t quanta = (in.bytes() + kQuantum - 1) / kQuantum;
   const std::size_t blocks = std::min<std::size_t>(kPeerBlocks, (quanta + kOfBlock - 1) / kOfBlock);
   PeerCall call{.pages = {},
+                .is_over = is_over_,
                 .is_given_up = is_given_up_,
                 .rank = rank_,
                 .size = size_,
@@ -177,6 +180,9 @@ void PeerMemory::leave() {
   is_in_use_ = !end.is_done();
   give_up();
   end.synchronize();
+  // For replays of graphs that outlive the communicator.
+  FASTDIST_CUDA_CHECK(cudaMemsetAsync(is_over_, 1, sizeof(int), stream.get()));
+  FASTDIST_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
 }
 
 void PeerMemory::give_up() noexcept { std::atomic_ref(*is_given_up_).store(1); }

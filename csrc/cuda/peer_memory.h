@@ -46,7 +46,8 @@ struct PeerPage {
 // A kernel's parameter.
 struct PeerCall {
   PeerPage* pages[kMostPeers];
-  const volatile int* is_given_up;  // set by the host when ranks are lost
+  volatile int* is_over;            // on the GPU: the kernels that begin from now on do nothing
+  const volatile int* is_given_up;  // on the host, which sets it when ranks are lost
   int rank;
   int size;
   const std::byte* in;
@@ -92,7 +93,8 @@ class PeerMemory {
   int rank_;
   int device_;
   std::unique_ptr<DeviceBuffer> own_;
-  int* is_given_up_ = nullptr;                 // on the host, and mapped
+  int* is_over_ = nullptr;                     // of a PeerCall; in `own_`
+  int* is_given_up_ = nullptr;                 // of a PeerCall; mapped
   std::array<PeerPage*, kMostPeers> pages_{};  // two of each rank: also for captured calls
   std::array<bool, kMostPeers> is_mapped_{};
   int size_ = 0;

@@ -13,6 +13,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr std::uint32_t kQuantum = 16;
+// A look takes under a microsecond, and reading the host's memory longer: many threads that read it
+// take turns.
+constexpr unsigned kLooksAtHost = 4096;
 
 template <class T>
 struct alignas(kQuantum) Quantum {
@@ -33,7 +36,8 @@ __device__ bool meet(const PeerCall& call, int step) {
     const std::uint32_t* signal = &own.signals[step][threadIdx.x];
     // A rank may be ahead; numbers wrap around.
     for (unsigned looks = 1; static_cast<int>(load_acquire(signal) - number) < 0; ++looks) {
-      if (looks % 64 == 0 && *call.is_given_up != 0) {
+      if (looks % kLooksAtHost == 0 && *call.is_given_up != 0) {
+        *call.is_over = 1;
         is_given_up = true;
         break;
       }
@@ -121,7 +125,7 @@ __device__ Quantum<T> sum_of(const PeerCall& call, std::uint32_t parity, std::ui
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) peer_kernel(const PeerCall __grid_constant__ call) {
-  if (*call.is_given_up != 0) return;  // other ranks may use what this kernel would write
+  if (*call.is_over != 0) return;  // other ranks may use what this kernel would write
   PeerPage& page = *call.pages[call.rank];
   const std::uint32_t parity = page.blocks[blockIdx.x].steps[0] % 2;
   const Part part = own_part<T>(call);

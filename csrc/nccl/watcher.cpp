@@ -132,10 +132,11 @@ std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
   } else {
     error = handle_->background_error();
     is_of_nccl = error.has_value();
-    const bool may_ask = checker_ != nullptr && age > kBeforeLivenessCheck;
-    const auto lost = !error && may_ask ? checker_->find_lost() : std::nullopt;
-    if (lost)
+    // NCCL does not tell which rank it has lost.
+    const bool may_ask = checker_ != nullptr && (is_of_nccl || age > kBeforeLivenessCheck);
+    if (const auto lost = may_ask ? checker_->find_lost() : std::nullopt) {
       error = error_in({FailureKind::kAborted, {*lost}, rank_}, oldest.signature, rank_, {});
+    }
   }
   // A comparison that fails, because calls do not match or a rank is late, is told instead.
   if (error && checker_ != nullptr) (void)checker_->settle(kUntilCompared);

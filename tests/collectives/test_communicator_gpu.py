@@ -24,6 +24,7 @@ ALONE = [
     "among_calls_on_the_host",
     "on_given_streams",
     "bad_arrays",
+    "arrays_of_cupy",
     "registering",
     "in_memory_of_nccl",
     "limited",

@@ -98,10 +98,14 @@ class TorchArrays(GpuArrays):
 
     def array(self, values: Any) -> Any:
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1).copy()
-        tensor = self._torch.from_numpy(raw).cuda()
-        return tensor.view(getattr(self._torch, values.dtype.name))
+        dtype = getattr(self._torch, values.dtype.name)
+        if raw.size == 0:  # which no view takes
+            return self._torch.empty(0, dtype=dtype, device="cuda")
+        return self._torch.from_numpy(raw).cuda().view(dtype)
 
     def numpy(self, array: Any, dtype: str) -> Any:
+        if array.numel() == 0:
+            return np.empty(0, numpy_dtype(dtype))
         raw = array.view(self._torch.uint8).cpu().numpy()
         return raw.view(numpy_dtype(dtype))
 

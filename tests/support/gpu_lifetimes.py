@@ -338,6 +338,8 @@ def aborting(r: Rank) -> None:
     a = r.arrays
     gpu = r.connect(r.new_id())
     x = a.full(10, 1)
+    r.call("all_reduce", x, gpu=gpu)  # NCCL's first call waits for the other ranks
+    a.synchronize()
     if r.rank == 0:
         work = r.call_async("all_reduce", x, gpu=gpu) if r.size > 1 else None
         gpu.abort("test ends it")

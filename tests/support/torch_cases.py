@@ -614,7 +614,8 @@ def profilers_that_stop_before_calls_end() -> None:
 @more_than_gloo
 def what_groups_tell() -> None:
     group: Any = dist.group.WORLD
-    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=60)
+    options = copy.deepcopy(group._get_backend(torch.device("cpu")).options)  # as torch copies them
+    assert options._timeout == timedelta(seconds=60)
     number = group._get_sequence_number_for_group()
     dist.all_reduce(own(2))
     dist.all_reduce(own(2), async_op=True).wait()

@@ -92,11 +92,6 @@ cudaError_t cudaRuntimeGetVersion(int* version) {
   return cudaSuccess;
 }
 
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = kVersion;
-  return cudaSuccess;
-}
-
 cudaError_t cudaGetLastError() {
   const cudaError_t lost = [] {
     const std::lock_guard lock(state().mutex);

@@ -7,6 +7,8 @@
 
 using namespace virtual_gpu;
 
+VIRTUAL_GPU_EXPORT int cuDriverGetVersion(int* version) { return cudaRuntimeGetVersion(version); }
+
 VIRTUAL_GPU_EXPORT int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return ordinal >= 0 && ordinal < device_count() ? cudaSuccess : cudaErrorInvalidDevice;

@@ -84,7 +84,6 @@ struct cudaDeviceProp {
 };
 
 VIRTUAL_GPU_EXPORT cudaError_t cudaRuntimeGetVersion(int* version);
-VIRTUAL_GPU_EXPORT cudaError_t cudaDriverGetVersion(int* version);
 VIRTUAL_GPU_EXPORT const char* cudaGetErrorName(cudaError_t error);
 VIRTUAL_GPU_EXPORT const char* cudaGetErrorString(cudaError_t error);
 VIRTUAL_GPU_EXPORT cudaError_t cudaGetLastError();

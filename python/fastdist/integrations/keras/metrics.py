@@ -40,12 +40,13 @@ def combined(
     Args:
         metrics: the metrics of a model.
         workers: connects all replicas.
-        others: tensors that are summed over replicas in the same call, in place.
+        others: tensors in host memory that are summed over replicas too, in place.
     """
     variables = variables_of(metrics)
     parts = [_part(variable, workers) for variable in variables]
-    if parts or others:
-        workers.all_reduce([*parts, *others])
+    for tensors in (parts, list(others)):  # the variables may be on GPUs
+        if tensors:
+            workers.all_reduce(tensors)
     with unchanged(metrics):
         put_values(variables, parts)
         yield

@@ -21,6 +21,13 @@ from fastdist.integrations.torch_backend.handles import Handle, communicator_of_
 from fastdist.integrations.torch_backend.work import Done
 
 
+class _Options(c10d.Backend.Options):
+    """Options that torch can copy, as `dist.split_group` does."""
+
+    def __deepcopy__(self, memo: Any) -> _Options:
+        return _Options(self.backend, self._timeout)
+
+
 class ProcessGroupFastdist(Calls):
     """One process group of torch.distributed; torch makes it.
 
@@ -148,10 +155,22 @@ class ProcessGroupFastdist(Calls):
 
     supports_splitting = True
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Connect the ranks' GPUs before the first call. Every rank must call.
+
+        torch calls this for `init_process_group(device_id=...)`, and then for the groups made of
+        that one.
+        """
+        self.bound_device_id = device
+        self._comm.all_reduce(torch.zeros(1, device=device))
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: only the ranks of a new group take part in making it."""
+
     @property
     def options(self) -> Any:
         """The options of the group, in the form of torch's own backends."""
-        return c10d.Backend.Options(NAME, timedelta(seconds=self._timeout_s))
+        return _Options(NAME, timedelta(seconds=self._timeout_s))
 
     def split_group(
         self,

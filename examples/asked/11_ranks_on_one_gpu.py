@@ -1,6 +1,6 @@
 """Two ranks on one GPU; NCCL alone refuses ("Duplicate GPU detected").
 
-Start it by `fastdist run -n 2 examples/asked/11_ranks_on_one_gpu.py`. It has never run on a GPU.
+Start it by `fastdist run -n 2 examples/asked/11_ranks_on_one_gpu.py`.
 """
 
 import sys

@@ -78,36 +78,35 @@ def gpus_for(ranks: int) -> int:
     return ranks
 
 
-@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
+def by_processes(ranks: int, *parts: str, **environ: str) -> subprocess.Popen[str]:
+    """Start ranks that share a GPU."""
+    return start(
+        ["-m", "fastdist", "run", "-n", str(ranks), "gpu_communicator.py", *parts], 1, **environ
+    )
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_processes(ranks: int, part: str) -> None:
-    """Processes share a GPU."""
-    if ranks == 1 and part in TOGETHER:
-        pytest.skip("needs two ranks")
-    passes(start(["-m", "fastdist", "run", "-n", str(ranks), "gpu_communicator.py", part], 1))
+def test_processes(ranks: int) -> None:
+    passes(by_processes(ranks, *ALONE, *(TOGETHER if ranks > 1 else [])))
 
 
-@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_threads_with_a_gpu_each(ranks: int, part: str) -> None:
-    passes(start(["gpu_communicator.py", part, str(ranks)], gpus_for(ranks)))
+def test_threads_with_a_gpu_each(ranks: int) -> None:
+    parts = [*ALONE, *TOGETHER]
+    passes(start(["gpu_communicator.py", *parts, "--threads", str(ranks)], gpus_for(ranks)))
 
 
-@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
-def test_calls_that_do_not_block(part: str) -> None:
-    command = ["-m", "fastdist", "run", "-n", "2", "gpu_communicator.py", part]
-    passes(start(command, 1, NCCL_COMM_BLOCKING="0"))
+def test_calls_that_do_not_block() -> None:
+    passes(by_processes(2, *ALONE, *TOGETHER, NCCL_COMM_BLOCKING="0"))
 
 
 @pytest.mark.skipif(not IS_VIRTUAL, reason="torch's tensors have it already")
-@pytest.mark.parametrize("part", [*ALONE, *TOGETHER])
-def test_arrays_that_c_code_reads(part: str) -> None:
-    command = ["-m", "fastdist", "run", "-n", "2", "gpu_communicator.py", part]
-    passes(start(command, 1, VIRTUAL_ARRAYS="exchanged"))
+def test_arrays_that_c_code_reads() -> None:
+    passes(by_processes(2, *ALONE, *TOGETHER, VIRTUAL_ARRAYS="exchanged"))
 
 
 def test_threads_with_the_same_gpu_are_refused() -> None:
-    passes(start(["gpu_communicator.py", "one_gpu_twice", "2"], 1))
+    passes(start(["gpu_communicator.py", "one_gpu_twice", "--threads", "2"], 1))
 
 
 def test_ranks_that_see_one_gpu_each_share_none(tmp_path: Path) -> None:
@@ -128,7 +127,7 @@ print("passed")
 
 @pytest.mark.parametrize("part", ["on_two_gpus", "out_of_memory"])
 def test_gpus_of_their_own(part: str) -> None:
-    passes(start(["gpu_communicator.py", part, "2"], gpus_for(2)))
+    passes(start(["gpu_communicator.py", part, "--threads", "2"], gpus_for(2)))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 6])
@@ -136,7 +135,7 @@ def test_gpus_of_their_own(part: str) -> None:
 def test_small_arrays_over_peer_memory(ranks: int, kind: str) -> None:
     command = ["gpu_communicator.py", "over_peer_memory"]
     if kind == "threads":
-        command.append(str(ranks))
+        command += ["--threads", str(ranks)]
     else:
         command = ["-m", "fastdist", "run", "-n", str(ranks), *command]
     passes(start(command, gpus_for(ranks), FASTDIST_PEER_MEMORY="1"))

@@ -111,16 +111,16 @@ class TestRanks:
         assert errors.count("restarting it") in (2, 3)
         assert steps(output)[-1][0] == 4
 
-    @pytest.mark.parametrize("leaving", ["sys.exit(1)", "sys.exit(75)", "os._exit(3)"])
-    def test_leave_with_an_exit_code(
-        self, launcher: Launcher, script: Script, step: Path, leaving: str
-    ) -> None:
-        harm = f"if state[0] == 2 and comm.rank == 0 and once('left'): {leaving}\n"
-        harm += "        if state[0] == 4 and comm.rank == 0 and once('killed'): die()"
-        last = "state[0] > 6 and comm.world_size == 3"
+    def test_leave_with_an_exit_code(self, launcher: Launcher, script: Script, step: Path) -> None:
+        ends = ["sys.exit(1)", "sys.exit(75)", "os._exit(3)", "die()"]
+        harm = "\n        ".join(
+            f"if state[0] == {2 + 2 * i} and comm.rank == 0 and once('{i}'): {end}"
+            for i, end in enumerate(ends)
+        )
+        last = "state[0] > 10 and comm.world_size == 3"
         code, output, errors = self.run(launcher, script, harm=harm, last=last)
         assert code == 0, errors
-        assert errors.count("restarting it") == 2, errors
+        assert errors.count("restarting it") == len(ends), errors
         assert steps(output)[-1][1] == 3
 
     def test_have_children_that_end(self, launcher: Launcher, script: Script, step: Path) -> None:

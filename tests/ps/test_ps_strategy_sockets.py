@@ -47,6 +47,9 @@ def test_tasks_are_lost_and_come_back(tmp_path: Path, monkeypatch: pytest.Monkey
         assert train(2) == -6
         cluster.start("worker", 0)
         wait_for(lambda: coordinator.workers == [0, 1])
+        cluster.kill("worker", 1)
+        wait_for(lambda: coordinator.workers == [0])
+        assert train(2) == -8
         cluster.kill("ps", 0)
         with pytest.raises(UnavailableError, match=r"server 0 at ipc://.* is gone"):
             train(1)

@@ -2,20 +2,21 @@
 
 Started by test_communicator_gpu.py:
 
-    gpu_communicator.py PART        this process is a rank of a job
-    gpu_communicator.py PART RANKS  the ranks are threads of this process
+    gpu_communicator.py PART...              this process is a rank of a job
+    gpu_communicator.py PART... --threads N  N ranks are threads of this process
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import fastdist as fd
@@ -210,9 +211,10 @@ def limited(comm: Communicator) -> None:
         import virtual_arrays
 
         assert virtual_arrays.last_blocks() == (2, 4)
-        assert virtual_arrays.ranges("all_reduce") == 1
-        comm.reduce(x)
-        assert virtual_arrays.ranges("reduce") == 1
+        for call in (comm.all_reduce, comm.reduce):
+            ended = virtual_arrays.ranges(call.__name__)
+            call(x)
+            assert virtual_arrays.ranges(call.__name__) == ended + 1
     if comm.world_size > 1:
         part = comm.split(0)
         assert part is not None
@@ -750,21 +752,29 @@ def one_gpu_twice(comm: Communicator) -> None:
     assert comm.all_gather_object(comm.rank) == list(range(comm.world_size))
 
 
-def in_threads(part: Callable[[Communicator], None], ranks: int) -> None:
-    def body(comm: Communicator) -> None:
-        arrays.set_device(comm.rank % arrays.device_count())
-        part(comm)
-
-    with ThreadPoolExecutor(ranks) as pool:
-        list(pool.map(body, fd.local_group(ranks, timeout=TIMEOUT_S), timeout=150))
+def run(world: Communicator, parts: Sequence[str]) -> None:
+    """Run each part on a communicator of its own."""
+    arrays.set_device(world.rank % arrays.device_count())
+    for part in parts:
+        if world.rank == 0:
+            print(part, flush=True)
+        comm = world.split(0)
+        assert comm is not None
+        with suppress(pytest.skip.Exception):
+            globals()[part](comm)
+        with suppress(FastdistError):  # that a part has caught
+            comm.close()
 
 
 if __name__ == "__main__":
-    chosen: Callable[[Communicator], None] = globals()[sys.argv[1]]
-    if sys.argv[2:]:
-        in_threads(chosen, int(sys.argv[2]))
+    words = argparse.ArgumentParser()
+    words.add_argument("parts", nargs="+")
+    words.add_argument("--threads", type=int)
+    given = words.parse_args()
+    if given.threads is None:
+        run(fd.init(timeout=TIMEOUT_S), given.parts)
     else:
-        rank = fd.init(timeout=TIMEOUT_S)
-        arrays.set_device(rank.rank % arrays.device_count())
-        chosen(rank)
+        worlds = fd.local_group(given.threads, timeout=TIMEOUT_S)
+        with ThreadPoolExecutor(given.threads) as pool:
+            list(pool.map(run, worlds, repeat(given.parts), timeout=150))
     print("passed")

@@ -2,6 +2,7 @@
 
     python benchmarks/parameter_server.py [--encrypted] [--rpc-over-tcp] [--tensorflow PYTHON]
                                           [--hashed-rows 20000000] [--json]
+                                          [--server-in NAMESPACE HERE THERE]
 
 One worker and one server. A request names 4096 new random rows of 64 float32; an update sends
 gradients for the same rows. Concurrent requests: a worker pulls the next rows while it pushes, or
@@ -19,11 +20,20 @@ fastdist's requests go over a socket in a private folder, as in a job of `fastdi
 machine; with --encrypted by TCP with keys, as in jobs on several machines. TensorFlow uses TCP
 without encryption. rpc moves tensors between processes of one machine through shared memory;
 --rpc-over-tcp makes it use TCP, as between machines.
+
+--server-in starts the servers of fastdist and TensorFlow in a network namespace, as on another
+machine; rpc is left out. HERE and THERE are the addresses of the worker and the servers:
+
+    ip netns add there && ip link add here type veth peer name eth0 netns there
+    ip addr add 10.77.0.1/24 dev here && ip link set here up
+    ip -n there addr add 10.77.0.2/24 dev eth0 && ip -n there link set eth0 up
+    ip -n there link set lo up
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import multiprocessing
@@ -34,6 +44,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,7 +75,23 @@ spawn = multiprocessing.get_context("spawn")
 # --- servers, each in a process of its own --------------------------------------------------------
 
 
-def serve(pipe: Any, address: str, keys: Keys | None) -> None:
+@dataclass(frozen=True)
+class Place:
+    """Addresses of the worker and the servers, and the servers' network namespace."""
+
+    here: str = "127.0.0.1"
+    there: str = "127.0.0.1"
+    namespace: str = ""
+
+    def enter(self) -> None:
+        """Take this process to the servers' namespace."""
+        if self.namespace:
+            with open(f"/run/netns/{self.namespace}") as file:
+                assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
+
+
+def serve(pipe: Any, address: str, keys: Keys | None, place: Place) -> None:
+    place.enter()
     with Server(address, keys=keys) as server:
         pipe.send(server.address)
         pipe.recv()
@@ -106,12 +133,12 @@ def serve_rpc(port: int, over_tcp: bool) -> None:
 
 
 @contextmanager
-def fastdist_server(*, is_encrypted: bool) -> Iterator[Client]:
+def fastdist_server(*, is_encrypted: bool, place: Place) -> Iterator[Client]:
     ours, theirs = spawn.Pipe()
     with TemporaryDirectory() as folder:
         keys = Keys.make() if is_encrypted else None
-        address = "tcp://127.0.0.1:*" if is_encrypted else f"ipc://{folder}/server"
-        process = spawn.Process(target=serve, args=(theirs, address, keys))
+        address = f"tcp://{place.there}:*" if is_encrypted else f"ipc://{folder}/server"
+        process = spawn.Process(target=serve, args=(theirs, address, keys, place))
         process.start()
         with Client([ours.recv()], keys=keys, timeout_s=120, retry_s=60) as client:
             yield client
@@ -137,12 +164,13 @@ class TensorFlow:
     Args:
         python: path of its Python.
         rows: rows of the table.
+        place: where its server is.
     """
 
-    def __init__(self, python: str, rows: int) -> None:
+    def __init__(self, python: str, rows: int, place: Place) -> None:
         script = Path(__file__).with_name("parameter_server_tensorflow.py")
         self._process = subprocess.Popen(
-            [python, script, str(rows), str(DENSE)],
+            [python, script, str(rows), str(DENSE), place.here, place.there, place.namespace],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -376,13 +404,20 @@ def main() -> None:
     parser.add_argument("--encrypted", action="store_true")
     parser.add_argument("--rpc-over-tcp", action="store_true")
     parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow")
+    parser.add_argument("--server-in", nargs=3, metavar=("NAMESPACE", "HERE", "THERE"))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    place = Place()
+    if options.server_in:
+        if not options.encrypted:
+            parser.error("--server-in needs --encrypted: sockets in a folder stay on one machine")
+        namespace, here, there = options.server_in
+        place = Place(here, there, namespace)
     rng = np.random.default_rng(0)
     rows = []
     tensorflow = None
     if options.tensorflow:
-        tensorflow = TensorFlow(options.tensorflow, options.rows)
+        tensorflow = TensorFlow(options.tensorflow, options.rows, place)
     else:
         print(f"TensorFlow is left out; for --tensorflow: {TENSORFLOW_COMES_BY}", file=sys.stderr)
 
@@ -390,11 +425,13 @@ def main() -> None:
         for work in works:
             if tensorflow is not None and work.name in TENSORFLOW_HAS:
                 work.ways["TensorFlow"] = partial(tensorflow.measure, work.name)
+            if place.namespace:
+                work.ways.pop("rpc", None)
             work.measure(rounds, requests)
             rows.append(work.row())
 
     with (
-        fastdist_server(is_encrypted=options.encrypted) as client,
+        fastdist_server(is_encrypted=options.encrypted, place=place) as client,
         rpc_server(options.rpc_over_tcp),
     ):
         measure(rows_work(client, options.rows, rng), options.rounds, 40)
@@ -403,6 +440,7 @@ def main() -> None:
     if tensorflow is not None:
         tensorflow.close()
     link = "TCP, encrypted" if options.encrypted else "a socket in a private folder"
+    link += ", between network namespaces" if place.namespace else ""
     if options.json:
         facts = machine_facts() | {"tensorflow": tensorflow.version if tensorflow else None}
         print(json.dumps({"machine": facts, "fastdist by": link, "rows": rows}, indent=1))

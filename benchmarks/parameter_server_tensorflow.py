@@ -10,6 +10,7 @@ times exclude the scheduling and the transfer of ids and gradients to the worker
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -28,21 +29,26 @@ AT_ONCE = 4
 WORKER = "/job:worker/replica:0/task:0/device:CPU:0"
 
 
-def serve(cluster: dict[str, list[str]], job: str) -> None:
+def serve(cluster: dict[str, list[str]], job: str, namespace: str) -> None:
+    if namespace:
+        with open(f"/run/netns/{namespace}") as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
     spec = tf.train.ClusterSpec(cluster)
     tf.distribute.Server(spec, job_name=job, task_index=0, protocol="grpc").join()
 
 
-def start_cluster() -> tf.distribute.cluster_resolver.SimpleClusterResolver:
+def start_cluster(
+    here: str, there: str, namespace: str
+) -> tf.distribute.cluster_resolver.SimpleClusterResolver:
     """Starts the servers by spawn; forked from a process with TensorFlow, they would hang."""
     ports = []
     for _ in range(2):
         with socket.create_server(("127.0.0.1", 0)) as free:
             ports.append(free.getsockname()[1])
-    cluster = {"worker": [f"127.0.0.1:{ports[0]}"], "ps": [f"127.0.0.1:{ports[1]}"]}
+    cluster = {"worker": [f"{here}:{ports[0]}"], "ps": [f"{there}:{ports[1]}"]}
     spawn = multiprocessing.get_context("spawn")
-    for job in cluster:
-        spawn.Process(target=serve, args=(cluster, job), daemon=True).start()
+    for job, its_namespace in (("worker", ""), ("ps", namespace)):
+        spawn.Process(target=serve, args=(cluster, job, its_namespace), daemon=True).start()
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(cluster), rpc_layer="grpc"
     )
@@ -51,8 +57,8 @@ def start_cluster() -> tf.distribute.cluster_resolver.SimpleClusterResolver:
 class Peer:
     """A table of rows and a dense variable on the server; functions run on the worker."""
 
-    def __init__(self, rows: int, dense: int) -> None:
-        strategy = tf.distribute.ParameterServerStrategy(start_cluster())
+    def __init__(self, rows: int, dense: int, *place: str) -> None:
+        strategy = tf.distribute.ParameterServerStrategy(start_cluster(*place))
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.rows = rows
         with strategy.scope():
@@ -147,8 +153,8 @@ def timed(request: Callable[..., list[tf.Tensor]]) -> Callable[..., tuple[tf.Ten
 
 
 def main() -> None:
-    rows, dense = (int(text) for text in sys.argv[1:])
-    peer = Peer(rows, dense)
+    rows, dense, *place = sys.argv[1:]  # the fields of parameter_server.py's Place
+    peer = Peer(int(rows), int(dense), *place)
     print(json.dumps(tf.__version__), flush=True)
     for line in sys.stdin:
         print(json.dumps(peer.measure(*json.loads(line))), flush=True)

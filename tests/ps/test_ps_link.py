@@ -290,12 +290,16 @@ def test_values_are_not_lent_while_another_thread_changes_them(
         taken.append(nbytes)
         return take(self, nbytes, client)
 
+    def is_lent() -> bool:
+        taken.clear()
+        client.pull(0, number, (PART_SIZE,))
+        return not taken
+
     monkeypatch.setattr(service, "save", slow)
     monkeypatch.setattr(SendBuffers, "take", noted)
     with Client([server.address]) as client:
         number = client.create(0, DenseSpec("w", (PART_SIZE,), SGD), np.ones(PART_SIZE))
-        client.pull(0, number, (PART_SIZE,))
-        assert taken == []
+        wait_for(is_lent)  # the creation ends after its reply
         about = {"part": asdict(Part("w", 0, 5)), "stem": str(tmp_path / "x")}
         ticket = client.submit(0, Op.SAVE, number, [json.dumps(about).encode()])
         has_begun.wait(20)

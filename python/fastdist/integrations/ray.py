@@ -108,6 +108,13 @@ def run(
 class _Process:
     """A process of a job on a node of the cluster."""
 
+    def __init__(self) -> None:
+        self._number = secrets.token_hex(16)
+
+    def number(self) -> str:
+        """Return a number that changes when Ray restarts the process."""
+        return self._number
+
     def place(self) -> tuple[str, str, int]:
         """Return the node, its IP address, and a port that is free there."""
         with socket.socket() as probe:
@@ -139,7 +146,9 @@ def _start(group: Any, index: int, bundle: Mapping[str, float], max_restarts: in
 
 def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...], max_restarts: int) -> list[Any]:
     attempt = 0
+    numbers: list[str] = []
     while True:
+        numbers = _numbers(processes, numbers)
         places = _places(processes)
         pending = [
             process.call.remote(environment, call)
@@ -156,10 +165,23 @@ def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...], max_restarts: in
                 ray.kill(process, no_restart=False)
 
 
+def _numbers(processes: Sequence[Any], ended: Sequence[str]) -> list[str]:
+    """Return the processes' numbers, once Ray has restarted those that had these numbers."""
+    while True:
+        found: list[str] = _ask_all([process.number for process in processes])
+        if not set(found) & set(ended):
+            return found
+        time.sleep(0.1)
+
+
 def _places(processes: Sequence[Any]) -> list[tuple[str, str, int]]:
-    again = [process.place.options(max_task_retries=-1) for process in processes]
-    found: list[tuple[str, str, int]] = ray.get([place.remote() for place in again])
-    return found
+    return _ask_all([process.place for process in processes])
+
+
+def _ask_all(methods: Sequence[Any]) -> list[Any]:
+    """Call methods of processes, also of those that Ray is restarting."""
+    answers: list[Any] = ray.get([m.options(max_task_retries=-1).remote() for m in methods])
+    return answers
 
 
 def _is_lost(call: Any) -> bool:

@@ -259,7 +259,8 @@ void check_mutable(py::handle object, const char* argument) {
 
 TensorView view_dlpack_object(py::handle object, Access access, const Placement& placement,
                               const char* argument, py::object& holder) {
-  if (access == Access::kWrite) check_mutable(object, argument);
+  // On GPUs jax cannot lend an array without ordering streams.
+  if (access == Access::kWrite || placement.device) check_mutable(object, argument);
   py::object array = py::reinterpret_borrow<py::object>(object);
   if (py::hasattr(array, "detach")) array = array.attr("detach")();
   py::dict options;

@@ -153,7 +153,9 @@ bool is_compared(const GpuWork& work) { return !work.comparison || work.comparis
 // Blocks the host. Comparisons have timeouts of their own.
 void wait_until_compared(const GpuWork& work) {
   constexpr std::chrono::milliseconds kBetweenLooks{50};
-  if (!is_compared(work)) work.owner->hurry();
+  if (is_compared(work)) return;
+  work.owner->check_usable();
+  work.owner->hurry();
   while (!is_compared(work) && !wait_interruptibly(*work.comparison, kBetweenLooks)) {
     work.owner->check_usable();
   }

@@ -64,6 +64,7 @@ std::shared_ptr<Work> WorkQueue::submit_soon(std::function<void()> task) {
 }
 
 void WorkQueue::hurry() {
+  if (generation_ != process_generation()) return;
   const std::lock_guard lock(state_->mutex);
   state_->submitted.notify_all();
 }

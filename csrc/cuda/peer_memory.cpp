@@ -161,7 +161,6 @@ void PeerMemory::all_reduce(const TensorView& in, const TensorView& out, ReduceO
   for (int p = 0; p < size_; ++p) {
     call.pages[p] = pages_[static_cast<std::size_t>(p)] + (is_captured ? 1 : 0);
   }
-  is_in_use_ = true;
   reduce_with_peers(in.dtype, call, static_cast<int>(blocks), stream);
 }
 
@@ -180,9 +179,6 @@ void PeerMemory::leave() {
   is_in_use_ = !end.is_done();
   give_up();
   end.synchronize();
-  // For replays of graphs that outlive the communicator.
-  FASTDIST_CUDA_CHECK(cudaMemsetAsync(is_over_, 1, sizeof(int), stream.get()));
-  FASTDIST_CUDA_CHECK(cudaStreamSynchronize(stream.get()));
 }
 
 void PeerMemory::give_up() noexcept { std::atomic_ref(*is_given_up_).store(1); }

@@ -76,6 +76,8 @@ class PeerMemory {
   // another's memory. All must have done so before any reduces.
   void open(std::span<const std::string> addresses);
 
+  // Must be called before any rank reduces: others may write here until all have left.
+  void begin_use() noexcept { is_in_use_ = true; }
   // Sums and means of float16, bfloat16 and float32 up to kMostPeerBytes.
   [[nodiscard]] static bool can_reduce(const TensorView& array, ReduceOp op) noexcept;
   // Enqueues. Calls must be in one order on the device, the same on all ranks.

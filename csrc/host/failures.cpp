@@ -56,7 +56,9 @@ std::optional<int> HostCommunicator::find_left(int p, const Wait& wait) const no
 }
 
 std::optional<int> HostCommunicator::find_lost() const noexcept {
+  if (const auto dead = find_dead()) return dead;  // the others may have failed because of it
   for (std::size_t p = 0; p < peers_.size(); ++p) {
+    if (static_cast<int>(p) == rank_) continue;
     const auto state =
         static_cast<RankState>(peers_[p].control->state.load(std::memory_order_acquire));
     if (state == RankState::kClosed) continue;  // a rank closes after its calls have ended

@@ -227,6 +227,7 @@ void NcclCommunicator::open_peer_memory(std::span<const std::string> addresses) 
 void NcclCommunicator::use_peer_memory(bool all_can) {
   uses_peers_ = all_can;
   if (!all_can) return peers_.reset();
+  peers_->begin_use();
   handle_->at_failure([peers = peers_] { peers->give_up(); });
 }
 

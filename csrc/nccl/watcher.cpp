@@ -133,7 +133,9 @@ std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
     error = handle_->background_error();
     is_of_nccl = error.has_value();
     // NCCL does not tell which rank it has lost.
-    const bool may_ask = checker_ != nullptr && (is_of_nccl || age > kBeforeLivenessCheck);
+    const bool is_of_peer = is_of_nccl && error->code() == ErrorCode::kPeerFailure;
+    const bool is_old = !is_of_nccl && age > kBeforeLivenessCheck;
+    const bool may_ask = checker_ != nullptr && (is_of_peer || is_old);
     if (const auto lost = may_ask ? checker_->find_lost() : std::nullopt) {
       error = error_in({FailureKind::kAborted, {*lost}, rank_}, oldest.signature, rank_, {});
     }

@@ -50,7 +50,7 @@ class TestWhatRanksAreGiven:
 
     @pytest.mark.parametrize(
         "words",
-        [["-n3"], ["--ranks", "3"], ["--nproc_per_node=3"]],
+        [["-n3"], ["--ranks", "3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"]],
     )
     def test_names_of_the_number_of_ranks(self, launcher: Launcher, words: list[str]) -> None:
         environments = self.environments(launcher, *words)

@@ -36,6 +36,28 @@ def test_gives_what_gloo_gives(ranks: ProcessRanks, name: str, tmp_path: Path) -
     assert outcomes["fastdist"] == outcomes["gloo"]
 
 
+# torch asks a group for its backends before it has registered it, for `device_id=`.
+ASKS_EARLY = """
+import torch, torch.distributed as dist, fastdist, sys
+from fastdist.integrations.torch_backend.group import ProcessGroupFastdist
+made = ProcessGroupFastdist.__init__
+def ask(group, *arguments):
+    made(group, *arguments)
+    assert group._get_backend(torch.device("cuda")) is group
+ProcessGroupFastdist.__init__ = ask
+store = f"file://{sys.argv[1]}/store"
+dist.init_process_group("cpu:fastdist,cuda:gloo", init_method=store, rank=0, world_size=1)
+print(type(dist.group.WORLD._get_backend(torch.device("cuda"))).__name__)
+"""
+
+
+@pytest.mark.slow
+def test_a_group_that_is_asked_early_keeps_its_backends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ASKS_EARLY, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "ProcessGroupGloo\n", done.stderr
+
+
 IMPORTS = {
     "fastdist first": "import fastdist, sys; assert 'torch' not in sys.modules; import torch",
     "torch first": "import torch.distributed; import fastdist",

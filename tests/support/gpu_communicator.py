@@ -760,8 +760,10 @@ def run(world: Communicator, parts: Sequence[str]) -> None:
             print(part, flush=True)
         comm = world.split(0)
         assert comm is not None
-        with suppress(pytest.skip.Exception):
+        try:
             globals()[part](comm)
+        except pytest.skip.Exception as skipped:
+            print(f"{part} is skipped: {skipped}", flush=True)
         with suppress(FastdistError):  # that a part has caught
             comm.close()
 

@@ -121,14 +121,14 @@ class ProcessGroupFastdist(Calls):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(name) for name in self._backends()]
+        return [torch.device(name) for name in self._backends() or ("cpu", "cuda")]
 
     def _backends(self) -> dict[str, str]:
-        """Return the name of the backend for each type of device."""
+        """Return the name of the backend for each type of device; empty if torch is to tell yet."""
         try:
             config = distributed_c10d.get_backend_config(self)  # type: ignore[arg-type]
         except (ValueError, TypeError):  # torch has not made the group, or not yet
-            return {"cpu": NAME, "cuda": NAME}
+            return {}
         return dict(pair.split(":") for pair in config.split(","))
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -140,6 +140,8 @@ class ProcessGroupFastdist(Calls):
         kind = device.type
         if kind not in self._others:
             backends = self._backends()
+            if not backends and kind in ("cpu", "cuda"):
+                return None
             if kind not in backends:
                 raise RuntimeError(
                     f"No backend type associated with device type {kind}: this process group was "
@@ -156,16 +158,11 @@ class ProcessGroupFastdist(Calls):
     supports_splitting = True
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Connect the ranks' GPUs before the first call. Every rank must call.
+        """Do nothing: the ranks' GPUs connect at the first call.
 
-        torch calls this for `init_process_group(device_id=...)`, and then for the groups made of
-        that one.
+        torch calls this for `init_process_group(device_id=...)` before it knows the group, which
+        may have another backend for GPUs.
         """
-        self.bound_device_id = device
-        self._comm.all_reduce(torch.zeros(1, device=device))
-
-    def perform_nocolor_split(self, device: torch.device) -> None:
-        """Do nothing: only the ranks of a new group take part in making it."""
 
     @property
     def options(self) -> Any:
@@ -222,7 +219,7 @@ class ProcessGroupFastdist(Calls):
     @property
     def supports_reconfigure(self) -> bool:
         """True unless another backend serves one of the types of devices."""
-        return set(self._backends().values()) == {NAME}
+        return set(self._backends().values()) <= {NAME}
 
     def get_reconfigure_handle(self) -> str:
         """Return the text by which other ranks find this one; it stays the same."""

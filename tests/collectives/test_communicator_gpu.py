@@ -130,7 +130,7 @@ def test_gpus_of_their_own(part: str) -> None:
     passes(start(["gpu_communicator.py", part, "--threads", "2"], gpus_for(2)))
 
 
-@pytest.mark.parametrize("ranks", [2, 6])  # one shot, and two
+@pytest.mark.parametrize("ranks", [2, 4, 6])
 @pytest.mark.parametrize("kind", ["processes", "threads"])
 def test_small_arrays_over_peer_memory(ranks: int, kind: str) -> None:
     command = ["gpu_communicator.py", "over_peer_memory"]

@@ -82,6 +82,17 @@ LAUNCH_VARIABLES = {
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 
 HEAVY_MODULES = ("torch", "cupy", "ml_dtypes", "jax", "tensorflow", "matplotlib", "rich")
+# `import fastdist` takes less than 150 ms with numpy, which takes about half of that. Compared with
+# numpy in the same process, it can be told on a busy machine too.
+IMPORT_SCRIPT = """
+import json, sys, time
+began_s = time.thread_time()
+import numpy
+numpy_s = time.thread_time() - began_s
+began_s = time.thread_time()
+import fastdist
+print(json.dumps([(time.thread_time() - began_s) / numpy_s, sorted(sys.modules)]))
+"""
 
 
 def python_modules() -> Iterator[tuple[str, Path]]:
@@ -310,11 +321,15 @@ def test_settings_are_documented_in_one_table() -> None:
 
 
 def test_import_is_light() -> None:
-    """`.ci/run` shows how long it takes."""
-    script = "import fastdist, json, sys; print(json.dumps(list(sys.modules)))"
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert set(HEAVY_MODULES) & set(json.loads(done.stdout)) == set()
+    shares = []
+    while min(shares, default=1.0) >= 1.0 and len(shares) < 20:  # other tests take the caches
+        result = subprocess.run(
+            [sys.executable, "-c", IMPORT_SCRIPT], capture_output=True, text=True, check=True
+        )
+        of_numpy, loaded = json.loads(result.stdout)
+        shares.append(of_numpy)
+        assert [name for name in HEAVY_MODULES if name in loaded] == []
+    assert min(shares) < 1.0
 
 
 def test_names_of_files_say_what_is_inside() -> None:

@@ -161,10 +161,10 @@ void wait_until_compared(const GpuWork& work) {
   }
 }
 
-// Makes `stream` wait. The host waits until the ranks have compared the call: if they made
-// different ones, this rank's result must not be used.
-py::object wait_on_stream(const GpuWork& work, const py::object& stream) {
-  wait_until_compared(work);
+// Makes `stream` wait. If `compared`, the host waits until the ranks have compared the call: if
+// they made different ones, this rank's result must not be used.
+py::object wait_on_stream(const GpuWork& work, const py::object& stream, bool compared) {
+  if (compared) wait_until_compared(work);
   work.owner->check_usable();
   const nccl::StreamHandle waiting = to_stream(stream);
   work.mark->make_wait(waiting);
@@ -211,7 +211,8 @@ void bind_arrays(py::module_& m) {
   py::class_<GpuMark>(m, "GpuMark");
   py::class_<GpuWork>(m, "GpuWork")
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
-      .def("wait", &wait_on_stream)
+      .def("is_enqueued", [](const GpuWork&) { return true; })  // unlike a call that is to connect
+      .def("wait", &wait_on_stream, py::arg("stream"), py::kw_only(), py::arg("compared") = true)
       .def("synchronize", &synchronize, py::arg("timeout") = py::none());
   py::class_<GpuRegistration>(m, "GpuRegistration").def("close", [](const py::object& self) {
     const py::scoped_critical_section one_thread(self);

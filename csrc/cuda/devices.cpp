@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdio>
+#include <limits>
 
 #include "cuda/check.h"
 
@@ -44,6 +45,14 @@ std::string why_unusable() {
   (void)cudaGetLastError();
   if (error != cudaSuccess) return explain(error, "");
   return count > 0 ? "" : explain(cudaErrorNoDevice, "");
+}
+
+std::size_t free_bytes() noexcept {
+  std::size_t free = 0;
+  std::size_t all = 0;
+  if (cudaMemGetInfo(&free, &all) == cudaSuccess) return free;
+  (void)cudaGetLastError();
+  return std::numeric_limits<std::size_t>::max();
 }
 
 std::vector<DeviceFacts> devices() {

@@ -25,6 +25,8 @@ struct DeviceFacts {
 [[nodiscard]] int driver_version() noexcept;
 // Returns the reason why no GPU can be used, or "".
 [[nodiscard]] std::string why_unusable();
+// Returns the free memory of the current GPU; a number that is too large if it cannot be told.
+[[nodiscard]] std::size_t free_bytes() noexcept;
 // Returns the GPUs that this process can use; empty if there are none.
 [[nodiscard]] std::vector<DeviceFacts> devices();
 

@@ -303,30 +303,27 @@ struct Attempt {
   bool is_done = false;
   bool is_given_up = false;
   abi::Comm comm = nullptr;
-  abi::Result result = abi::kInProgress;
-  std::string error;
+  std::exception_ptr failure;
 };
 
 void attempt_in_thread(const std::shared_ptr<Attempt>& attempt, const Connection& connection) {
   std::thread([attempt, connection] {
     abi::Comm comm = nullptr;
-    abi::Result result = abi::kSystemError;
-    std::string error;
+    std::exception_ptr failure;
     try {
       cuda::make_current(connection.device);
       const cuda::RelaxedCapture relaxed;
       abi::Config config = config_of(connection);
-      result = functions().init_rank(&comm, ranks_in(connection), connection.id,
-                                     rank_in(connection), &config);
-      if (result != abi::kSuccess) error = to_error(result, "ncclCommInitRank", nullptr).what();
-    } catch (const std::exception& failure) {
-      error = failure.what();
+      const abi::Result result = functions().init_rank(&comm, ranks_in(connection), connection.id,
+                                                       rank_in(connection), &config);
+      if (result != abi::kSuccess) throw to_error(result, "ncclCommInitRank", nullptr);
+    } catch (...) {
+      failure = std::current_exception();
     }
     const std::lock_guard lock(attempt->mutex);
-    if (attempt->is_given_up && result == abi::kSuccess) (void)functions().abort(comm);
+    if (attempt->is_given_up && !failure) (void)functions().abort(comm);
     attempt->comm = comm;
-    attempt->result = result;
-    attempt->error = error;
+    attempt->failure = failure;
     attempt->is_done = true;
     attempt->ended.notify_all();
   }).detach();
@@ -352,8 +349,8 @@ abi::Comm connect_blocking(const Connection& connection, const CallOptions& opti
     attempt->is_given_up = true;
     throw;
   }
-  if (attempt->result == abi::kSuccess) return attempt->comm;
-  throw Error(ErrorCode::kState, attempt->error);
+  if (attempt->failure) std::rethrow_exception(attempt->failure);
+  return attempt->comm;
 }
 
 abi::Comm connect_polling(const Connection& connection) {

@@ -6,9 +6,17 @@
 #include <utility>
 
 #include "core/failure.h"
+#include "cuda/devices.h"
 #include "cuda/stream.h"
 
 namespace fastdist::nccl {
+namespace {
+
+constexpr std::size_t kMebibyte = std::size_t{1} << 20;
+// If the GPU has less left, memory is what NCCL lacks: it does not tell which call of CUDA failed.
+constexpr std::size_t kLittleMemory = 256 * kMebibyte;
+
+}  // namespace
 
 const abi::Functions& functions() {
   const Library* library = loaded_library();
@@ -28,8 +36,13 @@ Error to_error(abi::Result result, const std::string& call, abi::Comm comm) {
       return {ErrorCode::kSystem, message};
     case abi::kInvalidArgument:
       return {ErrorCode::kValue, message};
-    case abi::kSuccess:
     case abi::kUnhandledCudaError:
+      if (const std::size_t free = cuda::free_bytes(); free < kLittleMemory) {
+        return {ErrorCode::kMemory, message + "; the GPU has " + std::to_string(free / kMebibyte) +
+                                        " MiB of free memory, and NCCL needs more"};
+      }
+      break;
+    case abi::kSuccess:
     case abi::kInternalError:
     case abi::kInvalidUsage:
     case abi::kInProgress:

@@ -153,7 +153,10 @@ def test_a_stream_that_waits_has_the_copies_of_another(streams: Streams) -> None
             return super().copy_(source)
 
     class Call:
-        def wait(self, timeout: float | None) -> None:
+        def is_enqueued(self) -> bool:
+            return True
+
+        def wait(self, timeout: float | None, *, compared: bool = True) -> None:
             streams.current[-1].append("collective")
 
     main = streams.current[-1]
@@ -177,16 +180,30 @@ def test_a_future_of_gpu_tensors_waits_for_no_other_rank(streams: Streams) -> No
         is_cuda = True
 
     class Call:
-        def __init__(self) -> None:
-            self.are_all_here = threading.Event()
+        """One of a pair of ranks that may not be connected yet."""
 
-        def wait(self, timeout: float | None) -> None:
-            assert self.are_all_here.wait(5)
+        def __init__(self, *, is_connected: bool) -> None:
+            self.is_connected = threading.Event()
+            if is_connected:
+                self.is_connected.set()
 
-    call, completer = Call(), Completer()
+        def is_enqueued(self) -> bool:
+            return self.is_connected.is_set()
+
+        def wait(self, timeout: float | None, *, compared: bool = True) -> None:
+            assert not compared
+            assert self.is_connected.wait(5)
+            streams.current[-1].append("collective")
+
+    main, completer = streams.current[-1], Completer()
     tensor = torch.zeros(3).as_subclass(OnGpu)
-    future: Any = Pending(call, [tensor], None, completer).get_future()
-    future.set_result.assert_not_called()
-    call.are_all_here.set()
+    early, late = Call(is_connected=True), Call(is_connected=False)
+    futures: list[Any] = [
+        Pending(call, [tensor], None, completer).get_future() for call in (early, late)
+    ]
+    futures[0].set_result.assert_called_once()
+    futures[1].set_result.assert_not_called()
+    late.is_connected.set()
     completer.close()
-    future.set_result.assert_called_once()
+    futures[1].set_result.assert_called_once()
+    assert main == []

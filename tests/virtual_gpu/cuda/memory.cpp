@@ -190,6 +190,15 @@ cudaError_t cudaFree(void* data) {
   return remember(release(s, data));
 }
 
+cudaError_t cudaMemGetInfo(size_t* free, size_t* all) {
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  if (s.lost != cudaSuccess) return remember(s.lost);
+  *all = kBytesOfDevice;
+  *free = kBytesOfDevice - bytes_in_use(s, current_device());
+  return cudaSuccess;
+}
+
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
   return remember(copy(to, from, bytes, kind, stream));

@@ -97,6 +97,7 @@ VIRTUAL_GPU_EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int*
 
 VIRTUAL_GPU_EXPORT cudaError_t cudaMalloc(void** data, size_t bytes);
 VIRTUAL_GPU_EXPORT cudaError_t cudaFree(void* data);
+VIRTUAL_GPU_EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* all);
 VIRTUAL_GPU_EXPORT cudaError_t cudaHostAlloc(void** data, size_t bytes, unsigned flags);
 VIRTUAL_GPU_EXPORT cudaError_t cudaFreeHost(void* data);
 VIRTUAL_GPU_EXPORT cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* data);

@@ -308,11 +308,17 @@ class StreamWork:
         """Return True if the device has finished the call."""
         return self._work.is_done()
 
-    def wait(self, timeout: float | None = None) -> Any:
-        """Make the current stream of the arrays' library wait for the call; the host does not wait.
+    def is_enqueued(self) -> bool:
+        """Return True unless the call waits for the other rank's first send or receive."""
+        return self._work.is_enqueued()
+
+    def wait(self, timeout: float | None = None, *, compared: bool = True) -> Any:
+        """Make the current stream of the arrays' library wait for the call.
 
         Args:
-            timeout: first let the host wait, for at most this many seconds.
+            timeout: first let the host wait for the call, for at most this many seconds.
+            compared: let the host wait until the ranks have compared the call. Otherwise it does
+                not wait, and the error comes from the next call.
 
         Returns:
             The result of the call.
@@ -323,7 +329,7 @@ class StreamWork:
         """
         if timeout is not None:
             self._work.synchronize(timeout)
-        return self._work.wait(current_stream(self._array, self._device))
+        return self._work.wait(current_stream(self._array, self._device), compared=compared)
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """Make the host wait for the end of the call; otherwise like `wait`."""

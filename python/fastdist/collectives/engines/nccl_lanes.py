@@ -44,9 +44,13 @@ class LaneWork:
             return self.work.is_done()
         return (self.failure or self._lane.failure) is not None
 
-    def wait(self, stream: int) -> Any:
+    def is_enqueued(self) -> bool:
+        """Return True if the lane is connected, and the call is on the GPU."""
+        return self.work is not None
+
+    def wait(self, stream: int, *, compared: bool = True) -> Any:
         """Make the host wait until the lane is connected, and the stream for the call's end."""
-        return self._begun(None).wait(stream)
+        return self._begun(None).wait(stream, compared=compared)
 
     def synchronize(self, timeout: float | None = None) -> Any:
         """Make the host wait for the end of the call."""

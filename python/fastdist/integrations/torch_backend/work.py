@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -92,7 +92,7 @@ class Pending(TorchWork):
         completer: Completer,
     ) -> None:
         TorchWork.__init__(self)
-        self._work = work
+        self._work: Any = work  # on GPUs a StreamWork
         self._tensors = tensors
         self._completer = completer
         if tensors and tensors[0].is_cuda:
@@ -111,9 +111,9 @@ class Pending(TorchWork):
         self._await(timeout.total_seconds() if timeout > _FOREVER else None)
         return True
 
-    def _await(self, timeout_s: float | None) -> None:
+    def _await(self, timeout_s: float | None, **options: bool) -> None:
         try:
-            self._outcome = self._work.wait(timeout_s)
+            self._outcome = self._work.wait(timeout_s, **options)
         except FastdistError as error:
             failure = DistBackendError(str(error))
             if self._work.is_done():
@@ -154,12 +154,7 @@ class Pending(TorchWork):
             if self._future is not None:
                 return self._future
             self._future = _new_future(self._tensors)
-        # Completing the future compares the calls of all ranks, so the caller does not wait for it.
-        # But a captured call must be enqueued before the capture ends.
-        if self._gpu is not None:
-            is_here = torch.cuda.is_current_stream_capturing()
-        else:
-            is_here = self._work.is_done()
+        is_here = self._work.is_done() if self._gpu is None else self._work.is_enqueued()
         if is_here:
             self.complete(self._future)
         else:
@@ -167,17 +162,20 @@ class Pending(TorchWork):
         return self._future
 
     def complete(self, future: torch.futures.Future[Any]) -> None:
-        """Complete the future when the call has ended."""
-        side: AbstractContextManager[Any] = nullcontext()
-        if self._gpu is not None:  # the future will hold events of the current stream
-            side = torch.cuda.stream(torch.cuda.Stream(self._gpu))  # type: ignore[no-untyped-call]
-        with side:
-            try:
-                self._await(None)
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(list(self._tensors))
+        """Complete the future when the call has ended, or on a GPU when it is enqueued."""
+        if self._gpu is None:
+            self._complete(future)
+        else:  # the future will hold an event of a stream that waits for the call
+            with torch.cuda.stream(_side_stream(self._gpu)):
+                self._complete(future, compared=False)
+
+    def _complete(self, future: torch.futures.Future[Any], **options: bool) -> None:
+        try:
+            self._await(None, **options)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(list(self._tensors))
 
     def is_completed(self) -> bool:
         """Return True if the call has ended, successfully or not."""
@@ -265,6 +263,22 @@ class Completer:
             self._thread.join()
         if self._inner is not None:
             self._inner.close()
+
+
+def _side_stream(gpu: torch.device) -> torch.cuda.Stream:
+    """Return a stream that nothing else uses; the same one, since each takes a while to make.
+
+    A stream of a capture must not be used by other threads meanwhile.
+    """
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    return _new_stream(gpu) if is_capturing else _kept_stream(gpu)
+
+
+def _new_stream(gpu: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
+
+
+_kept_stream = functools.cache(_new_stream)
 
 
 def _new_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:

@@ -138,50 +138,47 @@ class TestTraining:
         assert sizes == [3] * STEPS
         assert errors == ""
 
-    @pytest.mark.parametrize("rank", [0, 2])
-    def test_a_killed_rank_comes_back(
-        self, launcher: Launcher, script: Script, step: Path, expected: list[Any], rank: int
+    def test_killed_ranks_come_back(
+        self, launcher: Launcher, script: Script, step: Path, expected: list[Any]
     ) -> None:
         sizes, errors = self.run(
             launcher,
             script,
             expected,
-            harm=f"if checkpoint.step == 7 and rank == {rank} and once('killed'): die()",
+            harm="if (checkpoint.step, rank) in ((7, 0), (28, 2)) and once(f'{rank}'): die()",
             # Waits for the new rank, for a while.
-            pause="time.sleep(0.0 if checkpoint.step < 9 or size == 3 else 1.5)",
+            pause="time.sleep(0.0 if checkpoint.step in (8, 29) or size == 3 else 1.5)",
         )
         assert sizes[:7] == [3] * 7
-        assert sizes[7] == 2
-        assert sizes[-1] == 3
-        assert "2 replicas train now, 3 before; they go on from commit 7" in errors
-        assert "3 replicas train now, 2 before; they go on from commit" in errors
+        assert (sizes[7], sizes[27], sizes[28], sizes[-1]) == (2, 3, 2, 3)
+        for commit in (7, 28):
+            assert f"2 replicas train now, 3 before; they go on from commit {commit}" in errors
+        assert errors.count("3 replicas train now, 2 before; they go on from commit") == 2
 
-    @pytest.mark.parametrize(
-        "harm",
-        [
-            {"in_step": "if checkpoint.step == 11 and rank() == 1 and once('killed'): die()"},
-            {"in_step": "if checkpoint.step == 11 and rank() == 1 and once('a'): raise OSError(9)"},
-            {"harm": "if checkpoint.step == 0 and rank == 0 and once('killed'): die()"},
-            {"harm": "if checkpoint.step == 35 and rank == 0 and once('killed'): die()"},
-            {"harm": "if checkpoint.step in (5, 20) and once(f'{checkpoint.step}'): die()"},
-            {"harm": "if checkpoint.step == 5 and rank == 1 and once('stopped'): stop()"},
-        ],
-        ids=["within a step", "by an exception", "at once", "in the last step", "twice", "stopped"],
-    )
-    def test_a_rank_is_lost(
-        self,
-        launcher: Launcher,
-        script: Script,
-        step: Path,
-        expected: list[Any],
-        harm: dict[str, str],
+    def test_ranks_are_lost_in_many_ways(
+        self, launcher: Launcher, script: Script, step: Path, expected: list[Any]
     ) -> None:
+        lost = {
+            "at once": "checkpoint.step == 0 and rank == 0",
+            "first": "checkpoint.step == 6",  # whoever comes first
+            "second": "checkpoint.step == 24",
+            "in the last step": "checkpoint.step == 35 and rank == 0",
+        }
+        harm = [f"if {when} and once({name!r}): die()" for name, when in lost.items()]
+        harm += ["if checkpoint.step == 29 and rank == 1 and once('stopped'): stop()"]
         replica = "fd.get_replica_context().replica_id_in_sync_group"
-        harm = {name: text.replace("rank()", replica) for name, text in harm.items()}
-        if "stop()" in str(harm):
-            launcher.environ["FASTDIST_TIMEOUT_S"] = "4"
-        sizes, _ = self.run(launcher, script, expected, **harm)
+        launcher.environ["FASTDIST_TIMEOUT_S"] = "4"
+        sizes, errors = self.run(
+            launcher,
+            script,
+            expected,
+            harm="\n            ".join(harm),
+            in_step=f"if checkpoint.step == 12 and {replica} == 1 and once('killed'): die()\n"
+            f"    if checkpoint.step == 18 and {replica} == 1 and once('raised'): raise OSError(9)",
+            pause="time.sleep(0.0 if size == 3 else 0.5)",
+        )
         assert 2 in sizes
+        assert errors.count("restarting it") == 7
 
     def test_an_error_that_the_function_handles(
         self, launcher: Launcher, script: Script, step: Path, expected: list[Any]

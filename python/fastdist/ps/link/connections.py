@@ -31,7 +31,6 @@ class Connection:
     """A connection that is restored by itself; `Connections` makes and watches it.
 
     Attributes:
-        address: the listener's address.
         is_connected: True if the listener has let this connection in, and it holds.
         was_connected: True once the listener has let it in.
         was_refused: True if the listener has closed the latest connection instead of letting it in.
@@ -55,12 +54,12 @@ class Connection:
         self.lost_at: float | None = None
         self.may_begin = True
         self._epoll = epoll
-        self._keys = keys
-        self._purpose = purpose
         self._breaks_if_stuck = breaks_if_stuck
-        self._place = place
-        self._begun: socket.socket | None = None
+        self._make_stream = partial(
+            Stream, keys=keys, is_listener=False, purpose=purpose, place=place
+        )
         self._stream: Stream | None = None
+        self._is_connecting = False  # the stream's socket
         self._process = os.getpid()
         self._began_at = self._sent_at = self._received_at = 0.0
         self._retry_at = 0.0
@@ -70,25 +69,21 @@ class Connection:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; messages may still leave for some time if there is a connection."""
-        stream, begun = self._stream, self._begun
-        if stream is not None and linger_s:
+        stream = self._stream
+        if stream is None:
+            return
+        if linger_s:
             with suppress(OSError):
                 stream.flush_all(linger_s)
-        for end in (begun, stream.socket if stream else None):
-            if end is not None and self._process == os.getpid():
-                self._epoll.unregister(end)  # another process may keep a descriptor of it
-        if begun is not None:
-            begun.close()
-        if stream is not None:
-            self._sent_at, self._received_at = self.sent_at, self.received_at
-            stream.close()
-        self._stream = self._begun = None
+        if self._process == os.getpid():
+            self._epoll.unregister(stream.socket)  # another process may keep a descriptor of it
+        self._sent_at, self._received_at = self.sent_at, self.received_at
+        stream.close()
+        self._stream = None
 
     @property
     def descriptor(self) -> int:
         """The socket's descriptor; -1 if there is none."""
-        if self._begun is not None:
-            return self._begun.fileno()
         return -1 if self._stream is None else self._stream.socket.fileno()
 
     @property
@@ -128,28 +123,21 @@ class Connection:
         """Seconds after which `look` has something to do if nothing comes."""
         if self._has_changed or self._arrived:
             return 0.0
-        if self.descriptor >= 0 or not self.may_begin:
+        if self._stream is not None or not self.may_begin:
             return _POLL_S
         return max(self._retry_at - time.monotonic(), 0.0)
 
     def look(self, event: int) -> tuple[bool, bool]:
-        """Take note of what has happened.
-
-        Args:
-            event: what epoll tells of the socket.
-
-        Returns:
-            True if messages have arrived; True if the connection was made or lost.
-        """
+        """Act on what epoll tells; return if messages have come, and if it was made or lost."""
         try:
-            if self.descriptor < 0:
+            if self._stream is None:
                 self._begin_if_due()
-            elif self._begun is not None:
-                self._begin_to_talk(event)
             elif event:
-                self._talk(event)
-            elif not self.is_connected and time.monotonic() - self._began_at > _ANSWER_S:
-                raise TimeoutError
+                self._talk(self._stream, event)
+            elif not self.is_connected:
+                patience_s = _CONNECT_S if self._is_connecting else _ANSWER_S
+                if time.monotonic() - self._began_at > patience_s:
+                    raise TimeoutError  # the next try may come through at once
         except OSError:
             self.lose()
         except BaseException:  # an interrupt amid what was said
@@ -164,41 +152,33 @@ class Connection:
             return
         self._began_at = now
         try:
-            self._begun = begin_to_connect(self.address)
+            begun = begin_to_connect(self.address)
         finally:  # a slow search for a name must not take all the time
             self._pause_s = max(self._pause_s, 4 * (time.monotonic() - now))
-        self._epoll.register(self._begun, select.EPOLLOUT)
+        self._epoll.register(begun, select.EPOLLOUT)
+        self._is_connecting = True
+        self._stream = self._make_stream(begun)
 
-    def _begin_to_talk(self, event: int) -> None:
-        assert self._begun is not None
-        if not event:
-            if time.monotonic() - self._began_at > _CONNECT_S:
-                raise TimeoutError  # the next try may come through at once
-            return
-        failed = self._begun.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if failed:
-            raise OSError(failed, os.strerror(failed))
-        tune(self._begun, breaks_if_stuck=self._breaks_if_stuck)
-        self._began_at = time.monotonic()
-        self._stream = Stream(
-            self._begun, self._keys, is_listener=False, purpose=self._purpose, place=self._place
-        )
-        self._begun = None
-        self._epoll.modify(self._stream.socket, select.EPOLLIN)
-        self._talk(select.EPOLLIN)
-
-    def _talk(self, event: int) -> None:
-        assert self._stream is not None
+    def _talk(self, stream: Stream, event: int) -> None:
+        if self._is_connecting:
+            failed = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failed:
+                raise OSError(failed, os.strerror(failed))
+            tune(stream.socket, breaks_if_stuck=self._breaks_if_stuck)
+            self._is_connecting = False
+            self._began_at = time.monotonic()
+            event = select.EPOLLIN
+            self._epoll.modify(stream.socket, event)
         if event & select.EPOLLOUT:
-            self._stream.flush()
+            stream.flush()
         if event & ~select.EPOLLOUT:
-            self._hear(self._stream)
-        if self._stream.is_open and not self.is_connected:
+            self._hear(stream)
+        if stream.is_open and not self.is_connected:
             self.is_connected = self.was_connected = self._has_changed = True
             self.was_refused = False
             self.lost_at = None
             self._pause_s = _RETRY_S[0]
-        self._stream.watch(self._epoll)
+        stream.watch(self._epoll)
 
     def _hear(self, stream: Stream) -> None:
         while (message := stream.receive()) is not None:
@@ -207,7 +187,7 @@ class Connection:
     def lose(self, *, was_refused: bool = False) -> None:
         """Take note that the connection is broken, or could not be made."""
         now = time.monotonic()
-        is_new = self._stream is not None or was_refused
+        is_new = was_refused or (self._stream is not None and not self._is_connecting)
         if is_new and not self.is_connected:
             self.was_refused = was_refused or now - self._began_at < _REFUSAL_S
         self._has_changed |= is_new
@@ -265,9 +245,7 @@ class Connections:
             a sign: the listeners are `Listener(…, breaks_if_stuck=False)`.
         place: see `Stream`; called with the connection's number first.
 
-    Raises:
-        ValueError: an address is none.
-        ImportError: there are keys, and cryptography is not installed.
+    Raises ValueError if an address is none, ImportError if keys need cryptography.
     """
 
     def __init__(

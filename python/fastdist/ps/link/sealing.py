@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import itertools
 from typing import Any
 
 from fastdist.ps.link.keys import Keys
@@ -42,6 +43,8 @@ class Introduction:
 
     Attributes:
         public: the own public key, which the peer has to be told.
+        proof: once the peer's public key is here, the own proof of the secret.
+        ciphers: from then on, those for what this end says, and for what it hears.
     """
 
     def __init__(self, keys: Keys, is_listener: bool, greeting: bytes) -> None:
@@ -50,41 +53,26 @@ class Introduction:
         self._greeting = greeting
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
-        self._said = b""
-        self._shared = b""
 
     def meet(self, public: bytes) -> None:
-        """Take the peer's public key.
-
-        Raises:
-            StrangerError: it is none.
-        """
+        """Take the peer's public key; raise StrangerError if it is none."""
         try:
-            self._shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
+            shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:
             raise StrangerError("not a public key") from None
         pair = (public, self.public) if self._is_listener else (self.public, public)
-        self._said = self._greeting + b"".join(pair)
-
-    def proof(self) -> bytes:
-        """Return the own proof of the secret."""
-        return self._code(self._is_listener)
+        said = self._greeting + b"".join(pair)
+        proofs = [hmac.digest(self._secret, end + said, hashlib.sha256) for end in _ENDS]
+        made = HKDF(SHA256(), 64, self._secret, b"fastdist " + said).derive(shared)
+        own, other = (1, 0) if self._is_listener else (0, 1)
+        ciphers = Cipher(made[:32]), Cipher(made[32:])
+        self.proof, self._expected = proofs[own], proofs[other]
+        self.ciphers = ciphers[own], ciphers[other]
 
     def check(self, proof: bytes) -> None:
         """Raise StrangerError unless the peer has proved that it has the secret."""
-        if not hmac.compare_digest(proof, self._code(not self._is_listener)):
+        if not hmac.compare_digest(proof, self._expected):
             raise StrangerError("the peer has another secret")
-
-    def ciphers(self) -> tuple[Cipher, Cipher]:
-        """Return the ciphers for what this end says, and for what it hears."""
-        made = HKDF(SHA256(), 64, self._secret, b"fastdist " + self._said).derive(self._shared)
-        by_connector, by_listener = Cipher(made[:32]), Cipher(made[32:])
-        if self._is_listener:
-            return by_listener, by_connector
-        return by_connector, by_listener
-
-    def _code(self, of_listener: bool) -> bytes:
-        return hmac.digest(self._secret, _ENDS[of_listener] + self._said, hashlib.sha256)
 
 
 class Cipher:
@@ -92,23 +80,15 @@ class Cipher:
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
-        self._count = 0
+        self._nonces = (number.to_bytes(12, "little") for number in itertools.count(1))
 
     def seal(self, record: Any, out: memoryview) -> None:
         """Encrypt a record into memory that has room for its tag, too."""
-        self._cipher.encrypt_into(self._next(), record, None, out)
+        self._cipher.encrypt_into(next(self._nonces), record, None, out)
 
     def open(self, sealed: memoryview, out: memoryview) -> None:
-        """Decrypt a record.
-
-        Raises:
-            StrangerError: it is not what the peer has said next.
-        """
+        """Decrypt a record; raise StrangerError if it is not what the peer has said next."""
         try:
-            self._cipher.decrypt_into(self._next(), sealed, None, out)
+            self._cipher.decrypt_into(next(self._nonces), sealed, None, out)
         except InvalidTag:
             raise StrangerError("a record that the peer has not made") from None
-
-    def _next(self) -> bytes:
-        self._count += 1
-        return self._count.to_bytes(12, "little")

@@ -28,8 +28,7 @@ _MOST_UNSENT = 1000  # messages
 _LENGTH = struct.Struct("<I")
 TAG_BYTES = 16
 
-MESSAGES, HEARTBEATS = 0, 1
-"""What a connection is for."""
+MESSAGES, HEARTBEATS = 0, 1  # what a connection is for
 
 Place = Callable[[memoryview, int], "list[memoryview] | None"]
 _Reading = Generator[None, None, None]
@@ -50,11 +49,7 @@ def require_cryptography(keys: Keys | None) -> None:
 
 
 class Upload:
-    """A message that is sent from the caller's memory.
-
-    Args:
-        parts: the message.
-    """
+    """A message that is sent from the caller's memory."""
 
     def __init__(self, parts: Iterable[memoryview]) -> None:
         self.parts = deque(parts)  # what is not sent
@@ -73,7 +68,6 @@ class Stream:
     """Messages of several frames over a socket that never blocks.
 
     Args:
-        connected: the socket.
         keys: the job's keys; only a peer that has them may say more than a greeting.
         is_listener: True if the peer has connected to this end.
         purpose: what the connection is for, unless this is a listener.
@@ -82,7 +76,6 @@ class Stream:
             returns memory that it is received in, and then left out of the message.
 
     Attributes:
-        socket: the socket.
         purpose: what the connection is for; a listener learns it when the stream is open.
         is_open: True once the peer has greeted, and has proved that it has the keys.
         sent_at: when bytes of a message were sent last, on the monotonic clock.
@@ -128,14 +121,7 @@ class Stream:
     # --- sending --------------------------------------------------------------------------------
 
     def send(self, frames: Sequence[Any]) -> Upload:
-        """Send a message: as much as fits now, and the rest by `flush`.
-
-        Args:
-            frames: the message; a tuple is one frame of several pieces.
-
-        Raises:
-            OSError: the connection is broken.
-        """
+        """Send a message: what fits now, and the rest by `flush`. A frame may be several pieces."""
         pieces = [frame if isinstance(frame, tuple) else (frame,) for frame in frames]
         views = [[memoryview(piece) for piece in each] for each in pieces]
         sizes = [sum(view.nbytes for view in each) for each in views]
@@ -168,11 +154,7 @@ class Stream:
             epoll.modify(self.socket, events)
 
     def flush(self) -> None:
-        """Send what the socket takes now.
-
-        Raises:
-            OSError: the connection is broken.
-        """
+        """Send what the socket takes now; raise OSError if the connection is broken."""
         if self._is_sending:  # an interrupt came meanwhile: how much was sent is not known
             raise ConnectionAbortedError("interrupted while it was sending")
         while not self.is_flushed:
@@ -194,12 +176,7 @@ class Stream:
                 self.sent_at = time.monotonic()
 
     def flush_all(self, patience_s: float) -> None:
-        """Wait until all is sent.
-
-        Raises:
-            TimeoutError: the peer has taken nothing for so long.
-            OSError: the connection is broken.
-        """
+        """Wait until all is sent; raise TimeoutError if the peer takes nothing for so long."""
         poll = select.poll()
         poll.register(self.socket, select.POLLOUT)
         while not self.is_flushed:
@@ -238,11 +215,7 @@ class Stream:
         return self._read < self._filled or bool(self._opened)
 
     def receive(self) -> list[memoryview] | None:
-        """Return the frames of the next message; None if it has not arrived.
-
-        Raises:
-            OSError: the connection is broken, or the peer is no peer.
-        """
+        """Return the next message's frames, if it is here; raise OSError if the peer is no peer."""
         try:
             next(self._reading)
         except StopIteration:
@@ -282,25 +255,23 @@ class Stream:
         if is_listener:
             self.purpose = purpose
             self._send([memoryview(_GREETING.pack(_MAGICS[1], has_keys, purpose))])
-        if keys is not None:
-            yield from self._introduce(keys, is_listener, bytes([self.purpose]))
-
-    def _introduce(self, keys: Keys, is_listener: bool, greeting: bytes) -> _Reading:
+        if keys is None:
+            return
         from fastdist.ps.link.sealing import PROOF_BYTES, PUBLIC_BYTES, Introduction
 
-        own = Introduction(keys, is_listener, greeting)
+        own = Introduction(keys, is_listener, bytes([self.purpose]))
         public, proof = bytearray(PUBLIC_BYTES), bytearray(PROOF_BYTES)
         if not is_listener:
             self._send([memoryview(own.public)])
         yield from self._fill(memoryview(public))
         own.meet(bytes(public))
         if is_listener:
-            self._send([memoryview(own.public + own.proof())])
+            self._send([memoryview(own.public + own.proof)])
         yield from self._fill(memoryview(proof))
         own.check(bytes(proof))
         if not is_listener:
-            self._send([memoryview(own.proof())])
-        self._way_out, self._way_in = own.ciphers()
+            self._send([memoryview(own.proof)])
+        self._way_out, self._way_in = own.ciphers
         self._record = _memory(_RECORD_BYTES + TAG_BYTES)
         self._room = _memory(_RECORD_BYTES)
 
@@ -312,8 +283,13 @@ class Stream:
         done = 0
         while done < out.nbytes:
             if not self._opened:
-                record = yield from self._receive_record()
-                nbytes = record.nbytes - TAG_BYTES
+                length = memoryview(bytearray(_LENGTH.size))
+                yield from self._fill_as_sent(length)
+                (nbytes,) = _LENGTH.unpack(length)
+                if not 0 < nbytes <= _RECORD_BYTES:
+                    raise ConnectionAbortedError(f"a record of {nbytes} bytes")
+                record = self._record[: nbytes + TAG_BYTES]
+                yield from self._fill_as_sent(record)
                 if nbytes <= out.nbytes - done:
                     self._way_in.open(record, out[done : done + nbytes])
                     done += nbytes
@@ -324,16 +300,6 @@ class Stream:
             out[done : done + nbytes] = self._opened[:nbytes]
             self._opened = self._opened[nbytes:]
             done += nbytes
-
-    def _receive_record(self) -> Generator[None, None, memoryview]:
-        length = memoryview(bytearray(_LENGTH.size))
-        yield from self._fill_as_sent(length)
-        (nbytes,) = _LENGTH.unpack(length)
-        if not 0 < nbytes <= _RECORD_BYTES:
-            raise ConnectionAbortedError(f"a record of {nbytes} bytes")
-        record = self._record[: nbytes + TAG_BYTES]
-        yield from self._fill_as_sent(record)
-        return record
 
     def _fill_as_sent(self, out: memoryview) -> _Reading:
         done = 0

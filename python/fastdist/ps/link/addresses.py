@@ -18,11 +18,7 @@ _PROBE_S = 5  # connections that are silent for this time are probed
 
 
 def is_local(address: str) -> bool:
-    """Return True if only programs of this machine can reach an address.
-
-    Raises:
-        ValueError: the address is invalid.
-    """
+    """Return True if only this machine can reach an address; raise ValueError if it is none."""
     if _path(address):
         return True
     host, _ = _host_and_port(address)
@@ -33,27 +29,25 @@ def is_local(address: str) -> bool:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Listen at an address.
+    """Listen at an address: port `*` or 0 is a free one, host `*` is all of this machine's.
 
-    Args:
-        address: where; port `*` or 0 is a free one, host `*` is all of this machine's.
-
-    Returns:
-        The socket, which does not block, and the address with the actual port.
-
-    Raises:
-        ValueError: the address is invalid.
-        OSError: another process listens there, or the address is not this machine's.
+    Returns the socket, which does not block, and the address with the actual port. Raises
+    ValueError if the address is invalid, OSError if it is in use, or not this machine's.
     """
     path = _path(address)
-    host, port = ("", 0) if path else _host_and_port(address)
     try:
-        made = _listen_at_path(path) if path else _listen_at_port(host, port)
+        if path:
+            made = _listen_at_path(path)
+        else:
+            host, port = _host_and_port(address)
+            kind, *_, where = _resolved(host, port, socket.AI_PASSIVE)
+            made = socket.create_server(where, family=kind, backlog=_WAITING)
+            shown = f"[{host}]" if ":" in host else host or "0.0.0.0"
+            address = f"tcp://{shown}:{made.getsockname()[1]}"
     except OSError as error:
         raise OSError(error.errno, f"{address}: {error.strerror or error}") from None
     made.setblocking(False)
-    shown = f"[{host}]" if ":" in host else host
-    return made, address if path else f"tcp://{shown or '0.0.0.0'}:{made.getsockname()[1]}"
+    return made, address
 
 
 def _listen_at_path(path: str) -> socket.socket:
@@ -72,18 +66,8 @@ def _listen_at_path(path: str) -> socket.socket:
     return made
 
 
-def _listen_at_port(host: str, port: int) -> socket.socket:
-    kind, *_, where = _resolved(host, port, socket.AI_PASSIVE)
-    return socket.create_server(where, family=kind, backlog=_WAITING)
-
-
 def begin_to_connect(address: str) -> socket.socket:
-    """Return a socket that does not block, and that can be written to when it is connected.
-
-    Raises:
-        OSError: the address cannot be reached.
-        ValueError: the address is invalid.
-    """
+    """Return a socket that can be written to once it is connected; OSError if it cannot be."""
     path = _path(address)
     kind, *_, where = (socket.AF_UNIX, path) if path else _resolved(*_host_and_port(address))
     made = socket.socket(kind)
@@ -99,12 +83,7 @@ def begin_to_connect(address: str) -> socket.socket:
 
 
 def tune(connected: socket.socket, *, breaks_if_stuck: bool) -> None:
-    """Set a connection's options.
-
-    Args:
-        connected: the connection.
-        breaks_if_stuck: let the connection break when the peer takes nothing for 10 s.
-    """
+    """Set a connection's options: it breaks, if it may, when the peer takes nothing for 10 s."""
     connected.setblocking(False)
     if connected.family == socket.AF_UNIX:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)  # or what is permitted

@@ -58,9 +58,7 @@ class Keys:
 def job_keys() -> Keys | None:
     """Return the keys that FASTDIST_PS_KEYS holds, as JSON or as a file's path; None if unset.
 
-    Raises:
-        ValueError: the setting, or the file, does not hold keys.
-        OSError: the file cannot be read.
+    Raises ValueError if the setting or the file holds no keys, OSError if the file cannot be read.
     """
     setting = settings().ps_keys
     if setting is None:
@@ -74,12 +72,7 @@ def job_keys() -> Keys | None:
 
 
 def read_keys(path: str | Path) -> Keys:
-    """Read a file that `fastdist keys` has written.
-
-    Raises:
-        ValueError: the file does not hold keys.
-        OSError: the file cannot be read.
-    """
+    """Read a file that `fastdist keys` has written; raise ValueError if it holds no keys."""
     try:
         return Keys.from_json(Path(path).read_text())
     except ValueError as error:

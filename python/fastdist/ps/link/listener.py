@@ -104,16 +104,9 @@ class Listener:
         self._wake.close()
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, list[memoryview]] | None:
-        """Wait for a message.
+        """Return the next message: the number of its connection, and its frames.
 
-        Args:
-            timeout_s: how long; None for ever.
-
-        Returns:
-            The number of the connection, and the frames; None after that time, and after `wake`.
-
-        Raises:
-            ListenerClosed: the listener was stopped.
+        Returns None after the timeout, and after `wake`; raises ListenerClosed after `stop`.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -156,15 +149,9 @@ class Listener:
         return is_woken
 
     def send(self, number: int, *frames: Any, waits: bool = False) -> Upload | None:
-        """Send a message.
+        """Send a message: what fits now, and the rest by `receive`; or, with `waits`, all of it.
 
-        Args:
-            number: of the connection.
-            frames: the message.
-            waits: wait until it is on its way; otherwise `receive` sends what does not fit now.
-
-        Returns:
-            Tells when the frames' memory may change; None if the peer is gone.
+        Returns what tells when the frames' memory may change; None if the peer is gone.
         """
 
         def send(stream: Stream) -> Upload:
@@ -209,8 +196,10 @@ class Listener:
             self._accepts_at = time.monotonic() + _PAUSE_S
             return
         try:
-            if not _may_come(accepted):
-                raise ConnectionRefusedError
+            if accepted.family == socket.AF_UNIX:
+                peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+                if _PEER.unpack(peer)[1] not in (os.getuid(), 0):
+                    raise ConnectionRefusedError
             tune(accepted, breaks_if_stuck=self._breaks_if_stuck)
         except OSError:
             accepted.close()
@@ -242,11 +231,3 @@ class Listener:
         del self._by_descriptor[stream.socket.fileno()]
         self._epoll.unregister(stream.socket)  # another descriptor may be kept of it
         stream.close()
-
-
-def _may_come(accepted: socket.socket) -> bool:
-    """Return True unless this is a Unix socket of another user's process."""
-    if accepted.family != socket.AF_UNIX:
-        return True
-    peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return _PEER.unpack(peer)[1] in (os.getuid(), 0)

@@ -11,14 +11,13 @@ class Wake:
     """An event that a poller can wait for, and that any thread may set, also after `close`."""
 
     def __init__(self) -> None:
-        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # -1: closed
         self._lock = threading.Lock()
-        self._is_open = True
 
     def set(self) -> None:
         """Wake the thread."""
         with self._lock:
-            if self._is_open:
+            if self.descriptor >= 0:
                 os.eventfd_write(self.descriptor, 1)
 
     def clear(self) -> None:
@@ -29,6 +28,5 @@ class Wake:
     def close(self) -> None:
         """Release the descriptor."""
         with self._lock:
-            if self._is_open:
-                self._is_open = False
-                os.close(self.descriptor)
+            os.close(self.descriptor)
+            self.descriptor = -1

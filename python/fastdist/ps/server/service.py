@@ -34,7 +34,6 @@ from fastdist.ps.wire.batches import (
 from fastdist.ps.wire.frames import Array, decode_floats
 from fastdist.ps.wire.protocol import (
     APPLIED_ONCE,
-    FRAMES,
     MAX_LONG_META_BYTES,
     MAX_META_BYTES,
     VERSION,
@@ -117,7 +116,7 @@ class Service:
         try:
             header = Header.unpack(frames[0] if frames else b"")
             op = Op(header.kind)
-            if len(frames) - 1 not in FRAMES[op]:
+            if len(frames) - 1 not in op.frames:
                 raise ProtocolError(f"{op.name} with {len(frames) - 1} frames")
         except VersionError as error:
             return _reply(error.header, Status.OTHER_VERSION), str(error).encode()

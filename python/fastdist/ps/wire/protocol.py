@@ -24,39 +24,32 @@ HEADER_BYTES = _HEADER.size
 
 
 class Op(enum.IntEnum):
-    """The operation that a request asks for; the comments name the frames after its header."""
+    """The operation that a request asks for: its number, and how many frames may follow."""
 
-    HELLO = 1  # none
-    CREATE = 2  # a spec, and a dense variable's initial value
-    READ = 3  # entries and ids
-    CHANGE = 4  # entries and ids; gradients; entries and ids to read afterwards, if any
-    ASSIGN = 5  # entries and ids; values
-    STATS = 6  # none
-    SAVE = 7  # JSON: part, common beginning of the files' paths
-    RESTORE = 8  # JSON: part, directory, names of files
-    COMMIT = 9  # JSON: weight, objects
-    DISCARD = 10  # JSON: a list of rounds
-    RESET = 11  # none
-    END = 12  # none
+    frames: tuple[int, ...]
+
+    def __new__(cls, value: int, *frames: int) -> Op:
+        """Make an operation, whose `frames` are the numbers of frames that it may have."""
+        op = int.__new__(cls, value)
+        op._value_, op.frames = value, frames
+        return op
+
+    HELLO = 1, 0
+    CREATE = 2, 1, 2  # a spec, and a dense variable's initial value
+    READ = 3, 1  # entries and ids
+    CHANGE = 4, 2, 3  # entries and ids; gradients; entries and ids to read afterwards, if any
+    ASSIGN = 5, 2  # entries and ids; values
+    STATS = 6, 0
+    SAVE = 7, 1  # JSON: part, common beginning of the files' paths
+    RESTORE = 8, 1  # JSON: part, directory, names of files
+    COMMIT = 9, 1  # JSON: weight, objects
+    DISCARD = 10, 1  # JSON: a list of rounds
+    RESET = 11, 0
+    END = 12, 0
 
 
-FRAMES = {
-    Op.HELLO: (0,),
-    Op.CREATE: (1, 2),
-    Op.READ: (1,),
-    Op.CHANGE: (2, 3),
-    Op.ASSIGN: (2,),
-    Op.STATS: (0,),
-    Op.SAVE: (1,),
-    Op.RESTORE: (1,),
-    Op.COMMIT: (1,),
-    Op.DISCARD: (1,),
-    Op.RESET: (0,),
-    Op.END: (0,),
-}
-CHANGES = frozenset((Op.CHANGE, Op.ASSIGN))
 # Requests that are applied once, however often they arrive.
-APPLIED_ONCE = CHANGES | frozenset((Op.SAVE, Op.RESTORE, Op.COMMIT, Op.RESET))
+APPLIED_ONCE = frozenset((Op.CHANGE, Op.ASSIGN, Op.SAVE, Op.RESTORE, Op.COMMIT, Op.RESET))
 
 
 class Status(enum.IntEnum):
@@ -74,17 +67,6 @@ class Status(enum.IntEnum):
     BUSY = 9  # the client should ask again later, by the same number
 
 
-_ERRORS: dict[Status, type[Exception]] = {
-    Status.VALUE_ERROR: ValueError,
-    Status.TYPE_ERROR: TypeError,
-    Status.INDEX_ERROR: IndexError,
-    Status.MEMORY_ERROR: MemoryError,
-    Status.FAILED: FastdistError,
-    Status.OTHER_VERSION: FastdistError,
-    Status.OS_ERROR: OSError,
-}
-
-
 class ProtocolError(Exception):
     """A message that fastdist's clients do not send."""
 
@@ -95,6 +77,19 @@ class BusyError(Exception):
 
 class RestartedError(Exception):
     """A request names an object that an earlier server at this address kept."""
+
+
+_ERRORS: dict[Status, type[Exception]] = {
+    Status.VALUE_ERROR: ValueError,
+    Status.TYPE_ERROR: TypeError,
+    Status.INDEX_ERROR: IndexError,
+    Status.MEMORY_ERROR: MemoryError,
+    Status.FAILED: FastdistError,
+    Status.OTHER_VERSION: FastdistError,
+    Status.OS_ERROR: OSError,
+    Status.RESTARTED: RestartedError,
+    Status.BUSY: BusyError,
+}
 
 
 class VersionError(Exception):
@@ -144,12 +139,7 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header:
-        """Parse the header in a frame.
-
-        Raises:
-            ProtocolError: the frame is not a header.
-            VersionError: the header is of another version.
-        """
+        """Parse a frame; raise ProtocolError if it is no header, VersionError if not of ours."""
         if len(data) < _COMMON_HEADER.size or bytes(data[:4]) != _MAGIC:
             raise ProtocolError(f"a first frame of {len(data)} bytes, not a header")
         _, version, kind, index, number, floor, client = _COMMON_HEADER.unpack_from(data)
@@ -167,11 +157,7 @@ def kind_of(data: bytes | memoryview) -> int:
 
 
 def message_bytes(op: Op, frames: Sequence[Any]) -> int:
-    """Return the total size of a request's frames, in bytes.
-
-    Raises:
-        ValueError: a frame is larger than servers accept.
-    """
+    """Return the size of a request's frames; raise ValueError if servers would not accept one."""
     sizes = [memoryview(frame).nbytes for frame in frames]
     largest = max(sizes, default=0)
     if largest > MAX_FRAME_BYTES:
@@ -184,14 +170,8 @@ def message_bytes(op: Op, frames: Sequence[Any]) -> int:
 
 def status_of(error: Exception) -> Status:
     """Return the status that stands for an error in a reply."""
-    if isinstance(error, RestartedError):
-        return Status.RESTARTED
-    if isinstance(error, BusyError):
-        return Status.BUSY
-    for status, kind in _ERRORS.items():
-        if isinstance(error, kind):
-            return status
-    return Status.FAILED
+    found = (status for status, kind in _ERRORS.items() if isinstance(error, kind))
+    return next(found, Status.FAILED)
 
 
 def error_of(status: int, message: str, server: int) -> Exception:

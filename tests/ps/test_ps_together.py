@@ -192,10 +192,10 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
             r"expected values of shape \(2,\), got 4 bytes instead of 8",
         ),
         (Op.CHANGE, [about[:-1], bytes(8)], "39 bytes for 1 entries of 32 bytes"),
-        (Op.CHANGE, [about + bytes(8), bytes(8)], "1 ids, the entries name 0"),
+        (Op.CHANGE, [about + bytes(8), bytes(8)], "8 bytes of ids, the entries name 0"),
         (Op.READ, [names(number, 1, begin=IDS) + bytes(8)], "a DenseSpec, expected a RowsSpec"),
         (Op.READ, [names(number + 99)], "does not exist"),
-        (Op.READ, [about + bytes(9)], "not a multiple of 8"),
+        (Op.READ, [about + bytes(9)], "9 bytes of ids, the entries name 0"),
         (Op.READ, [b"\xff" * 40], "40 bytes for 18446744073709551615 entries"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -322,7 +322,7 @@ def test_errors_come_back(server: Server, client: Client) -> None:
         (ValueError, "Lion", lambda: client.create(0, RowsSpec("y", 2, RuleSpec("Lion")))),
         (
             ValueError,
-            r"float32 of shape \(3,\), got 8 bytes",
+            r"expected values of shape \(3,\), got 8 bytes instead of 12",
             lambda: client.create(0, DenseSpec("z", (3,), SGD), np.zeros(2)),
         ),
     ]

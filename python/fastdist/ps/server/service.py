@@ -6,8 +6,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,11 @@ from fastdist.ps.wire.batches import (
     Kinds,
     Place,
     extents_of,
-    pack_steps,
     padded,
     unpack_names,
     unpack_values,
 )
-from fastdist.ps.wire.frames import Array, decode_floats
+from fastdist.ps.wire.frames import Array
 from fastdist.ps.wire.protocol import (
     APPLIED_ONCE,
     MAX_LONG_META_BYTES,
@@ -50,7 +48,7 @@ from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json
 
 _LENT_BYTES = 1 << 18
 _MAX_LR = float(np.finfo(np.float32).max)
-_Body = Array | tuple[bytes, Array]
+_Body = Array | tuple[Array, Array]
 _Wanted = tuple[Sequence[tuple[Spec, Any]], Sequence[Place], Kinds]
 
 
@@ -187,19 +185,24 @@ class Service:
         lent.
         """
         found, places, kinds = wanted
-        steps = pack_steps([stored.step for _, stored in found])
+        steps = np.array([stored.step for _, stored in found], np.uint64).view(np.uint8)
         extents, size = extents_of(kinds)
         begin, wire = (places[0], kinds[0][1]) if len(kinds) == 1 else (None, None)
         if buffers.may_lend and isinstance(begin, int) and size >= _LENT_BYTES and wire is None:
             buffers.require_room(size, header.client)
             return steps, found[0][1].values[begin : begin + size // 4]
-        reply = buffers.take(len(steps) + size, header.client)
-        reply[: len(steps)] = np.frombuffer(steps, np.uint8)
-        body = reply[len(steps) :]
+        reply = buffers.take(steps.size + size, header.client)
+        reply[: steps.size] = steps
+        body = reply[steps.size :]
         for (_, stored), at, extent, (shape, wire) in zip(
             found, places, extents, kinds, strict=True
         ):
-            _fill(body[extent], shape, wire, partial(stored.pull, at))
+            if wire is None:
+                stored.pull(at, body[extent].view(np.float32).reshape(shape))
+            else:
+                values = np.empty(shape, np.float32)
+                stored.pull(at, values)
+                wire.encode(values, body[extent])
             body[extent.stop : padded(extent.stop)] = 0  # of an earlier reply
         return reply
 
@@ -232,7 +235,7 @@ class Service:
         """Validate the whole message before anything changes."""
         entries, places = unpack_names(names)
         found = self._registry.of_message(entries, math.inf)
-        values = list(unpack_values(frame, _kinds(found, entries, is_plain=op is Op.ASSIGN)))
+        values = unpack_values(frame, _kinds(found, entries, is_plain=op is Op.ASSIGN))
         if len(found) > 1 or header.round:  # one table alone checks its own when it changes
             _check_ids(found, places)
         if op is Op.ASSIGN:
@@ -313,28 +316,13 @@ class Service:
                 return spec.make()
             if len(frames) < 2:
                 raise ValueError(f"{spec.name!r} does not exist, and no initial value is given")
-            return spec.make(decode_floats(frames[1], spec.shape))
+            return spec.make(unpack_values(frames[1], [(spec.shape, None)])[0])
 
         return self._registry.create(spec, make)
 
 
 def _reply(request: Header, status: Status = Status.OK) -> Header:
     return Header(status, request.number, request.client, request.object)
-
-
-def _fill(
-    reply: Array,
-    shape: Sequence[int],
-    wire: _core.WireFormat | None,
-    read: Callable[[Array], None],
-) -> None:
-    """Put the values that `read` writes to an array into `reply`, in their encoding."""
-    if wire is None:
-        read(reply.view(np.float32).reshape(shape))
-        return
-    values = np.empty(shape, np.float32)
-    read(values)
-    wire.encode(values, reply)
 
 
 def _kinds(

@@ -8,15 +8,16 @@ with what is left: memory for a range is reused, while memory for the whole woul
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.ps.wire.frames import Array, decode_floats, decode_ids
+from fastdist.ps.wire.frames import Array, decode_floats_into
 
 # Dense values of up to this many elements share messages, which cost as much as sending 64 KiB.
 SMALL_SIZE = 1 << 14
@@ -54,41 +55,25 @@ def pack_names(entries: Sequence[Entry], ids: Sequence[memoryview]) -> bytes:
 
 
 def unpack_names(frame: memoryview) -> tuple[list[Entry], list[Place]]:
-    """Return the entries of such a frame, and the place of each.
-
-    Raises:
-        ValueError: the frame has another size than its entries say.
-    """
+    """Return the entries of such a frame, and the places; raise ValueError if its size is wrong."""
     count = _COUNT.unpack_from(frame)[0] if frame.nbytes >= _COUNT.size else 0
     end = _COUNT.size + count * _ENTRY.size
     if frame.nbytes < end:
         raise ValueError(f"{frame.nbytes} bytes for {count} entries of {_ENTRY.size} bytes")
     entries = [Entry(*entry) for entry in _ENTRY.iter_unpack(frame[_COUNT.size : end])]
-    all_ids = decode_ids(frame[end:])
-    places: list[Place] = []
-    used = 0
-    for entry in entries:
-        if entry.begin != IDS:
-            places.append(entry.begin)
-            continue
-        places.append(all_ids[used : used + entry.size])
-        used += entry.size
-    if all_ids.size != used:
-        raise ValueError(f"{all_ids.size} ids, the entries name {used}")
+    counts = [entry.size if entry.begin == IDS else 0 for entry in entries]
+    if frame.nbytes != end + 8 * sum(counts):
+        raise ValueError(f"{frame.nbytes - end} bytes of ids, the entries name {sum(counts)} ids")
+    ids = np.frombuffer(frame[end:], np.uint64)
+    places: list[Place] = [
+        ids[used - count : used] if entry.begin == IDS else entry.begin
+        for entry, count, used in zip(entries, counts, itertools.accumulate(counts), strict=True)
+    ]
     return entries, places
 
 
-def pack_steps(steps: Sequence[int]) -> bytes:
-    """Return the beginning of the reply to a READ: the step of each object."""
-    return struct.pack(f"<{len(steps)}Q", *steps)
-
-
 def split_steps(reply: memoryview, count: int) -> tuple[tuple[int, ...], memoryview]:
-    """Return the steps in the reply to a READ, and the rest.
-
-    Raises:
-        ValueError: the reply is shorter.
-    """
+    """Return the steps in the reply to a READ, and the rest; raise ValueError if it is shorter."""
     if reply.nbytes < 8 * count:
         raise ValueError(f"expected {count} steps, got {reply.nbytes} bytes")
     return struct.unpack_from(f"<{count}Q", reply), reply[8 * count :]
@@ -108,11 +93,11 @@ def pack_values(values: Sequence[Array], kinds: Kinds) -> Array:
     return frame
 
 
-def unpack_values(frame: memoryview, kinds: Kinds) -> Iterator[Array]:
+def unpack_values(frame: memoryview, kinds: Kinds) -> list[Array]:
     """Return the values of a frame that `pack_values` made, as float32.
 
-    Raises:
-        ValueError: the frame has another size than these values take.
+    Those that are not encoded are the frame's own memory. Raises ValueError if the frame has
+    another size than these values take.
     """
     extents, size = extents_of(kinds)
     if frame.nbytes != size:
@@ -120,10 +105,14 @@ def unpack_values(frame: memoryview, kinds: Kinds) -> Iterator[Array]:
         raise ValueError(
             f"expected values of shape {shapes}, got {frame.nbytes} bytes instead of {size}"
         )
-    return (
-        decode_floats(frame[extent], shape, wire)
-        for extent, (shape, wire) in zip(extents, kinds, strict=True)
-    )
+    values: list[Array] = []
+    for extent, (shape, wire) in zip(extents, kinds, strict=True):
+        if wire is None:
+            values.append(np.frombuffer(frame[extent], np.float32).reshape(shape))
+        else:
+            values.append(np.empty(shape, np.float32))
+            decode_floats_into(values[-1], frame[extent], wire)
+    return values
 
 
 def extents_of(kinds: Kinds) -> tuple[list[slice], int]:

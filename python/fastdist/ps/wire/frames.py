@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,7 @@ Array = np.ndarray[Any, Any]
 
 
 def to_ids(ids: Any) -> Array:
-    """Convert ids to contiguous 64-bit integers, ready to send.
-
-    Raises:
-        TypeError: the ids are not integers.
-    """
+    """Convert ids to contiguous 64-bit integers; raise TypeError if they are not integers."""
     array = np.ascontiguousarray(ids)
     if array.dtype.kind not in "iu":
         raise TypeError(f"ids must be integers, got {array.dtype}")
@@ -26,60 +20,17 @@ def to_ids(ids: Any) -> Array:
 
 
 def to_floats(values: Any) -> Array:
-    """Convert values to contiguous float32, ready to send."""
+    """Convert values to contiguous float32."""
     return np.ascontiguousarray(values, np.float32)
 
 
-def decode_ids(frame: memoryview) -> Array:
-    """Return the ids in a frame.
-
-    Raises:
-        ValueError: the frame's size is not a multiple of 8 bytes.
-    """
-    if frame.nbytes % 8:
-        raise ValueError(f"ids of {frame.nbytes} bytes, not a multiple of 8")
-    return np.frombuffer(frame, np.uint64)
-
-
-def decode_floats(
-    frame: memoryview, shape: Sequence[int], wire: _core.WireFormat | None = None
-) -> Array:
-    """Return the values in a frame, as float32.
-
-    Args:
-        frame: a frame of a message.
-        shape: the values' shape.
-        wire: the encoding; None for float32.
-
-    Raises:
-        ValueError: the frame has another size than these values take.
-    """
-    if wire is not None:
-        values = np.empty(shape, np.float32)
-        decode_floats_into(values, frame, wire)
-        return values
-    if frame.nbytes != 4 * math.prod(shape):
-        raise ValueError(f"expected float32 of shape {tuple(shape)}, got {frame.nbytes} bytes")
-    return np.frombuffer(frame, np.float32).reshape(shape)
-
-
-def decode_floats_into(out: Array, frame: memoryview, wire: _core.WireFormat | None = None) -> None:
-    """Copy the values in a frame to an array.
-
-    Args:
-        out: contiguous float32.
-        frame: a frame of a message, with as many values as `out`.
-        wire: the encoding; None for float32.
-
-    Raises:
-        ValueError: the frame has another size than these values take.
-    """
-    if wire is not None:
-        wire.decode(np.frombuffer(frame, np.uint8), out)
-        return
-    if frame.nbytes != out.nbytes:
-        raise ValueError(f"expected float32 of shape {out.shape}, got {frame.nbytes} bytes")
-    out.reshape(-1).view(np.uint8)[...] = np.frombuffer(frame, np.uint8)
+def decode_floats_into(out: Array, frame: memoryview, wire: _core.WireFormat | None) -> None:
+    """Copy the values in a frame of their size to contiguous float32; no wire means float32."""
+    data = np.frombuffer(frame, np.uint8)
+    if wire is None:
+        out.reshape(-1).view(np.uint8)[...] = data
+    else:
+        wire.decode(data, out)
 
 
 def keep_freed_memory() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from fastdist.ps.server.deduplication import Deduplicator, Progress
 from fastdist.ps.server.registry import Registry
 from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds
 from fastdist.ps.server.send_buffers import SendBuffers
-from fastdist.ps.server.staleness import Staleness
 from fastdist.ps.wire.batches import (
     IDS,
     PART_SIZE,
@@ -34,6 +34,7 @@ from fastdist.ps.wire.protocol import (
     APPLIED_ONCE,
     MAX_LONG_META_BYTES,
     MAX_META_BYTES,
+    UNKNOWN_STEP,
     VERSION,
     BusyError,
     Header,
@@ -65,9 +66,9 @@ class Service:
         self._max_staged_bytes = max_staged_bytes
         self._rounds = Rounds(max_staged_bytes)
         self._deduplicator = Deduplicator()
-        self._staleness = Staleness()
         self._counts = {"requests": 0, "repeated": 0, "malformed": 0}
-        self._nonfinite: dict[int, int] = {}
+        self._staleness: Counter[int] = Counter()  # of pushes, by the bits of their staleness
+        self._nonfinite: Counter[int] = Counter()  # of elements, by the number of their object
         self._counts_lock = threading.Lock()
         self._started = time.monotonic()
 
@@ -84,16 +85,16 @@ class Service:
         for number, spec, stored in self._registry.all():
             entry = {"name": spec.name, "kind": type(spec).__name__, "nbytes": stored.nbytes}
             entry["steps"] = stored.step
-            entry["nonfinite"] = self._nonfinite.get(number, 0)
+            entry["nonfinite"] = self._nonfinite[number]
             if isinstance(spec, RowsSpec):
                 entry["rows"] = len(stored)
             objects.append(entry)
         with self._counts_lock:
-            counts = dict(self._counts)
+            counts, staleness = dict(self._counts), sorted(self._staleness.items())
         return {
             **counts,
             "uptime_s": time.monotonic() - self._started,
-            "staleness": self._staleness.histogram(),
+            "staleness": {_range(bits): count for bits, count in staleness},
             "rounds": self._rounds.stats(),
             "objects": objects,
         }
@@ -214,22 +215,16 @@ class Service:
             elif op is Op.COMMIT:
                 reply = self._commit(header, frames[0])
             elif op is Op.RESET:
-                self._reset()
+                # In this order, a late request of the previous job finds its rounds, or no objects.
+                self._registry.clear()
+                self._rounds = Rounds(self._max_staged_bytes)
+                self._staleness = Counter()
                 reply = b""
             else:
                 reply = self._change_values(op, header, *frames)
         finally:
             self._deduplicator.end(header.client, header.number, reply)
         return reply
-
-    def _reset(self) -> None:
-        """Clear the registry before the rounds.
-
-        In this order, a late request of the previous job finds either its rounds or no objects.
-        """
-        self._registry.clear()
-        self._rounds = Rounds(self._max_staged_bytes)
-        self._staleness = Staleness()
 
     def _change_values(self, op: Op, header: Header, names: memoryview, frame: memoryview) -> bytes:
         """Validate the whole message before anything changes."""
@@ -246,8 +241,9 @@ class Service:
             _check_lr(_lr(entry.lr))
             self._check_finite(entry.object, spec, gradient)
         for entry, (_, stored) in zip(entries, found, strict=True):
-            if entry.begin in (0, IDS):  # once for all parts
-                self._staleness.count(stored.step, entry.step)
+            if entry.begin in (0, IDS) and entry.step != UNKNOWN_STEP:  # once for all parts
+                with self._counts_lock:
+                    self._staleness[max(0, stored.step - entry.step).bit_length()] += 1
         if header.round:
             staged = zip(entries, places, values, strict=True)
             gradients = [(e.object, part) for e, at, own in staged for part in _parts(at, own)]
@@ -263,7 +259,7 @@ class Service:
         if not found:
             return
         with self._counts_lock:
-            self._nonfinite[number] = self._nonfinite.get(number, 0) + found
+            self._nonfinite[number] += found
         if spec.refuse_nonfinite:
             raise ValueError(
                 f"{spec.name!r}: {found} of {gradient.size} elements of the gradient are NaN or "
@@ -361,6 +357,12 @@ def _check_lr(lr: float | None) -> float | None:
     if lr is not None and not 0 <= lr <= _MAX_LR:
         raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
     return lr
+
+
+def _range(bits: int) -> str:
+    """Return the numbers of so many bits: "0", "1", "2-3", "4-7", …."""
+    first, last = 1 << bits >> 1, (1 << bits) - 1
+    return str(first) if first >= last else f"{first}-{last}"
 
 
 def _state_reply(state: str) -> bytes:

@@ -312,7 +312,7 @@ def test_idle_rounds_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
         rounds.stage(2, gradient)
     assert rounds.stats() == {"open": 1, "nbytes": 4 * (12 + 512)}
     rounds.stage(1, gradient)
-    assert rounds.commit(1, 1.0, {5: None}) == DISCARDED
+    assert rounds.commit(1) == DISCARDED
     assert rounds.stats() == {"open": 1, "nbytes": 4 * (12 + 512)}
 
 
@@ -333,7 +333,7 @@ def test_limits_of_open_and_finished_rounds() -> None:
     rounds = Rounds(1 << 20)
     rounds.discard(list(range(1, 10_000)))
     assert len(rounds._finished) == 4096
-    assert rounds.commit(9_999, 1.0, {}) == DISCARDED
+    assert rounds.commit(9_999) == DISCARDED
     gradient = [(0, (0, np.ones(1, np.float32)))]
     for round in range(10_000, 11_024):
         rounds.stage(round, gradient)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -26,58 +25,11 @@ Gradient = tuple[Place, Array]
 
 @dataclass(slots=True)
 class _OpenRound:
-    """A round that is neither applied nor discarded.
+    """A round that still takes gradients."""
 
-    Attributes:
-        staged: the gradients of each object, by its number.
-        nbytes: the staged gradients' size.
-        touched: time of the last use, on the monotonic clock.
-        is_closed: True while the round is being applied.
-    """
-
-    staged: dict[int, list[Gradient]] = field(default_factory=dict)
+    staged: dict[int, list[Gradient]] = field(default_factory=dict)  # by their object's number
     nbytes: int = 0
-    touched: float = 0.0
-    is_closed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StagedUpdate:
-    """The update of one object when its round is committed.
-
-    Attributes:
-        number: the object's number.
-        lr: learning rate; None for the update rule's own.
-        staged: the gradients.
-        scale: factor of their sum.
-    """
-
-    number: int
-    lr: float | None
-    staged: list[Gradient]
-    scale: np.float32
-
-    def gradients(self) -> Iterator[Gradient]:
-        """Yield what to push, as one step: all ids of a table, or each range of a variable."""
-        ids: list[Array] = []
-        rows: list[Array] = []
-        ranges: dict[int, Array] = {}
-        for at, gradient in self.staged:
-            if isinstance(at, int):
-                known = ranges.get(at)
-                if known is not None and known.size != gradient.size:
-                    raise ValueError(f"gradients of {known.size} and {gradient.size} elements")
-                ranges[at] = gradient if known is None else known + gradient
-            else:
-                ids.append(at)
-                rows.append(gradient)
-        if ids:
-            yield _concatenate(ids), self._scaled(_concatenate(rows))
-        for begin, gradient in ranges.items():
-            yield begin, self._scaled(gradient)
-
-    def _scaled(self, gradient: Array) -> Array:
-        return gradient if self.scale == 1 else gradient * self.scale
+    touched: float = 0.0  # the time of the last use, on the monotonic clock
 
 
 class Rounds:
@@ -91,29 +43,30 @@ class Rounds:
     def __init__(self, max_bytes: int, idle_s: float = 600.0) -> None:
         self._max_bytes = max_bytes
         self._idle_s = idle_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: dict[int, _OpenRound] = {}
-        self._finished: OrderedDict[int, str] = OrderedDict()
+        self._finished: OrderedDict[int, str] = OrderedDict()  # states; OPEN: being applied
 
     def stage(self, round_: int, gradients: Sequence[tuple[int, Gradient]]) -> None:
-        """Stage gradients for a round; a round that has ended ignores them.
+        """Stage gradients, each with the number of its object, for a round that has not ended.
 
-        Args:
-            round_: the round's number.
-            gradients: each with the number of its object. Large arrays are kept without a copy.
+        Large arrays are kept without a copy.
 
         Raises:
             MemoryError: the staged gradients would exceed the limit.
             ValueError: too many rounds are open.
         """
         staged = [
-            (number, (_copy_if_small(at), _copy_if_small(gradient)))
+            (number, (at if isinstance(at, int) else _kept(at), _kept(gradient)))
             for number, (at, gradient) in gradients
         ]
-        nbytes = sum(_nbytes(at) + _nbytes(gradient) + _ENTRY_BYTES for _, (at, gradient) in staged)
+        nbytes = sum(
+            (0 if isinstance(at, int) else at.nbytes) + gradient.nbytes + _ENTRY_BYTES
+            for _, (at, gradient) in staged
+        )
         with self._lock:
             found = self._find(round_)
-            if found is None or found.is_closed:
+            if found is None:
                 return
             total = sum(other.nbytes for other in self._open.values())
             if total + nbytes > self._max_bytes:
@@ -125,46 +78,34 @@ class Rounds:
                 found.staged.setdefault(number, []).append(gradient)
             found.nbytes += nbytes
 
-    def commit(
-        self, round_: int, weight: float, lrs: dict[int, float | None]
-    ) -> str | list[StagedUpdate]:
+    def commit(self, round_: int) -> str | dict[int, list[Gradient]]:
         """Close a round whose gradients have all arrived.
 
-        Args:
-            round_: the round's number.
-            weight: divisor of the sums.
-            lrs: learning rates of the objects to change.
-
         Returns:
-            The updates to apply before calling `finish`. For a round that has ended or is being
-            applied: its state.
+            The gradients of each object, to apply before calling `finish`. For a round that has
+            ended or is being applied: its state.
         """
         with self._lock:
             found = self._find(round_)
             if found is None:
                 return self._finished[round_]
-            if found.is_closed:
-                return OPEN
-            found.is_closed = True
-        scale = np.float32(1.0 / weight)
-        return [
-            StagedUpdate(number, lr, found.staged[number], scale)
-            for number, lr in lrs.items()
-            if number in found.staged
-        ]
+            self.finish(round_, OPEN)
+            return found.staged
 
     def finish(self, round_: int, state: str) -> None:
-        """Record that a round has been applied, or was discarded."""
+        """Record that a round is being applied, was applied, or was discarded."""
         with self._lock:
-            self._finish(round_, state)
+            self._open.pop(round_, None)
+            self._finished[round_] = state
+            while len(self._finished) > _FINISHED:
+                self._finished.popitem(last=False)
 
     def discard(self, rounds: list[int]) -> None:
         """Drop the gradients of rounds, also later ones; applied rounds stay applied."""
         with self._lock:
             for round_ in rounds:
-                found = self._open.get(round_)
-                if round_ not in self._finished and not (found and found.is_closed):
-                    self._finish(round_, DISCARDED)
+                if round_ not in self._finished:
+                    self.finish(round_, DISCARDED)
 
     def stats(self) -> dict[str, int]:
         """Return the number of open rounds, and the bytes of their gradients."""
@@ -175,36 +116,47 @@ class Rounds:
             }
 
     def _find(self, round_: int) -> _OpenRound | None:
-        """Return the open round, created if unknown; None if it is finished."""
-        self._expire()
+        """Return the open round, created if unknown; None if it is finished, or being applied."""
+        now = time.monotonic()
+        for other, found in list(self._open.items()):
+            if found.touched < now - self._idle_s:
+                self.finish(other, DISCARDED)
         if round_ in self._finished:
             return None
         if round_ not in self._open and len(self._open) >= _MAX_OPEN:
             raise ValueError(f"round {round_}: {_MAX_OPEN} rounds are open already")
         found = self._open.setdefault(round_, _OpenRound())
-        found.touched = time.monotonic()
+        found.touched = now
         return found
 
-    def _expire(self) -> None:
-        limit = time.monotonic() - self._idle_s
-        for round_, found in list(self._open.items()):
-            if found.touched < limit and not found.is_closed:
-                self._finish(round_, DISCARDED)
 
-    def _finish(self, round_: int, state: str) -> None:
-        self._open.pop(round_, None)
-        self._finished[round_] = state
-        while len(self._finished) > _FINISHED:
-            self._finished.popitem(last=False)
+def sums_of(staged: Sequence[Gradient], scale: np.float32) -> Iterator[Gradient]:
+    """Yield what to push, as one step: all ids of a table, or each range of a variable.
+
+    Raises ValueError if two gradients of a range differ in size.
+    """
+    ids: list[Array] = []
+    rows: list[Array] = []
+    ranges: dict[int, Array] = {}
+    for at, gradient in staged:
+        if isinstance(at, int):
+            known = ranges.get(at)
+            if known is not None and known.size != gradient.size:
+                raise ValueError(f"gradients of {known.size} and {gradient.size} elements")
+            ranges[at] = gradient if known is None else known + gradient
+        else:
+            ids.append(at)
+            rows.append(gradient)
+    sums: Iterable[Gradient] = ranges.items()
+    if ids:
+        sums = [(_concatenate(ids), _concatenate(rows))]
+    for at, total in sums:
+        yield at, total if scale == 1 else total * scale
 
 
 def _concatenate(arrays: Sequence[Array]) -> Array:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _nbytes(what: Any) -> int:
-    return what.nbytes if isinstance(what, np.ndarray) else 0
-
-
-def _copy_if_small(what: Any) -> Any:
-    return what.copy() if isinstance(what, np.ndarray) and what.nbytes < _SHARED_BYTES else what
+def _kept(array: Array) -> Array:
+    return array.copy() if array.nbytes < _SHARED_BYTES else array

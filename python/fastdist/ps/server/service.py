@@ -16,7 +16,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.ps.server.deduplication import Deduplicator, Progress
 from fastdist.ps.server.registry import Registry
-from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds
+from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds, sums_of
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import (
     IDS,
@@ -275,19 +275,21 @@ class Service:
         lrs = {int(number): _check_lr(lr) for number, lr in request["objects"]}
         for number in lrs:
             self._registry.find(number)
-        updates = rounds.commit(header.round, weight, lrs)
-        if isinstance(updates, str):
-            return _state_reply(updates)
-        state = DISCARDED
-        try:
-            for update in updates:
-                _, stored = self._registry.find(update.number)
-                for at, gradient in update.gradients():
-                    stored.push(at, gradient, update.lr)
-            state = APPLIED
-        finally:
-            rounds.finish(header.round, state)
-        return _state_reply(state)
+        scale = np.float32(1.0 / weight)
+        staged = rounds.commit(header.round)
+        if isinstance(staged, str):
+            state = staged
+        else:
+            state = DISCARDED
+            try:
+                for number, lr in lrs.items():
+                    _, stored = self._registry.find(number)
+                    for at, gradient in sums_of(staged.get(number, ()), scale):
+                        stored.push(at, gradient, lr)
+                state = APPLIED
+            finally:
+                rounds.finish(header.round, state)
+        return json.dumps({"state": state}).encode()
 
     def _move_files(self, op: Op, header: Header, frame: memoryview) -> bytes:
         request = _json(frame, dict, MAX_LONG_META_BYTES)
@@ -363,10 +365,6 @@ def _range(bits: int) -> str:
     """Return the numbers of so many bits: "0", "1", "2-3", "4-7", …."""
     first, last = 1 << bits >> 1, (1 << bits) - 1
     return str(first) if first >= last else f"{first}-{last}"
-
-
-def _state_reply(state: str) -> bytes:
-    return json.dumps({"state": state}).encode()
 
 
 def _meta(frame: memoryview, limit: int = MAX_META_BYTES) -> bytes:

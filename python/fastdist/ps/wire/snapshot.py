@@ -7,6 +7,7 @@ object it holds.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import zlib
@@ -63,31 +64,27 @@ class _SnapshotFile:
 def save(spec: Spec, stored: Any, part: Part, stem: Path) -> dict[str, int]:
     """Write an object's files, while the object is in use: no row is torn.
 
-    Returns:
-        The names of the files, which begin with `stem`'s, and their checksums.
-
-    Raises:
-        OSError: the disk is full or not writable.
+    Returns the names of the files, which begin with `stem`'s, and their checksums. Raises OSError
+    if the disk is full or not writable.
     """
-    if isinstance(spec, DenseSpec):
-        values = np.empty(spec.shape, np.float32)
-        slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)
-        step = stored.read_state(values, slots)
-        path = _write(stem, 0, part, step, {"values": values, "slots": slots})
-        return {path.name: checksum_of(path)}
+    from safetensors.numpy import save_file
+
     sums: dict[str, int] = {}
-    for tensors in _row_files(stored):
-        path = _write(stem, len(sums), part, stored.step, tensors)
-        sums[path.name] = checksum_of(path)
+    for step, tensors in _contents(spec, stored):
+        path = stem.with_name(f"{stem.name}-{len(sums):05d}.safetensors")
+        try:
+            about = json.dumps({"part": asdict(part), "step": step})
+            save_file(tensors, path, {"fastdist": about})
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        except Exception as error:
+            raise OSError(f"cannot write {path}: {error}") from error
+        sums[path.name] = _checksum_of(path)
     return sums
 
 
-def checksum_of(path: Path) -> int:
-    """Return the CRC-32 of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+def _checksum_of(path: Path) -> int:
+    """Return the CRC-32 of a file."""
     found = 0
     with path.open("rb") as file:
         while data := file.read(_READ_BYTES):
@@ -96,35 +93,20 @@ def checksum_of(path: Path) -> int:
 
 
 def require_checksums(checksums: Mapping[Path, int]) -> None:
-    """Raise unless files have the bytes that were written.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged.
-    """
+    """Raise ValueError unless files have the bytes that were written; OSError if one is gone."""
     for path, expected in checksums.items():
-        if checksum_of(path) != expected:
+        if _checksum_of(path) != expected:
             raise ValueError(f"{path} is damaged: its checksum is not the checkpoint's")
 
 
 def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
-    """Read the rows of an object that belong to this server, and the object's step.
+    """Read the rows of an object that this server keeps, its part, and the object's step.
 
-    In a table with a limit of rows, those that the files lack get their initial values.
+    In a table with a limit of rows, those that the files lack get their initial values. The files
+    are complete and checked; any server may have written them.
 
-    Args:
-        spec: the spec of this server's piece.
-        stored: the variable or table to fill.
-        part: the rows that belong to this server.
-        paths: the files that may have some of these rows, whichever server wrote them; complete
-            and checked.
-
-    Returns:
-        The number of rows that were read.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: a file is damaged.
+    Returns the number of rows that were read. Raises OSError if a file cannot be read, ValueError
+    if it is damaged.
     """
     opened = [_open(path) for path in paths]
     if isinstance(spec, DenseSpec):
@@ -135,29 +117,18 @@ def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     return sum(_read_rows(file, stored, part) for file in opened)
 
 
-def _row_files(stored: _core.RowTable) -> Iterator[dict[str, Array]]:
-    """Yield the tensors of each file of a table; an empty table has one file without rows."""
+def _contents(spec: Spec, stored: Any) -> Iterator[tuple[int, dict[str, Array]]]:
+    """Yield the step and the tensors of each file; an empty table has one file without rows."""
+    if isinstance(spec, DenseSpec):
+        values = np.empty(spec.shape, np.float32)
+        slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)
+        yield stored.read_state(values, slots), {"values": values, "slots": slots}
+        return
     empty = np.empty((0, stored.dim), np.float32), np.empty((0, stored.slot_floats), np.float32)
+    nothing = np.empty(0, np.uint64), *empty
     pieces = stored.snapshot(piece_rows=min(_FILE_ROWS, max(1, len(stored))))
-    piece: tuple[Array, ...] | None = next(pieces, (np.empty(0, np.uint64), *empty))
-    while piece is not None:
-        ids, values, slots = piece
-        yield {"ids": ids.view(np.int64), "values": values, "slots": slots}
-        piece = next(pieces, None)
-
-
-def _write(stem: Path, number: int, part: Part, step: int, tensors: dict[str, Array]) -> Path:
-    from safetensors.numpy import save_file
-
-    path = stem.with_name(f"{stem.name}-{number:05d}.safetensors")
-    try:
-        about = json.dumps({"part": asdict(part), "step": step})
-        save_file(tensors, path, {"fastdist": about})
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    except Exception as error:
-        raise OSError(f"cannot write {path}: {error}") from error
-    return path
+    for ids, values, slots in itertools.chain([next(pieces, nothing)], pieces):
+        yield stored.step, {"ids": ids.view(np.int64), "values": values, "slots": slots}
 
 
 def _open(path: Path) -> _SnapshotFile:
@@ -180,24 +151,20 @@ def _restore_dense(
     values = np.empty((rows, spec.size // max(1, rows)), np.float32)
     slots = np.empty((len(spec.rule.make().slots), *values.shape), np.float32)
     for opened in files:
+        file = opened.file
         begin, end = max(opened.part.begin, part.begin), min(opened.part.end, part.end)
         here = slice(begin - part.begin, end - part.begin)
         there = slice(begin - opened.part.begin, end - opened.part.begin)
-        _read_dense(opened.file, there, values[here], slots[:, here])
+        if not file.get_slice("values").get_shape():  # a scalar
+            values[:] = file.get_tensor("values")
+            slots[:] = file.get_tensor("slots").reshape(-1, 1, 1)
+            continue
+        values[here] = file.get_slice("values")[there].reshape(values[here].shape)
+        if slots.shape[0]:
+            slots[:, here] = file.get_slice("slots")[:, there].reshape(slots[:, here].shape)
     stored.assign(0, values, slots)
     stored.step = max((opened.step for opened in files), default=0)
     return rows
-
-
-def _read_dense(file: Any, there: slice, values: Array, slots: Array) -> None:
-    """Read rows of a file into an array of rows, and their slots into an array per slot."""
-    if not file.get_slice("values").get_shape():  # a scalar
-        values[:] = file.get_tensor("values")
-        slots[:] = file.get_tensor("slots").reshape(-1, 1, 1)
-        return
-    values[:] = file.get_slice("values")[there].reshape(values.shape)
-    if slots.shape[0]:
-        slots[:] = file.get_slice("slots")[:, there].reshape(slots.shape)
 
 
 def _read_rows(opened: _SnapshotFile, stored: _core.RowTable, part: Part) -> int:

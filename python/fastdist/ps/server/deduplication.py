@@ -36,8 +36,6 @@ class Deduplicator:
         """Return the progress of a change; a new change counts as running from now on.
 
         Args:
-            client: the sender.
-            number: the change's number.
             floor: the client will not repeat changes below this number.
 
         Returns:

@@ -12,8 +12,6 @@ from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry
 from fastdist.ps.wire.protocol import RestartedError
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, to_json
 
-_INDEX_BITS = 32
-
 
 class Registry:
     """Dense variables and tables of a server. Thread-safe.
@@ -29,23 +27,19 @@ class Registry:
     def clear(self) -> None:
         """Drop all objects. Their numbers are never used again."""
         with self._creating:
-            self._incarnation = secrets.randbelow((1 << 32) - 1) + 1
+            self._first = (1 + secrets.randbelow((1 << 32) - 1)) << 32  # the first object's number
             self._stored: list[tuple[Spec, Any]] = []
             self._numbers: dict[str, int] = {}
 
     def all(self) -> list[tuple[int, Spec, Any]]:
         """Return the number, spec and object of everything that is kept."""
-        first = self._incarnation << _INDEX_BITS
-        return [(first | i, spec, stored) for i, (spec, stored) in enumerate(list(self._stored))]
+        first = self._first
+        return [(first + i, spec, stored) for i, (spec, stored) in enumerate(list(self._stored))]
 
     def create(self, spec: Spec, make: Callable[[], _core.DenseVariable | _core.RowTable]) -> int:
-        """Create an object, or find the one with this name.
+        """Return the number of the object of this name, which is made if there is none.
 
-        Returns:
-            Its number.
-
-        Raises:
-            ValueError: an object of this name exists with another spec.
+        Raises ValueError if there is one with another spec.
         """
         with self._creating:
             number = self._numbers.get(spec.name)
@@ -55,23 +49,20 @@ class Registry:
                     raise ValueError(f"{spec.name!r} exists as {known}, got {spec}")
                 return number
             self._stored.append((spec, make()))
-            number = self._incarnation << _INDEX_BITS | len(self._stored) - 1
-            self._numbers[spec.name] = number
-            return number
+            self._numbers[spec.name] = self._first + len(self._stored) - 1
+            return self._numbers[spec.name]
 
     def find(self, number: int) -> tuple[Spec, Any]:
         """Return the spec and the object with this number.
 
-        Raises:
-            RestartedError: an earlier server kept it.
-            ValueError: the number is unknown.
+        Raises RestartedError if an earlier server kept it, ValueError if it is unknown.
         """
-        if number >> _INDEX_BITS != self._incarnation:
+        index = number - self._first
+        if index < 0 or index >> 32:
             raise RestartedError(
                 "the server was restarted, or serves another job, since these variables and tables "
                 "were made, and no longer has them"
             )
-        index = number & (1 << _INDEX_BITS) - 1
         if index >= len(self._stored):
             raise ValueError(f"object {index} does not exist, there are {len(self._stored)}")
         return self._stored[index]

@@ -27,51 +27,38 @@ class SendBuffers:
     Args:
         max_unsent_bytes: limit for replies that clients have not taken yet. A client with such a
             reply is refused further ones; another client may always have one.
-
-    Attributes:
-        may_lend: True if replies may be the memory of values, which `keep_lent` copies.
     """
 
     def __init__(self, max_unsent_bytes: int) -> None:
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent: list[_Unsent] = []
         self._unsent_bytes = 0
-        self._buffers: list[Bytes] = []
-        self._uploads: list[Upload | None] = []
+        self._buffers: list[tuple[Bytes, Upload | None]] = []
         self._taken = -1
         self._lent: list[Upload] = []
-        self.may_lend = True
+        self.may_lend = True  # as replies, the memory of values, which `keep_lent` copies
 
     def take(self, nbytes: int, client: bytes) -> Bytes:
-        """Return memory to fill, which must be passed to `note_sent` before the next call.
-
-        Raises:
-            BusyError: see `require_room`.
-        """
+        """Return memory to fill, for `note_sent` before the next call; see also `require_room`."""
         self.require_room(nbytes, client)
         self._taken = -1
         if nbytes > _MAX_KEPT_BYTES:
             return np.empty(nbytes, np.uint8)
-        for i, (buffer, upload) in enumerate(zip(self._buffers, self._uploads, strict=True)):
+        for i, (buffer, upload) in enumerate(self._buffers):
             if upload is None or upload.done:
                 if buffer.nbytes < nbytes:
-                    self._buffers[i] = np.empty(nbytes, np.uint8)
-                self._uploads[i] = None
+                    buffer = np.empty(nbytes, np.uint8)
+                self._buffers[i] = buffer, None
                 self._taken = i
-                return self._buffers[i][:nbytes]
+                return buffer[:nbytes]
         fresh: Bytes = np.empty(nbytes, np.uint8)
         if len(self._buffers) < _MAX_BUFFERS:
-            self._buffers.append(fresh)
-            self._uploads.append(None)
-            self._taken = len(self._buffers) - 1
+            self._taken = len(self._buffers)
+            self._buffers.append((fresh, None))
         return fresh
 
     def require_room(self, nbytes: int, client: bytes) -> None:
-        """Check that a reply may be sent.
-
-        Raises:
-            BusyError: too many replies have not been taken, some of them by this client.
-        """
+        """Raise BusyError if too many replies have not been taken, some of them by this client."""
         if self._unsent_bytes + nbytes > self._max_unsent_bytes:
             self._unsent = [unsent for unsent in self._unsent if not unsent.upload.done]
             self._unsent_bytes = sum(unsent.nbytes for unsent in self._unsent)
@@ -80,13 +67,7 @@ class SendBuffers:
                 raise BusyError(f"{self._unsent_bytes} bytes of replies are not sent yet")
 
     def note_sent(self, upload: Upload, body: Any, client: bytes) -> None:
-        """Take note that a message was sent to a client.
-
-        Args:
-            upload: of the message.
-            body: the reply: bytes, the memory from `take`, or steps and lent values.
-            client: the client.
-        """
+        """Take note of a reply: bytes, the memory from `take`, or steps and lent values."""
         taken, self._taken = self._taken, -1
         if upload.done or isinstance(body, bytes):
             return
@@ -94,7 +75,7 @@ class SendBuffers:
             self._lent = [each for each in self._lent if not each.done]
             self._lent.append(upload)
         elif taken >= 0:
-            self._uploads[taken] = upload
+            self._buffers[taken] = self._buffers[taken][0], upload
         nbytes = sum(part.nbytes for part in upload.parts)
         if nbytes >= _MIN_COUNTED_BYTES:
             self._unsent.append(_Unsent(upload, client, nbytes))

@@ -54,11 +54,7 @@ _Wanted = tuple[Sequence[tuple[Spec, Any]], Sequence[Place], Kinds]
 
 
 class Service:
-    """Keeps variables and tables, and answers requests. Thread-safe.
-
-    Args:
-        max_staged_bytes: limit for gradients that wait for their round.
-    """
+    """Keeps variables and tables, and answers requests. Thread-safe."""
 
     def __init__(self, max_staged_bytes: int) -> None:
         self._registry = Registry()
@@ -102,15 +98,7 @@ class Service:
     def answer(
         self, frames: Sequence[memoryview], buffers: SendBuffers
     ) -> tuple[Header, Any] | None:
-        """Answer a request.
-
-        Args:
-            frames: the message's frames.
-            buffers: the thread's buffers, for the reply.
-
-        Returns:
-            The reply's header and body; None if the request gets no reply.
-        """
+        """Return the header and body of the reply to a message; None if it gets no reply."""
         self._increment("requests")
         try:
             header = Header.unpack(frames[0] if frames else b"")
@@ -156,7 +144,7 @@ class Service:
     ) -> tuple[Header, Any]:
         if op is Op.READ:
             return _reply(header), self._read_values(header, self._wanted(frames[0]), buffers)
-        answer: Any
+        answer: Any = {}
         if op is Op.HELLO:
             objects = [json.loads(to_json(spec)) for _, spec, _ in self._registry.all()]
             answer = {"version": VERSION, "objects": objects}
@@ -166,10 +154,8 @@ class Service:
             answer = self._create(frames)
         elif op is Op.END:
             self.ended.set()
-            answer = {}
         else:
             self._rounds.discard([int(round_) for round_ in _json(frames[0], list)])
-            answer = {}
         return _reply(header), json.dumps(answer).encode()
 
     def _wanted(self, names: memoryview) -> _Wanted:
@@ -237,8 +223,8 @@ class Service:
             for (_, stored), at, value in zip(found, places, values, strict=True):
                 stored.assign(at, value)
             return b""
+        lrs = [_checked_lr(None if math.isnan(entry.lr) else entry.lr) for entry in entries]
         for entry, (spec, _), gradient in zip(entries, found, values, strict=True):
-            _check_lr(_lr(entry.lr))
             self._check_finite(entry.object, spec, gradient)
         for entry, (_, stored) in zip(entries, found, strict=True):
             if entry.begin in (0, IDS) and entry.step != UNKNOWN_STEP:  # once for all parts
@@ -249,8 +235,8 @@ class Service:
             gradients = [(e.object, part) for e, at, own in staged for part in _parts(at, own)]
             self._rounds.stage(header.round, gradients)
             return b""
-        for entry, (_, stored), at, gradient in zip(entries, found, places, values, strict=True):
-            stored.push(at, gradient, _lr(entry.lr))
+        for (_, stored), at, gradient, lr in zip(found, places, values, lrs, strict=True):
+            stored.push(at, gradient, lr)
         return b""
 
     def _check_finite(self, number: int, spec: Spec, gradient: Array) -> None:
@@ -272,7 +258,7 @@ class Service:
         weight = float(request["weight"])
         if not 0 < weight < math.inf:
             raise ValueError(f"a commit with the weight {weight}")
-        lrs = {int(number): _check_lr(lr) for number, lr in request["objects"]}
+        lrs = {int(number): _checked_lr(lr) for number, lr in request["objects"]}
         for number in lrs:
             self._registry.find(number)
         scale = np.float32(1.0 / weight)
@@ -351,11 +337,7 @@ def _check_ids(found: Sequence[tuple[Spec, Any]], places: Sequence[Place]) -> No
             raise IndexError(f"{spec.name!r}: id {np.max(at)}, the table has {spec.rows} rows")
 
 
-def _lr(sent: float) -> float | None:
-    return None if math.isnan(sent) else sent
-
-
-def _check_lr(lr: float | None) -> float | None:
+def _checked_lr(lr: float | None) -> float | None:
     if lr is not None and not 0 <= lr <= _MAX_LR:
         raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
     return lr

@@ -164,11 +164,7 @@ def _wire_format(name: str, dim: int) -> _core.WireFormat | None:
 
 
 def to_json(spec: Spec) -> bytes:
-    """Return a spec as JSON, for a message.
-
-    Raises:
-        ValueError: the JSON is too long.
-    """
+    """Return a spec as JSON, for a message; raise ValueError if it is too long."""
     data = json.dumps({type(spec).__name__: dataclasses.asdict(spec)}).encode()
     if len(data) > MAX_META_BYTES:
         raise ValueError(f"a spec of {len(data)} bytes, the limit is {MAX_META_BYTES}")
@@ -176,11 +172,7 @@ def to_json(spec: Spec) -> bytes:
 
 
 def from_json(data: bytes) -> Spec:
-    """Parse the result of `to_json`.
-
-    Raises:
-        ValueError: the data is anything else.
-    """
+    """Parse the result of `to_json`; raise ValueError if it is anything else."""
     try:
         ((kind, fields),) = json.loads(data).items()
         rule = RuleSpec(**fields.pop("rule"))

@@ -128,7 +128,7 @@ class Connection:
         return max(self._retry_at - time.monotonic(), 0.0)
 
     def look(self, event: int) -> tuple[bool, bool]:
-        """Act on what epoll tells; return if messages have come, and if it was made or lost."""
+        """Act on what epoll tells; return whether messages came, and whether it began or broke."""
         try:
             if self._stream is None:
                 self._begin_if_due()

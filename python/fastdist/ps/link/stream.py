@@ -121,7 +121,7 @@ class Stream:
     # --- sending --------------------------------------------------------------------------------
 
     def send(self, frames: Sequence[Any]) -> Upload:
-        """Send a message: what fits now, and the rest by `flush`. A frame may be several pieces."""
+        """Send a message: what fits now, and the rest by `flush`. A tuple is one frame."""
         pieces = [frame if isinstance(frame, tuple) else (frame,) for frame in frames]
         views = [[memoryview(piece) for piece in each] for each in pieces]
         sizes = [sum(view.nbytes for view in each) for each in views]
@@ -215,7 +215,7 @@ class Stream:
         return self._read < self._filled or bool(self._opened)
 
     def receive(self) -> list[memoryview] | None:
-        """Return the next message's frames, if it is here; raise OSError if the peer is no peer."""
+        """Return the next message, if it has arrived; raise OSError if the connection breaks."""
         try:
             next(self._reading)
         except StopIteration:

@@ -39,7 +39,7 @@ class SendBuffers:
         self.may_lend = True  # as replies, the memory of values, which `keep_lent` copies
 
     def take(self, nbytes: int, client: bytes) -> Bytes:
-        """Return memory to fill, for `note_sent` before the next call; see also `require_room`."""
+        """Return memory, if there is room, to fill and pass to `note_sent` before the next call."""
         self.require_room(nbytes, client)
         self._taken = -1
         if nbytes > _MAX_KEPT_BYTES:

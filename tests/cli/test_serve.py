@@ -17,9 +17,8 @@ from fastdist.cli.main import main
 from fastdist.cluster import TFConfigClusterResolver
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, Keys
-from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls
+from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls, commit_round
 from fastdist.ps.link.keys import job_keys, read_keys
 from held_ports import free_port
 from launched import wait_until
@@ -88,7 +87,7 @@ class TestServer:
                 bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
                 (pulled,) = begin_pulls(client, [bias.lookup()]).result()
                 begin_changes(
-                    client, bias.change(np.ones(3, np.float32), step=pulled.steps), 1
+                    client, bias.change(np.ones(3, np.float32), steps=pulled.steps), 1
                 ).result()
                 assert commit_round(client, 1, [(bias, None)]).result()
                 np.testing.assert_array_equal(bias.pull(), np.full(3, -0.5, np.float32))

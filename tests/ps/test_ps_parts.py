@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
-from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls
+from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls, commit_round
 from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from hypothesis import given
@@ -58,7 +57,7 @@ def test_a_push_in_parts_is_one_step(stack: ExitStack, server: Server) -> None:
     for step in range(3):
         gradient = rng.standard_normal(SIZE, np.float32)
         push_all(alone, gradient, 0.5)
-        begin_changes(sharded._client, sharded.change(gradient, 0.5, step=0)).result()
+        begin_changes(sharded._client, sharded.change(gradient, 0.5, [0])).result()
         (pull,) = begin_pulls(sharded._client, [sharded.lookup()]).result()
         alone.pull(0, expected)
         np.testing.assert_array_equal(pull.value, expected)

@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
-from fastdist.ps.client.commit import commit_round, discard_rounds
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.requests import Pending
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes, begin_pulls
+from fastdist.ps.client.sharded import (
+    ShardedRows,
+    ShardedVariable,
+    begin_changes,
+    begin_pulls,
+    commit_round,
+    discard_rounds,
+)
 from fastdist.ps.link.stream import Stream
 from fastdist.ps.server.rounds import DISCARDED, Rounds
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
@@ -94,13 +100,13 @@ def test_staleness_is_counted(stack: ExitStack, servers: list[Server]) -> None:
     (pulled,) = begin_pulls(worker.client, [worker.dense.lookup()]).result()
     worker.dense.push(gradient)  # without a step
     for _ in range(6):
-        begin_changes(worker.client, worker.dense.change(gradient, step=pulled.steps)).result()
-    begin_changes(worker.client, worker.dense.change(gradient, step=7)).result()
-    begin_changes(worker.client, worker.dense.change(gradient, step=1000)).result()
+        begin_changes(worker.client, worker.dense.change(gradient, steps=pulled.steps)).result()
+    begin_changes(worker.client, worker.dense.change(gradient, steps=[7, 7])).result()
+    begin_changes(worker.client, worker.dense.change(gradient, steps=[1000] * 2)).result()
     for server in servers:
         assert server.stats()["staleness"] == {"0": 2, "1": 1, "2-3": 2, "4-7": 3}
-    with pytest.raises(ValueError, match="step has 3 numbers, there are 2 pieces"):
-        begin_changes(worker.client, worker.dense.change(gradient, step=[1, 2, 3]))
+    with pytest.raises(ValueError, match="steps has 3 numbers, there are 2 pieces"):
+        begin_changes(worker.client, worker.dense.change(gradient, steps=[1, 2, 3]))
 
 
 def test_a_round_is_one_push_of_the_mean(stack: ExitStack, servers: list[Server]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fastdist.errors import FastdistError, UnavailableError
-from fastdist.ps.client.commit import commit_round
+from fastdist.ps.client.sharded import commit_round
 from fastdist.ps.model import model as served_model
 from marks import slow
 from ps_cluster import PsCluster, wait_for

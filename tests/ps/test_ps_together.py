@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
-from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import (
     Pulled,
@@ -18,6 +17,7 @@ from fastdist.ps.client.sharded import (
     ShardedVariable,
     begin_changes,
     begin_pulls,
+    commit_round,
 )
 from fastdist.ps.wire.batches import IDS, PART_SIZE, SMALL_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op

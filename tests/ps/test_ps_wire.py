@@ -10,9 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
-from fastdist.ps.client.commit import commit_round
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes, commit_round
 from fastdist.ps.wire.batches import PART_SIZE
 
 SGD = RuleSpec("SGD", {"lr": 1.0})

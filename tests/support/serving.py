@@ -79,8 +79,8 @@ def fill(address: str, keys: Keys | None = None) -> None:
         (seen,) = begin_pulls(client, [bias.lookup()]).result()
         steps = seen.steps
         bias.push(np.ones(3, np.float32))
-        begin_changes(client, bias.change(np.ones(3, np.float32), step=steps)).result()
-        begin_changes(client, bias.change(np.ones(3, np.float32), step=steps)).result()
+        begin_changes(client, bias.change(np.ones(3, np.float32), steps=steps)).result()
+        begin_changes(client, bias.change(np.ones(3, np.float32), steps=steps)).result()
         words = client.create(0, WORDS)
         client.push_rows(0, words, np.arange(5), np.ones((5, 4), np.float32))
         np.testing.assert_array_equal(bias.pull(), np.full(3, -1.5, np.float32))

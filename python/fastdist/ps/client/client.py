@@ -166,7 +166,7 @@ class Client:
             self._poll_until(ticket, lambda: ticket.is_done)
         if ticket.error is not None:
             raise ticket.error
-        return ticket.reply if ticket.reply is not None else memoryview(b"")
+        return memoryview(b"") if ticket.reply is None else ticket.reply
 
     def wait_for_round(self, server: int, round: int) -> None:
         """Wait until a server has everything that this client has sent for a round.
@@ -204,26 +204,27 @@ class Client:
         for server, _ in news:
             for frames in self._connections[server].receive():
                 self._handle_reply(server, *frames)
-        while self._new:
-            self._send_all(next(iter(self._new)))
+        while self._new:  # requests or replies may be lost: all go over the new connection
+            server = next(iter(self._new))
+            self._refused[server].clear()
+            for sent in self._in_flight[server].values():
+                self._send(sent)
+            self._new.discard(server)
         if news:
             return
         now = time.monotonic()
         if now >= self._deadline(ticket):
-            self._give_up(ticket.server, now)
+            in_flight = self._in_flight[ticket.server]
+            for number, late in list(in_flight.items()):  # none of them is sent again later
+                if now >= self._deadline(late):
+                    late.abandon()
+                    late.error = self._unavailable(late, now)
+                    late.is_done = True
+                    del in_flight[number]
             assert ticket.error is not None
             raise ticket.error
         if now >= ticket.resend_at:
             self._send(ticket)
-
-    def _give_up(self, server: int, now: float) -> None:
-        """Fail all requests whose time is over, instead of sending them again later."""
-        for number, ticket in list(self._in_flight[server].items()):
-            if now >= self._deadline(ticket):
-                ticket.abandon()
-                ticket.error = self._unavailable(ticket, now)
-                ticket.is_done = True
-                del self._in_flight[server][number]
 
     def _deadline(self, ticket: Ticket) -> float:
         """Return the time at which a request fails if nothing happens until then."""
@@ -258,13 +259,6 @@ class Client:
                 f"be restored for {self._grace_s:g} s"
             )
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
-
-    def _send_all(self, server: int) -> None:
-        """Send all requests over a new connection: they, or the replies, may be lost."""
-        self._refused[server].clear()
-        for ticket in self._in_flight[server].values():
-            self._send(ticket)
-        self._new.discard(server)
 
     def _place(self, server: int, header_frame: memoryview, nbytes: int) -> list[memoryview] | None:
         """Return where the body of a reply that is arriving is to be received, if it may be."""
@@ -302,18 +296,19 @@ class Client:
             if not waiting.is_done and waiting.resend_at < math.inf:
                 self._send(waiting)
                 break
-        ticket.reply = bodies[0] if bodies else None
+        body = bodies[0] if bodies else memoryview(b"")
         if header.kind != Status.OK:
-            text = bytes(ticket.reply).decode(errors="replace") if ticket.reply is not None else ""
+            text = bytes(body).decode(errors="replace")
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
             ticket.error = error_of(header.kind, text, server)
-        elif ticket.destination is not None:
+        elif ticket.destination is None:
+            ticket.reply = body
+        else:
             is_placed = not bodies and ticket.arrives_at is not None
             try:
-                ticket.destination.store(None if is_placed else ticket.reply or memoryview(b""))
+                ticket.destination.store(None if is_placed else body)
             except ValueError as error:
                 ticket.error = error
-            ticket.reply = None
         ticket.is_done = True
         del self._in_flight[server][header.number]
 

@@ -10,6 +10,7 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.ps.wire.batches import (
+    IDS,
     PART_SIZE,
     SMALL_SIZE,
     Entry,
@@ -37,20 +38,6 @@ class Item:
             read that the gradient was computed from.
         lr: learning rate of a gradient; None for the update rule's own.
         begin: the first of the elements of a dense variable.
-
-    Examples:
-        >>> import numpy as np
-        >>> from fastdist import ps
-        >>> server = ps.Server()
-        >>> client = ps.Client([server.address])
-        >>> table = client.create(0, ps.RowsSpec("t", 2, ps.RuleSpec("SGD", {"lr": 0.5})))
-        >>> item = ps.Item(0, table, np.ones((1, 2), np.float32), np.array([7]))
-        >>> for ticket in client.begin_change([item]):
-        ...     _ = client.wait(ticket)
-        >>> client.pull_rows(0, table, [7], 2)
-        array([[-0.5, -0.5]], dtype=float32)
-        >>> client.close()
-        >>> server.close()
     """
 
     server: int
@@ -61,18 +48,6 @@ class Item:
     step: int = UNKNOWN_STEP
     lr: float | None = None
     begin: int = 0
-
-    @property
-    def is_large(self) -> bool:
-        """True for dense elements that do not share messages."""
-        return self.ids is None and (self.values.size > SMALL_SIZE or self.begin > 0)
-
-    def entry(self) -> Entry:
-        """Return what a message says of the item."""
-        lr = math.nan if self.lr is None else self.lr
-        if self.ids is None:
-            return Entry(self.number, self.step, lr, self.values.size, self.begin)
-        return Entry(self.number, self.step, lr, self.ids.size)
 
     def cut(self) -> list[Item]:
         """Return items of up to a message each."""
@@ -94,7 +69,7 @@ def messages_of(items: Sequence[Item]) -> list[list[Item]]:
     room: dict[int, int] = {}  # the elements that it may still take
     messages = []
     for item in items:
-        if item.is_large:
+        if item.ids is None and (item.values.size > SMALL_SIZE or item.begin > 0):
             messages.append([item])
             continue
         if item.values.size > room.get(item.server, -1):
@@ -107,8 +82,12 @@ def messages_of(items: Sequence[Item]) -> list[list[Item]]:
 
 def names_of(items: Sequence[Item]) -> bytes:
     """Return the frame that names what a message reads or changes."""
-    ids = [item.ids.data for item in items if item.ids is not None]
-    return pack_names([item.entry() for item in items], ids)
+    entries = []
+    for item in items:
+        lr = math.nan if item.lr is None else item.lr
+        size, begin = (item.values.size, item.begin) if item.ids is None else (item.ids.size, IDS)
+        entries.append(Entry(item.number, item.step, lr, size, begin))
+    return pack_names(entries, [item.ids.data for item in items if item.ids is not None])
 
 
 def values_of(items: Sequence[Item]) -> Array:
@@ -117,11 +96,7 @@ def values_of(items: Sequence[Item]) -> Array:
 
 
 class Destination:
-    """The memory that the reply to a READ goes to: the items' values and steps.
-
-    Args:
-        items: what the message reads.
-    """
+    """The memory that the reply to a READ goes to: the items' values and steps."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._items = items
@@ -141,22 +116,16 @@ class Destination:
         Raises:
             ValueError: the reply has another size than these values take.
         """
-        steps, body = split_steps(
-            memoryview(self._steps) if reply is None else reply, len(self._items)
-        )
+        count = len(self._items)
+        steps, body = split_steps(memoryview(self._steps) if reply is None else reply, count)
         if reply is not None:
-            self._decode(body)
+            extents, size = extents_of(_kinds(self._items))
+            if body.nbytes != size:
+                raise ValueError(f"expected {count} values in {size} bytes, got {body.nbytes}")
+            for item, extent in zip(self._items, extents, strict=True):
+                decode_floats_into(item.values, body[extent], item.wire)
         for item, step in zip(self._items, steps, strict=True):
             item.step = step
-
-    def _decode(self, body: memoryview) -> None:
-        extents, size = extents_of(_kinds(self._items))
-        if body.nbytes != size:
-            raise ValueError(
-                f"expected {len(self._items)} values in {size} bytes, got {body.nbytes}"
-            )
-        for item, extent in zip(self._items, extents, strict=True):
-            decode_floats_into(item.values, body[extent], item.wire)
 
 
 def _kinds(items: Sequence[Item]) -> Kinds:

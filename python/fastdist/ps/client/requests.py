@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from fastdist.ps.client.items import Destination
@@ -29,21 +29,6 @@ class Ticket:
         arrives_at: the connection over which the reply is being received there.
         sendings: how often it was sent.
         was_busy: True if the server was too busy to reply; it has made the request's changes.
-
-    Examples:
-        >>> import numpy as np
-        >>> from fastdist import ps
-        >>> server = ps.Server()
-        >>> client = ps.Client([server.address])
-        >>> spec = ps.DenseSpec("w", (2,), ps.RuleSpec("SGD", {"lr": 0.5}))
-        >>> number = client.create(0, spec, np.ones(2, np.float32))
-        >>> item = ps.Item(0, number, np.empty(2, np.float32))
-        >>> tickets = client.begin_read([item])
-        >>> _ = client.wait(tickets[0])
-        >>> item.values
-        array([1., 1.], dtype=float32)
-        >>> client.close()
-        >>> server.close()
     """
 
     server: int
@@ -55,7 +40,7 @@ class Ticket:
     began: float
     destination: Destination | None = None
     resend_at: float = math.inf
-    reply: memoryview | None = None
+    reply: memoryview | None = None  # unless it goes to the destination
     error: Exception | None = None
     is_done: bool = False
     was_busy: bool = False
@@ -69,6 +54,7 @@ class Ticket:
             self.arrives_at.lose()  # what is left of the reply would go there
 
 
+@dataclass(slots=True, eq=False)
 class Pending(Generic[T]):
     """Requests in flight that make one result; for the client's thread.
 
@@ -78,33 +64,13 @@ class Pending(Generic[T]):
         wait: `Client.wait` of the client that sent the requests.
         tickets: the requests.
         finish: makes the result from the replies to all tickets, in their order.
-
-    Examples:
-        >>> import numpy as np
-        >>> from fastdist import ps
-        >>> server = ps.Server()
-        >>> client = ps.Client([server.address])
-        >>> spec = ps.DenseSpec("w", (2,), ps.RuleSpec("SGD", {"lr": 0.5}))
-        >>> number = client.create(0, spec, np.ones(2, np.float32))
-        >>> item = ps.Item(0, number, np.empty(2, np.float32))
-        >>> tickets = client.begin_read([item])
-        >>> ps.Pending(client.wait, tickets, lambda replies: item.values).result()
-        array([1., 1.], dtype=float32)
-        >>> client.close()
-        >>> server.close()
     """
 
-    def __init__(
-        self,
-        wait: Callable[[Ticket], memoryview],
-        tickets: Sequence[Ticket],
-        finish: Callable[[list[memoryview]], T],
-    ) -> None:
-        self._wait = wait
-        self._tickets = tickets
-        self._finish = finish
-        self._result: T
-        self._is_finished = False
+    wait: Callable[[Ticket], memoryview]
+    tickets: Sequence[Ticket]
+    finish: Callable[[list[memoryview]], T]
+    _result: T = field(init=False)
+    _is_finished: bool = field(default=False, init=False)
 
     def result(self) -> T:
         """Wait for all servers and return the result.
@@ -117,15 +83,11 @@ class Pending(Generic[T]):
         """
         if not self._is_finished:
             try:
-                replies = [self._wait(ticket) for ticket in self._tickets]
+                replies = [self.wait(ticket) for ticket in self.tickets]
             except Exception:
-                for ticket in self._tickets:
+                for ticket in self.tickets:
                     ticket.abandon()
                 raise
-            self._result = self._finish(replies)
+            self._result = self.finish(replies)
             self._is_finished = True
         return self._result
-
-
-def no_result(replies: list[memoryview]) -> None:
-    """The result of a change."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,21 @@ import fastdist._core as _core
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.requests import Pending, no_result
+from fastdist.ps.client.requests import Pending
 from fastdist.ps.wire.frames import Array, to_floats, to_ids
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
+# Ids by piece, their number for each piece, and the place of each given id; see `_core.Owners`.
+_Routed = tuple[Array, list[int], Array | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """The value of a variable, or rows of a table.
+    """The value of a variable, or rows of a table; float32.
 
     Attributes:
-        value: float32; of the whole shape of a variable, or a row for each id.
         steps: for each piece, how many pushes the values have seen; for the push of their gradient.
             `UNKNOWN_STEP` for a table's pieces without ids.
     """
@@ -37,17 +40,11 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A variable or rows to be pulled; see `begin_pulls`.
+    """A variable or rows to be pulled; see `begin_pulls`."""
 
-    Attributes:
-        items: for each piece, what to read there.
-        values: where it is put.
-        places: for each id, the place of its row in `values`; None: they are in order.
-    """
-
-    items: list[list[Item]]
-    values: Array
-    places: Array | None = None
+    items: list[list[Item]]  # what to read of each piece
+    values: Array  # where it is put
+    places: Array | None = None  # of each id's row in `values`; None: they are in order
 
     def result(self) -> Pulled:
         """Return the values, once all items have been read."""
@@ -59,11 +56,8 @@ class Lookup:
 class ShardedVariable:
     """A dense variable, cut along its first axis.
 
-    Args:
-        client: this thread's client.
-        spec: the spec of the whole; servers know pieces by the variable's name and the first row.
-        pieces: servers and rows.
-        initial: float32, of the whole shape; None if the variable exists already.
+    The spec and the initial value are those of the whole; the value is None if the variable exists
+    already. Servers know pieces by the variable's name and the first row.
     """
 
     def __init__(
@@ -73,14 +67,12 @@ class ShardedVariable:
         self.pieces = tuple(pieces)
         self._client = client
         self._wire = spec.wire_format()
-        rows = None
-        if initial is not None:
-            rows = self._to_array(initial).reshape(self.pieces[-1].end, *spec.shape[1:])
+        rows = None if initial is None else self._as_rows(self._to_array(initial))
         self._numbers = [
             client.create(
                 piece.server,
                 self._piece_spec(piece),
-                None if rows is None else self._rows(rows, piece),
+                None if rows is None else rows[piece.begin : piece.end],
             )
             for piece in self.pieces
         ]
@@ -107,28 +99,28 @@ class ShardedVariable:
         self.begin_assign(value).result()
 
     def lookup(self, out: Array | None = None) -> Lookup:
-        """Return what to read for the value.
-
-        Args:
-            out: destination, contiguous float32 of the whole shape; None allocates one.
-        """
-        value = self._output(out)
+        """Return what to read for the value, into `out`, if given: float32, of the whole shape."""
+        shape = self.spec.shape
+        value = np.empty(shape, np.float32) if out is None else out
+        if value.shape != shape or value.dtype != np.float32 or not value.flags.c_contiguous:
+            raise ValueError(
+                f"{self.spec.name!r}: out must be contiguous float32 of shape {shape}, "
+                f"got {value.dtype} of shape {value.shape}"
+            )
         return Lookup([item.cut() for item in self._split(value)], value)
 
     def change(
-        self, gradient: Any, lr: float | None = None, step: int | Sequence[int] | None = None
+        self, gradient: Any, lr: float | None = None, steps: Sequence[int] | None = None
     ) -> list[Item]:
         """Return what to send for a gradient.
 
         Args:
-            gradient: the gradient, of the whole shape.
+            gradient: of the whole shape.
             lr: learning rate; None for the update rule's own, or if the round's commit sets it.
-            step: the step of the value that the gradient was computed from: `Pulled.steps`, or one
-                for all pieces; None if unknown.
+            steps: `Pulled.steps` of the value that the gradient was computed from; None if unknown.
         """
         items = self._split(self._to_array(gradient))
-        for item, seen in zip(items, _steps(step, len(items)), strict=True):
-            item.step, item.lr = seen, lr
+        _complete(items, lr, steps)
         if self.spec.refuse_nonfinite:  # whole, so that no part of a gradient is applied
             return items
         return [part for item in items for part in item.cut()]
@@ -137,17 +129,6 @@ class ShardedVariable:
         """Set the value, without waiting."""
         items = self._split(self._to_array(value))
         return _begin_assign(self._client, [part for item in items for part in item.cut()])
-
-    def _output(self, out: Array | None) -> Array:
-        """Return `out` after checking it, or a new array."""
-        if out is None:
-            return np.empty(self.spec.shape, np.float32)
-        if out.shape != self.spec.shape or out.dtype != np.float32 or not out.flags.c_contiguous:
-            raise ValueError(
-                f"{self.spec.name!r}: out must be contiguous float32 of shape {self.spec.shape}, "
-                f"got {out.dtype} of shape {out.shape}"
-            )
-        return out
 
     def _to_array(self, values: Any) -> Array:
         """Convert a value or gradient to contiguous float32, without a copy where possible."""
@@ -158,11 +139,14 @@ class ShardedVariable:
 
     def _split(self, values: Array) -> list[Item]:
         """Return the pieces of a value, as views."""
-        rows = values.reshape(self.pieces[-1].end, *self.spec.shape[1:])
+        rows = self._as_rows(values)
         return [
-            Item(piece.server, number, self._rows(rows, piece), wire=self._wire)
+            Item(piece.server, number, rows[piece.begin : piece.end], wire=self._wire)
             for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
+
+    def _as_rows(self, values: Array) -> Array:
+        return values.reshape(self.pieces[-1].end, *self.spec.shape[1:])  # a scalar is one row
 
     def _piece_spec(self, piece: Piece) -> DenseSpec:
         if len(self.pieces) == 1:
@@ -170,21 +154,11 @@ class ShardedVariable:
         shape = (piece.end - piece.begin, *self.spec.shape[1:])
         return dataclasses.replace(self.spec, name=f"{self.spec.name}[{piece.begin}:]", shape=shape)
 
-    @staticmethod
-    def _rows(values: Array, piece: Piece) -> Array:
-        return values[piece.begin : piece.end]
-
 
 class ShardedRows:
     """A table of rows on several servers: by ranges of ids, or by their hash if ids have no limit.
 
-    Args:
-        client: this thread's client.
-        spec: the spec of the whole.
-        pieces: servers and rows; a table without a limit of rows uses only the servers.
-
-    Attributes:
-        client: this thread's client.
+    The spec is that of the whole. A table without a limit of rows uses only the pieces' servers.
     """
 
     def __init__(self, client: Client, spec: RowsSpec, pieces: Sequence[Piece]) -> None:
@@ -204,13 +178,11 @@ class ShardedRows:
     def parts(self) -> list[tuple[int, int, Part]]:
         """Return the server, number and part of each piece, for checkpoints and commits."""
         name, owners = self.spec.name, len(self.pieces)
-        parts = []
-        for i, (piece, number) in enumerate(zip(self.pieces, self._numbers, strict=True)):
-            part = Part(name, piece.begin, piece.end)
-            if self.spec.rows is None:
-                part = Part(name, 0, -1, i, owners)
-            parts.append((piece.server, number, part))
-        return parts
+        parts = [Part(name, piece.begin, piece.end) for piece in self.pieces]
+        if self.spec.rows is None:
+            parts = [Part(name, 0, -1, owner, owners) for owner in range(owners)]
+        servers = [piece.server for piece in self.pieces]
+        return list(zip(servers, self._numbers, parts, strict=True))
 
     def pull(self, ids: Any) -> Array:
         """Return rows, float32 [ids, dim], in the order of the ids; repeated ids are sent once.
@@ -235,56 +207,47 @@ class ShardedRows:
         ids: Any,
         gradients: Any,
         lr: float | None = None,
-        step: int | Sequence[int] | None = None,
+        steps: Sequence[int] | None = None,
     ) -> list[Item]:
-        """Return what to send for gradients; `lr`, `step` as for `ShardedVariable.change`."""
+        """Return what to send for gradients; `lr`, `steps` as for `ShardedVariable.change`."""
         # If an effect depends on the number of pushes, all pieces must count this one.
         to_all_pieces = self.spec.rule.counts_steps or self.spec.max_age
         items = self._divide(ids, gradients)
-        for item, seen in zip(items, _steps(step, len(items)), strict=True):
-            item.step, item.lr, item.wire = seen, lr, self._wire
+        _complete(items, lr, steps)
         return [item for item in items if to_all_pieces or item.values.size]
 
     def lookup(self, ids: Any) -> Lookup:
-        """Return what to read for ids; repeated ids are read once.
-
-        Raises:
-            IndexError: an id is beyond the table.
-        """
-        with self._naming_table():
-            local, counts, places = self._owners.route_distinct(_flat(ids))
+        """Return what to read for ids; repeated ids are read once."""
+        flat = to_ids(ids).reshape(-1)
+        local, counts, places = self._route(self._owners.route_distinct, flat)
         rows = np.empty((local.size, self.spec.dim), np.float32)
-        items = [
-            self._item(piece, local[part], rows[part]).cut()
-            for piece, part in enumerate(_slices(counts))
-        ]
-        return Lookup(items, rows, places)
+        return Lookup([item.cut() for item in self._items(local, counts, rows)], rows, places)
 
     def _divide(self, ids: Any, values: Any) -> list[Item]:
         """Return the rows of each piece."""
-        given, rows = _flat(ids), to_floats(values)
+        given, rows = to_ids(ids).reshape(-1), to_floats(values)
         if rows.size != given.size * self.spec.dim:
             raise ValueError(
                 f"{self.spec.name!r}: {given.size} ids need values of shape "
                 f"({given.size}, {self.spec.dim}), got {rows.shape}"
             )
         rows = rows.reshape(-1, self.spec.dim)
-        with self._naming_table():
-            local, counts, places = self._owners.route(given)
-        if places is not None:
-            rows = rows.take(places, 0)
+        local, counts, places = self._route(self._owners.route, given)
+        return self._items(local, counts, rows if places is None else rows.take(places, 0))
+
+    def _items(self, ids: Array, counts: Sequence[int], rows: Array) -> list[Item]:
+        """Return the rows of each piece, as views."""
         return [
-            self._item(piece, local[part], rows[part]) for piece, part in enumerate(_slices(counts))
+            Item(piece.server, number, rows[end - n : end], ids[end - n : end], self._wire)
+            for piece, number, n, end in zip(
+                self.pieces, self._numbers, counts, accumulate(counts), strict=True
+            )
         ]
 
-    def _item(self, piece: int, ids: Array, rows: Array) -> Item:
-        return Item(self.pieces[piece].server, self._numbers[piece], rows, ids, self._wire)
-
-    @contextmanager
-    def _naming_table(self) -> Iterator[None]:
-        """Add the table's name to errors."""
+    def _route(self, route: Callable[[Array], _Routed], ids: Array) -> _Routed:
+        """Sort ids by piece; add the table's name to errors."""
         try:
-            yield
+            return route(ids)
         except IndexError as error:
             raise IndexError(f"{self.spec.name!r}: {error}") from None
 
@@ -304,16 +267,13 @@ class ShardedRows:
         )
 
 
+Sharded = ShardedVariable | ShardedRows
+
+
 def begin_pulls(
     client: Client, lookups: Sequence[Lookup], changes: Sequence[Item] = ()
 ) -> Pending[list[Pulled]]:
-    """Request values of variables and rows of tables, without waiting.
-
-    Args:
-        client: this thread's client.
-        lookups: of variables and tables of this client.
-        changes: gradients to apply before; see `begin_changes`.
-    """
+    """Request variables and rows, without waiting, after changes; see `begin_changes`."""
     items = [item for lookup in lookups for items in lookup.items for item in items]
     tickets = client.begin_change(changes, then_read=items)
     return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in lookups])
@@ -323,34 +283,70 @@ def begin_changes(client: Client, items: Sequence[Item], round: int = 0) -> Pend
     """Send gradients, without waiting; see `Client.begin_change`.
 
     Args:
-        client: this thread's client.
-        items: what `change` of variables and tables of this client returned.
+        client: the client of the variables and tables.
+        items: what their `change` has returned.
         round: 0 applies the gradients at once; otherwise they wait for the round's commit.
     """
-    return Pending(client.wait, client.begin_change(items, round), no_result)
+    return Pending(client.wait, client.begin_change(items, round), lambda replies: None)
+
+
+def commit_round(
+    client: Client,
+    round: int,
+    things: Sequence[tuple[Sharded, float | None]],
+    *,
+    weight: float = 1.0,
+) -> Pending[bool]:
+    """Apply the sum of all clients' pushes of a round to each variable and table, as one push.
+
+    Waits until servers have this client's pushes. Other clients must have waited for theirs, and
+    one client commits for all. A job uses the number of a round once.
+
+    Args:
+        client: the client that commits.
+        round: its number, not 0.
+        things: variables and tables with learning rates; None for the update rule's own. Those
+            without pushes stay as they are.
+        weight: divisor of the sum.
+
+    Returns:
+        True if the round is now applied on all servers; False if it was discarded.
+    """
+    by_server: dict[int, list[tuple[int, float | None]]] = {}
+    for thing, lr in things:
+        for server, number, _ in thing.parts():
+            by_server.setdefault(server, []).append((number, lr))
+    for server in by_server:
+        client.wait_for_round(server, round)
+    tickets = []
+    for server, objects in by_server.items():
+        body = json.dumps({"weight": weight, "objects": objects}).encode()
+        tickets.append(client.submit(server, Op.COMMIT, 0, [body], round=round))
+
+    def is_applied(replies: list[memoryview]) -> bool:
+        return all(json.loads(bytes(reply))["state"] == "applied" for reply in replies)
+
+    return Pending(client.wait, tickets, is_applied)
+
+
+def discard_rounds(client: Client, servers: Iterable[int], rounds: Sequence[int]) -> None:
+    """Drop the pushes of rounds, including later ones; applied rounds stay applied."""
+    body = json.dumps(list(rounds)).encode()
+    tickets = [client.submit(server, Op.DISCARD, 0, [body]) for server in servers]
+    for ticket in tickets:
+        client.wait(ticket)
 
 
 def _begin_assign(client: Client, items: Sequence[Item]) -> Pending[None]:
     for item in items:
         item.wire = None
-    return Pending(client.wait, client.begin_change(items, op=Op.ASSIGN), no_result)
+    return Pending(client.wait, client.begin_change(items, op=Op.ASSIGN), lambda replies: None)
 
 
-def _steps(step: int | Sequence[int] | None, pieces: int) -> Sequence[int]:
-    """Return one step for each piece."""
-    if step is None or isinstance(step, int):
-        return [UNKNOWN_STEP if step is None else step] * pieces
-    if len(step) != pieces:
-        raise ValueError(f"step has {len(step)} numbers, there are {pieces} pieces")
-    return step
-
-
-def _flat(ids: Any) -> Array:
-    return to_ids(ids).reshape(-1)
-
-
-def _slices(counts: Sequence[int]) -> Iterator[slice]:
-    begin = 0
-    for count in counts:
-        yield slice(begin, begin + count)
-        begin += count
+def _complete(items: Sequence[Item], lr: float | None, steps: Sequence[int] | None) -> None:
+    """Set the learning rate of gradients, and the step of each piece; None if unknown."""
+    steps = [UNKNOWN_STEP] * len(items) if steps is None else steps
+    if len(steps) != len(items):
+        raise ValueError(f"steps has {len(steps)} numbers, there are {len(items)} pieces")
+    for item, step in zip(items, steps, strict=True):
+        item.step, item.lr = step, lr

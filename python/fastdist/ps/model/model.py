@@ -12,7 +12,6 @@ from torch import nn
 
 from fastdist.errors import FastdistError
 from fastdist.ps.client.client import Client
-from fastdist.ps.client.commit import commit_round, discard_rounds
 from fastdist.ps.client.items import Item
 from fastdist.ps.client.requests import Pending
 from fastdist.ps.client.row_cache import RowCache
@@ -22,6 +21,8 @@ from fastdist.ps.client.sharded import (
     ShardedVariable,
     begin_changes,
     begin_pulls,
+    commit_round,
+    discard_rounds,
 )
 from fastdist.ps.model.buffers import ServedBuffers
 from fastdist.ps.model.bundle import Bundle

@@ -13,7 +13,7 @@ from fastdist.checkpoints import files
 from fastdist.errors import DamagedCheckpointError
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.requests import Ticket
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from fastdist.ps.client.sharded import Sharded, ShardedRows
 from fastdist.ps.wire.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
@@ -23,33 +23,20 @@ _TIMEOUT_S = 600.0
 _FOLDER = "servers"
 # Limit for the names of one object's files: they must fit into the request that restores it.
 _MAX_NAMES_BYTES = MAX_LONG_META_BYTES - MAX_META_BYTES
-Sharded = ShardedVariable | ShardedRows
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A variable or table in a checkpoint.
-
-    Attributes:
-        spec: the spec of the whole.
-        checksums: the files with its rows, and their checksums.
-        parts: what each of them holds.
-    """
+    """A variable or table in a checkpoint, with the spec of the whole."""
 
     spec: Spec
-    checksums: dict[Path, int]
-    parts: list[Part]
+    checksums: dict[Path, int]  # of the files with its rows
+    parts: dict[Path, Part]  # what each of them holds
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The contents of a checkpoint.
-
-    Attributes:
-        directory: where its files are.
-        saved: variables and tables, by name.
-        state: what the user saved with them.
-    """
+    """A checkpoint: its variables and tables by name, and what the user saved with them."""
 
     directory: Path
     saved: dict[str, Saved]
@@ -70,12 +57,14 @@ def save_checkpoint(
     in the directory are not touched. `state` is anything that JSON can hold.
 
     Raises:
-        OSError: a server could not write; the previous checkpoint is unchanged.
+        OSError, UnavailableError: a server could not write; the previous checkpoint is unchanged.
         TypeError: JSON cannot hold the state.
         ValueError: a table has far too many files.
-        UnavailableError: a server does not answer.
     """
-    _require_json(state)
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"state must be what JSON can hold: {error}") from None
     place = Path(directory).absolute() / _FOLDER
     write_others = partial(write_files, client, things, state=state)
     files.write(place, {}, files.Checksums({}), write_others)
@@ -84,14 +73,7 @@ def save_checkpoint(
 def write_files(
     client: Client, things: Sequence[Sharded], directory: Path, *, state: Any = None
 ) -> Any:
-    """Make servers write variables and tables into the directory of a checkpoint.
-
-    Returns:
-        What `read_index` needs to know of them.
-
-    Raises:
-        OSError, ValueError, UnavailableError: see `save_checkpoint`.
-    """
+    """Make servers write files into a directory; return what its index says for `read_index`."""
     parts: list[Part] = []
     tickets: list[Ticket] = []
     for thing in things:
@@ -129,17 +111,13 @@ def restore_checkpoint(
 
     Rows that a hashed table has and the checkpoint lacks stay as they are; those that neither has
     begin as in the job that wrote the checkpoint. All files and their checksums are checked before
-    any server changes anything, unless `check_checkpoint` has done so.
-
-    Returns:
-        The state that was saved with them.
+    any server changes anything, unless `check_checkpoint` has done so. Returns the state that was
+    saved with them.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or one of its files is gone.
-        OSError: a file cannot be read.
+        OSError, UnavailableError: there is no checkpoint, or a server cannot read a file of it.
         ValueError: the checkpoint is damaged, lacks a variable, or has it in another shape or for
             another rule.
-        UnavailableError: a server does not answer.
     """
     index = read_index(directory) if is_checked else check_checkpoint(client, directory, things)
     for thing in things:
@@ -159,7 +137,10 @@ def check_checkpoint(client: Client, directory: str | Path, things: Sequence[Sha
         if name not in index.saved:
             known = ", ".join(sorted(index.saved))
             raise ValueError(f"{directory} has no {name!r}; it has {known}")
-        _require_same(index.saved[name].spec, thing.spec, directory)
+        saved = index.saved[name].spec
+        (layout, rows), (wanted, limit) = _layout(saved), _layout(thing.spec)
+        if layout != wanted or rows > limit:  # a table's limit may be higher than when it was saved
+            raise ValueError(f"{directory} has {name!r} as {saved}, expected {thing.spec}")
         for path in index.saved[name].checksums:
             path.stat()  # the servers' errors do not tell what is missing
     try:
@@ -174,14 +155,14 @@ def _move(client: Client, index: Index, things: Sequence[Sharded], *, only_check
     tickets = []
     for thing in things:
         source = index.saved[thing.spec.name]
-        held = list(zip(source.checksums.items(), source.parts, strict=True))
         for server, number, part in thing.parts():
+            holders = [path for path, held in source.parts.items() if part.may_share_rows(held)]
             about = {
                 "only_check": only_check,
                 "seed": source.spec.seed if isinstance(source.spec, RowsSpec) else None,
                 "part": asdict(part),
                 "directory": str(index.directory),
-                "files": {p.name: sum_ for (p, sum_), own in held if part.may_share_rows(own)},
+                "files": {path.name: source.checksums[path] for path in holders},
             }
             tickets.append(_submit(client, server, Op.RESTORE, number, about))
     _wait(client, tickets)
@@ -212,11 +193,12 @@ def read_index(directory: str | Path) -> Index:
             spec = from_json(json.dumps(about["spec"]).encode())
             if spec.name != name:
                 raise ValueError(f"{spec} is not the spec of {name!r}")
-            _layout(spec), _rows(spec)  # raise if the spec is invalid
+            _layout(spec)  # raises if the spec is invalid
             if any(Path(file).name != file for file, *_ in about["files"]):
                 raise ValueError(f"{name!r} has files elsewhere")
             sums = {place / file: int(sum_) for file, sum_, _ in about["files"]}
-            saved[name] = Saved(spec, sums, [Part(**part) for *_, part in about["files"]])
+            parts = {place / file: Part(**part) for file, _, part in about["files"]}
+            saved[name] = Saved(spec, sums, parts)
         return Index(place, saved, others["state"])
     except Exception as error:
         raise DamagedCheckpointError(
@@ -224,23 +206,12 @@ def read_index(directory: str | Path) -> Index:
         ) from error
 
 
-def _require_same(saved: Spec, wanted: Spec, directory: str | Path) -> None:
-    """Raise unless a saved object can be read into another one."""
-    if _layout(saved) != _layout(wanted) or _rows(saved) > _rows(wanted):
-        raise ValueError(f"{directory} has {wanted.name!r} as {saved}, expected {wanted}")
-
-
-def _layout(spec: Spec) -> tuple[object, ...]:
-    """Return everything that an element's place in a file depends on."""
+def _layout(spec: Spec) -> tuple[tuple[object, ...], int]:
+    """Return all that an element's place in a file depends on, and the limit of a table's rows."""
     slots = spec.rule.make().slots
     if isinstance(spec, DenseSpec):
-        return (spec.shape, slots)
-    return (spec.dim, spec.rows is None, slots)
-
-
-def _rows(spec: Spec) -> int:
-    """Return the limit of rows of a table, which may be higher than when it was saved; else 0."""
-    return 0 if isinstance(spec, DenseSpec) else int(spec.rows or 0)
+        return (spec.shape, slots), 0
+    return (spec.dim, spec.rows is None, slots), int(spec.rows or 0)
 
 
 def _submit(client: Client, server: int, op: Op, number: int, about: dict[str, Any]) -> Ticket:
@@ -260,10 +231,3 @@ def _wait(client: Client, tickets: Sequence[Ticket]) -> list[memoryview]:
     if failed is not None:
         raise failed
     return replies
-
-
-def _require_json(state: Any) -> None:
-    try:
-        json.dumps(state)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"state must be what JSON can hold: {error}") from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -127,29 +126,18 @@ def _load_all(directory: Path) -> LoadedCheckpoint:
     short = {name: re.sub(r"^\d+/", "", name) for name in index.saved}
     is_clear = len(set(short.values())) == len(short)
     values: dict[str, torch.Tensor | SavedRows] = {}
-    for name, saved in index.saved.items():
-        values[short[name] if is_clear else name] = _value_of(saved)
+    for full, saved in index.saved.items():
+        name, spec = short[full] if is_clear else full, saved.spec
+        if isinstance(spec, RowsSpec):
+            pieces = tuple(_mapped(path) for path in saved.checksums)
+            values[name] = SavedRows(pieces, spec.dim, spec.rows, spec)
+        else:
+            values[name] = _fill(torch.empty(spec.shape), saved)
     return LoadedCheckpoint(values, index.state)
 
 
-def _value_of(saved: Saved) -> torch.Tensor | SavedRows:
-    if isinstance(saved.spec, RowsSpec):
-        pieces = tuple(_rows_of(path) for path in saved.checksums)
-        return SavedRows(pieces, saved.spec.dim, saved.spec.rows, saved.spec)
-    value = torch.empty(saved.spec.shape)
-    for path in saved.checksums:
-        _fill(value, path)
-    return value
-
-
-def _rows_of(path: Path) -> tuple[Array, Array]:
-    begin, ids, values = _mapped(path)
-    assert ids is not None
-    return (ids + begin if begin else ids), values
-
-
-def _mapped(path: Path) -> tuple[int, Array | None, Array]:
-    """Map a checked file: its first row, the ids from there on (None without any), the values."""
+def _mapped(path: Path) -> tuple[Any, Array]:
+    """Map a checked file: the ids of a table's rows, or a slice of a variable's; and the values."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -163,13 +151,16 @@ def _mapped(path: Path) -> tuple[int, Array | None, Array]:
         offset = 8 + length + int(about["data_offsets"][0])
         return np.memmap(path, dtype, "r", offset, shape)
 
-    begin = int(json.loads(header["__metadata__"]["fastdist"])["part"]["begin"])
-    return begin, array("ids") if "ids" in header else None, array("values")
+    part = json.loads(header["__metadata__"]["fastdist"])["part"]
+    if "ids" not in header:
+        return slice(part["begin"], part["end"]), array("values")
+    ids = array("ids")
+    return (ids + part["begin"] if part["begin"] else ids), array("values")
 
 
 def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[str]:
     saved = read_index(directory).saved
-    tensors = dict(_tensors(module))
+    tensors = dict[str, torch.Tensor]([*module.named_parameters(), *module.named_buffers()])
     if prefix is None:
         prefix = _find_prefix(saved, tensors, directory)
     found = {name: saved[prefix + name] for name in tensors if prefix + name in saved}
@@ -183,10 +174,7 @@ def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[s
         require_checksums(source.checksums)
         _require_room(tensors[name], source, directory)
     for name, source in found.items():
-        if isinstance(source.spec, RowsSpec):
-            _fill_initial(tensors[name], source.spec)
-        for path in source.checksums:
-            _fill(tensors[name], path)
+        _fill(tensors[name], source)
     return missing
 
 
@@ -208,11 +196,6 @@ def _find_prefix(saved: dict[str, Saved], tensors: dict[str, torch.Tensor], dire
     return best[0] if best else ""
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) -> None:
     spec = source.spec
     if isinstance(spec, DenseSpec):
@@ -224,7 +207,7 @@ def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) ->
         raise ValueError(f"{directory} has {spec}, the module has the shape {tuple(tensor.shape)}")
     if isinstance(spec, RowsSpec) and spec.rows is None:
         for path in source.checksums:
-            ids, _ = _rows_of(path)
+            ids, _ = _mapped(path)
             beyond = ids[(ids < 0) | (ids >= tensor.shape[0])]
             if beyond.size:
                 raise ValueError(
@@ -234,22 +217,23 @@ def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) ->
 
 
 @torch.no_grad()
-def _fill_initial(tensor: torch.Tensor, spec: RowsSpec) -> None:
-    table = replace(spec, rows=None).make()
-    rows = np.empty((_PIECE_ROWS, spec.dim), np.float32)
-    for begin in range(0, spec.rows or len(tensor), _PIECE_ROWS):
-        end = min(begin + _PIECE_ROWS, spec.rows or len(tensor))
-        table.pull(np.arange(begin, end), rows[: end - begin])
-        tensor[begin:end] = torch.from_numpy(rows[: end - begin])
-
-
-@torch.no_grad()
-def _fill(tensor: torch.Tensor, path: Path) -> None:
-    begin, ids, values = _mapped(path)
-    rows = torch.from_numpy(np.array(values)).to(tensor)
-    if not tensor.dim():
-        tensor.copy_(rows)
-    elif ids is None:
-        tensor[begin : begin + len(rows)] = rows
-    else:
-        tensor[torch.from_numpy(np.array(ids)) + begin] = rows
+def _fill(tensor: torch.Tensor, source: Saved) -> torch.Tensor:
+    """Fill a tensor with what a checkpoint has; rows that it lacks get their initial values."""
+    spec = source.spec
+    if isinstance(spec, RowsSpec):
+        table = replace(spec, rows=None).make()
+        rows = np.empty((_PIECE_ROWS, spec.dim), np.float32)
+        for begin in range(0, spec.rows or len(tensor), _PIECE_ROWS):
+            end = min(begin + _PIECE_ROWS, spec.rows or len(tensor))
+            table.pull(np.arange(begin, end), rows[: end - begin])
+            tensor[begin:end] = torch.from_numpy(rows[: end - begin])
+    for path in source.checksums:
+        places, values = _mapped(path)
+        read = torch.from_numpy(np.array(values)).to(tensor)
+        if isinstance(spec, RowsSpec):
+            tensor[torch.from_numpy(np.array(places))] = read
+        elif tensor.dim():
+            tensor[places] = read
+        else:
+            tensor.copy_(read)
+    return tensor

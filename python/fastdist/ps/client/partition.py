@@ -41,7 +41,6 @@ class FixedShards:
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
         """Return the number of pieces along each axis."""
-        del itemsize
         return _along_first(shape, self.num_shards)
 
 
@@ -99,33 +98,20 @@ class MaxSizePartitioner:
         row_bytes = max(1, math.prod(shape[1:]) * itemsize)
         rows = max(1, self.max_shard_bytes // row_bytes)
         pieces = -(-shape[0] // rows)
-        if self.max_shards is not None:
-            pieces = min(pieces, self.max_shards)
-        return _along_first(shape, pieces)
+        return _along_first(shape, min(pieces, self.max_shards or pieces))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a variable on one server.
-
-    Attributes:
-        server: its number.
-        begin: the first row.
-        end: one past the last.
-    """
+    """Rows of a variable on one server."""
 
     server: int
     begin: int
-    end: int
+    end: int  # one past the last
 
 
 class RoundRobin:
-    """Assigns variables, and their pieces, to servers in turn.
-
-    Args:
-        servers: number of servers.
-        partitioner: cuts variables; None leaves them whole.
-    """
+    """Assigns variables, and their pieces, to servers in turn; without a partitioner, whole."""
 
     def __init__(self, servers: int, partitioner: Partitioner | None = None) -> None:
         _require_positive("servers", servers)
@@ -134,11 +120,7 @@ class RoundRobin:
         self._next = 0
 
     def place(self, shape: Sequence[int], itemsize: int) -> tuple[Piece, ...]:
-        """Return the pieces of the next variable; a scalar is one row, and never cut.
-
-        Raises:
-            ValueError: the partitioner cuts along another axis than the first.
-        """
+        """Return the pieces of the next variable; a scalar is one row, and never cut."""
         rows = shape[0] if shape else 1
         pieces = 1
         if self._partitioner is not None and shape:
@@ -149,9 +131,8 @@ class RoundRobin:
                     f"into at least one piece, got {tuple(cuts)} from {self._partitioner}"
                 )
             pieces = cuts[0]
-        bounds = piece_bounds(rows, pieces)
         placed = []
-        for begin, end in itertools.pairwise(bounds):
+        for begin, end in itertools.pairwise(piece_bounds(rows, pieces)):
             placed.append(Piece(self._next, begin, end))
             self._next = (self._next + 1) % self._servers
         return tuple(placed)

@@ -19,16 +19,8 @@ class RowCache:
     Pushes of other workers are seen when a row expires; call `forget` after pushes of this worker.
     For the thread of the table's client.
 
-    Each id has one slot, by its hash, which it shares with other ids: there is no search.
-
-    Args:
-        table: the table.
-        max_rows: number of cached rows.
-        max_age: number of `pull` calls for which a row is served; 0 pulls every time.
-
-    Attributes:
-        hits: number of ids that were served from memory.
-        misses: number of ids that were pulled.
+    Each id has one slot, by its hash, which it shares with other ids: there is no search. A row is
+    served for `max_age` calls of `pull`; 0 pulls every time.
     """
 
     def __init__(self, table: ShardedRows, *, max_rows: int, max_age: int) -> None:
@@ -36,7 +28,7 @@ class RowCache:
             raise ValueError(
                 f"max_rows must be at least 1 and max_age 0, got {max_rows} and {max_age}"
             )
-        self.hits = self.misses = 0
+        self.hits = self.misses = 0  # ids that were served from memory, and others
         self._table = table
         self._max_age = max_age
         self._pulls = 0

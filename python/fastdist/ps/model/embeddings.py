@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import fastdist._core as _core
 from fastdist.errors import UnsupportedError
 from fastdist.ps.model.table import ServedTable
 from fastdist.ps.model.table_weight import table_weight
+from fastdist.ps.wire.specs import RowsSpec, RuleSpec
 from fastdist.replicas.context import state
 from fastdist.replicas.random_streams import draw_seed
 from fastdist.training.module_structure import modules_of
@@ -47,60 +49,43 @@ class _RowsOfWeight(torch.autograd.Function):
 
 
 class Found(NamedTuple):
-    """The result of a lookup.
+    """The rows of a lookup."""
 
-    Attributes:
-        unique: the distinct ids, sorted; None if `rows` are those of all ids.
-        rows: their rows.
-        positions: for each given id, the position of its row.
-    """
-
-    unique: torch.Tensor | None
     rows: torch.Tensor
-    positions: torch.Tensor
+    positions: torch.Tensor  # for each given id, of its row
+    padding: int | None  # position of the padding row, if it is among them
 
 
 class TableLookup(SparseWeight):
     """Base of embeddings whose weight may be a table on parameter servers."""
 
-    _table: ServedTable | None
-
-    @property
-    def is_served(self) -> bool:
-        """True if the weight is a table on servers."""
-        return self.__dict__.get("_table") is not None
+    padding_idx: int | None
+    _table: ServedTable | None = None
 
     def look_up(self, ids: torch.Tensor) -> Found:
         """Find the rows of ids."""
-        (found,) = look_up_together([(self, ids)])
-        return found
+        return look_up_together([(self, ids)])[0]
 
     def served_table(self) -> ServedTable:
-        """Return the table.
-
-        Raises:
-            UnsupportedError: this is a copy, which has none.
-        """
-        table: ServedTable | None = self.__dict__.get("_table")
-        if table is None:
+        """Return the table; raise UnsupportedError if this is a copy, which has none."""
+        if self._table is None:
             raise UnsupportedError(
                 f"{self} is a copy of an embedding whose rows are on parameter servers, and has no "
                 "connection to them; functions must use the embedding that was made in the scope"
             )
-        return table
+        return self._table
 
     def _save_to_state_dict(self, values: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(values, prefix, keep_vars)  # type: ignore[misc]
-        table = self.__dict__.get("_table")
-        if table is not None:
-            rows = table.all_rows()
+        if self._table is not None:
+            rows = self._table.all_rows()
             del values[f"{prefix}weight"]
             if rows is not None:
                 values[f"{prefix}weight"] = rows
 
     def _load_from_state_dict(self, values: dict[str, Any], prefix: str, *others: Any) -> None:
         key = f"{prefix}weight"
-        if not self.is_served:
+        if self._table is None:
             super()._load_from_state_dict(values, prefix, *others)  # type: ignore[misc]
         elif key in values:
             if values[key].shape != self.weight.shape:
@@ -108,7 +93,7 @@ class TableLookup(SparseWeight):
                     f"{key} has shape {tuple(values[key].shape)}, expected "
                     f"{tuple(self.weight.shape)}"
                 )
-            self.__dict__["_table"].assign(values[key])
+            self._table.assign(values[key])
 
 
 def look_up_together(lookups: Sequence[tuple[TableLookup, torch.Tensor]]) -> list[Found]:
@@ -119,9 +104,12 @@ def look_up_together(lookups: Sequence[tuple[TableLookup, torch.Tensor]]) -> lis
     for (layer, _), table, ids, rows in zip(
         lookups, tables, wanted, ServedTable.pull(tables, wanted), strict=True
     ):
-        weight: torch.Tensor = layer.weight
-        tied = _RowsOfWeight.apply(weight, ids.unique, rows, table)  # type: ignore[no-untyped-call]
-        found.append(Found(ids.unique, tied, ids.positions))
+        unique, weight, padding = ids.unique, layer.weight, layer.padding_idx
+        tied = _RowsOfWeight.apply(weight, unique, rows, table)  # type: ignore[no-untyped-call]
+        if padding is not None:
+            at = int(torch.searchsorted(unique, padding))
+            padding = at if at < unique.numel() and int(unique[at]) == padding else None
+        found.append(Found(tied, ids.positions, padding))
     return found
 
 
@@ -130,8 +118,7 @@ class ServedEmbedding(TableLookup, nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return rows, as nn.Embedding."""
-        unique, rows, positions = self.look_up(input)
-        padding = position_of(self.padding_idx, unique)
+        rows, positions, padding = self.look_up(input)
         return F.embedding(positions, rows, padding, scale_grad_by_freq=self.scale_grad_by_freq)
 
 
@@ -180,27 +167,25 @@ class TableLayer(TableLookup, nn.Module):
             raise ValueError(f"num_embeddings must be at least 0, or None, got {num_embeddings}")
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.initializer = initializer
-        self.seed = draw_seed() if seed is None else seed
-        self.storage = storage
-        self.max_rows = max_rows
-        self.max_age = max_age
+        self.spec = RowsSpec(  # the name and the rule are known when the scope ends
+            "",
+            embedding_dim,
+            RuleSpec("SGD"),
+            num_embeddings,
+            initializer,
+            draw_seed() if seed is None else seed,
+            storage=storage,
+            max_rows=max_rows,
+            max_age=max_age,
+        )
         self.padding_idx = _padding(padding_idx, num_embeddings)
         self.cached_rows = cached_rows
         self.cache_age = cache_age
         rows = UNLIMITED if num_embeddings is None else num_embeddings
         self.sparse = bool(state.scopes) and state.scopes[-1].has_servers
         # Checks the arguments, with and without servers; the rows of the servers are not made here.
-        table = _core.RowTable(
-            embedding_dim,
-            _core.UpdateRule("SGD"),
-            rows=num_embeddings if num_embeddings is None or not self.sparse else min(rows, 1),
-            initializer=initializer,
-            seed=self.seed,
-            storage=storage,
-            max_rows=max_rows,
-            max_age=max_age,
-        )
+        made = num_embeddings if num_embeddings is None or not self.sparse else min(rows, 1)
+        table = replace(self.spec, rows=made).make()
         if self.sparse:
             self.weight: nn.Parameter = table_weight(rows, embedding_dim)
         elif num_embeddings is None:
@@ -253,10 +238,10 @@ class Embedding(TableLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the rows of ids: shape (…, embedding_dim)."""
-        if not self.is_served:
+        if self._table is None:
             return F.embedding(input, self.weight, self.padding_idx)
-        unique, rows, positions = self.look_up(input)
-        return F.embedding(positions, rows, position_of(self.padding_idx, unique))
+        rows, positions, padding = self.look_up(input)
+        return F.embedding(positions, rows, padding)
 
 
 class EmbeddingBag(TableLayer):
@@ -299,7 +284,8 @@ class EmbeddingBag(TableLayer):
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return one row per bag, as nn.EmbeddingBag."""
-        found = self.look_up(input) if self.is_served else Found(None, self.weight, input)
+        plain = Found(self.weight, input, self.padding_idx)
+        found = plain if self._table is None else self.look_up(input)
         return _pool(self, found, offsets, per_sample_weights)
 
 
@@ -315,7 +301,7 @@ def _pool(
         mode=bag.mode,
         per_sample_weights=weights,
         include_last_offset=bag.include_last_offset,
-        padding_idx=position_of(bag.padding_idx, found.unique),
+        padding_idx=found.padding,
     )
 
 
@@ -361,14 +347,10 @@ class EmbeddingBagCollection(nn.Module):
         served = self._served_bags()
         lookups = [(bag, given[name][0]) for name, bag in served.items()]
         found = dict(zip(served, look_up_together(lookups), strict=True)) if served else {}
-        pooled = {}
-        for name, bag in self.bags.items():
-            ids, offsets, weights = given[name]
-            if name in found:
-                pooled[name] = _pool(bag, found[name], offsets, weights)
-            else:
-                pooled[name] = bag(ids, offsets, weights)
-        return pooled
+        return {
+            name: _pool(bag, found[name], *given[name][1:]) if name in found else bag(*given[name])
+            for name, bag in self.bags.items()
+        }
 
     def prefetch(self, batch: Any) -> int:
         """Ask for the rows of a later batch; see `ParameterServerStrategy.prefetch`.
@@ -384,15 +366,11 @@ class EmbeddingBagCollection(nn.Module):
         return len(parts)
 
     def _served_bags(self) -> dict[str, Any]:
-        return {n: bag for n, bag in self.bags.items() if getattr(bag, "is_served", False)}
+        return {n: bag for n, bag in self.bags.items() if getattr(bag, "_table", None) is not None}
 
 
 def _parts_with(names: Collection[str], batch: Any) -> Iterator[Any]:
-    """Yield what has features of these names: a batch, or parts of nested tuples, lists and dicts.
-
-    Raises:
-        ValueError: a part has some of the features only.
-    """
+    """Yield what has all these features: a batch, or parts of nested tuples, lists and dicts."""
     keys: set[Any] = set(batch.keys()) if hasattr(batch, "keys") else set()
     missing = [name for name in names if name not in keys]
     if not missing:
@@ -428,10 +406,7 @@ def table_embeddings(roots: Sequence[nn.Module]) -> list[nn.Module]:
         ValueError: an embedding has max_norm.
     """
     modules = list(modules_of(roots))
-    users: dict[int, int] = {}
-    for module in modules:
-        for parameter in module.parameters(recurse=False):
-            users[id(parameter)] = users.get(id(parameter), 0) + 1
+    users = Counter(id(own) for module in modules for own in module.parameters(recurse=False))
     found: list[nn.Module] = []
     for module in modules:
         if not isinstance(module, TableLayer):
@@ -459,16 +434,7 @@ def _padding(index: int | None, rows: int | None) -> int | None:
 
 def attach_table(module: nn.Module, table: ServedTable) -> None:
     """Make a module use a table's rows from now on, with sparse gradients."""
-    module.__dict__["_table"] = table
-    module.__dict__["sparse"] = True
+    module.__dict__.update(_table=table, sparse=True)
     module.weight.__dict__["table"] = table
     if module.__class__ in _SERVED:
         module.__class__ = _SERVED[module.__class__]
-
-
-def position_of(id_: int | None, unique: torch.Tensor | None) -> int | None:
-    """Return the position of an id among sorted ids, or all ids; None if it is missing."""
-    if id_ is None or unique is None:
-        return id_
-    position = int(torch.searchsorted(unique, id_))
-    return position if position < unique.numel() and int(unique[position]) == id_ else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch import nn
 from fastdist.ps.client.partition import Piece, RoundRobin
 from fastdist.ps.model.dense import exact_value
 from fastdist.ps.model.embeddings import TableLayer, table_embeddings
-from fastdist.ps.model.rules import rule_of
+from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
 from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.modules import is_materialized, named_buffers, named_parameters
@@ -20,39 +21,29 @@ from fastdist.training.modules import is_materialized, named_buffers, named_para
 # Buffers add up the workers' changes; a parameter without an optimizer stays as it is.
 _ADD = RuleSpec("SGD", {"lr": 1.0})
 _FREEZE = RuleSpec("SGD", {"lr": 0.0})
+# Options of optimizers that do not change the result.
+_IGNORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_OF_TORCH = ("SGD", "Adagrad", "Adam", "AdamW", "RMSprop")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class TableOptions:
-    """Options of all values of a job.
+    """Options of all values of a job; see `ParameterServerStrategy`."""
 
-    Attributes:
-        wire: encoding in messages: "float32", "bfloat16", "float16" or "int8".
-        refuse_nonfinite: gradients with NaN or infinity are errors.
-        allows_stale_rows: workers may use rows that others have changed since.
-    """
-
-    wire: str = "float32"
-    refuse_nonfinite: bool = False
-    allows_stale_rows: bool = True
+    wire: str
+    refuse_nonfinite: bool
+    allows_stale_rows: bool  # workers may use rows that others have changed since
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A value, and the servers that keep it.
+    """A value, and the servers that keep it."""
 
-    Attributes:
-        tensor: its number among the parameters and buffers of the modules.
-        spec: the value's spec.
-        pieces: servers and rows.
-        is_buffer: True for a buffer, and for a parameter that its layer uses as one.
-    """
-
-    tensor: int
+    tensor: int  # its number in `tensors_in`
     spec: DenseSpec | RowsSpec
     pieces: tuple[Piece, ...]
-    is_buffer: bool
+    is_buffer: bool  # also for a parameter that its layer uses as one
 
 
 def tensors_in(roots: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
@@ -87,8 +78,11 @@ def plan(
         rule = _ADD if is_buffer else rules.get(id(tensor), _FREEZE)
         spec: DenseSpec | RowsSpec
         if id(tensor) in tables:
-            _check_cache(name, tables[id(tensor)], options)
-            spec = _rows_spec(tables[id(tensor)], prefix + name, rule)
+            module = tables[id(tensor)]
+            spec = RowsSpec(prefix + name, tensor.shape[1], rule, tensor.shape[0])
+            if isinstance(module, TableLayer):
+                _check_cache(name, module, options)
+                spec = dataclasses.replace(module.spec, name=spec.name, rule=rule)
         else:
             if rule.is_row_wise:
                 raise ValueError(
@@ -96,11 +90,10 @@ def plan(
                     "parameter to another optimizer, such as torch.optim.Adagrad"
                 )
             spec = DenseSpec(prefix + name, tuple(tensor.shape), rule)
-        # Buffers are sums: a narrow encoding would lose small changes.
-        applied = TableOptions() if is_buffer else options
-        spec = dataclasses.replace(
-            spec, wire=applied.wire, refuse_nonfinite=applied.refuse_nonfinite
-        )
+        if not is_buffer:  # buffers are sums: a narrow encoding would lose small changes
+            spec = dataclasses.replace(
+                spec, wire=options.wire, refuse_nonfinite=options.refuse_nonfinite
+            )
         if isinstance(spec, RowsSpec) and spec.rows is None:
             pieces = servers.everywhere()
         else:
@@ -109,37 +102,19 @@ def plan(
     return placements
 
 
-def _check_cache(name: str, module: nn.Module, options: TableOptions) -> None:
-    if isinstance(module, TableLayer) and module.cached_rows and not options.allows_stale_rows:
+def _check_cache(name: str, module: TableLayer, options: TableOptions) -> None:
+    if module.cached_rows and not options.allows_stale_rows:
         raise ValueError(
             f"{name} has cached_rows={module.cached_rows}: cached rows may be some lookups old, "
             "but synchronous=True and max_staleness promise that a step sees earlier steps"
         )
 
 
-def _rows_spec(module: nn.Module, name: str, rule: RuleSpec) -> RowsSpec:
-    if not isinstance(module, TableLayer):
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        return RowsSpec(name, weight.shape[1], rule, weight.shape[0])
-    return RowsSpec(
-        name,
-        module.embedding_dim,
-        rule,
-        module.num_embeddings,
-        module.initializer,
-        module.seed,
-        storage=module.storage,
-        max_rows=module.max_rows,
-        max_age=module.max_age,
-    )
-
-
 def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, RuleSpec]:
     rules: dict[int, RuleSpec] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            rule = rule_of(optimizer, group)
+            rule = _rule_of(optimizer, group)
             for parameter in group["params"]:
                 if id(parameter) in rules:
                     raise ValueError(
@@ -148,6 +123,30 @@ def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, RuleSpec]:
                     )
                 rules[id(parameter)] = rule
     return rules
+
+
+def _rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RuleSpec:
+    """Return the update rule for one group of parameters; raise ValueError if there is none."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in (RowWiseAdagrad, *(getattr(torch.optim, kind) for kind in _OF_TORCH)):
+        raise ValueError(
+            f"parameter servers cannot apply {name}; expected one of {', '.join(_OF_TORCH)} of "
+            "torch.optim, or fd.ps.RowWiseAdagrad for embeddings"
+        )
+    options = {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key in optimizer.defaults and key not in _IGNORED  # others have added other keys
+    }
+    if options.pop("amsgrad", False):
+        raise ValueError(
+            f"parameter servers apply {name} with amsgrad=False, got {group['amsgrad']!r}"
+        )
+    if options.pop("decoupled_weight_decay", False) and name != "AdamW":
+        raise ValueError(f"{name} with decoupled_weight_decay=True is AdamW: use torch.optim.AdamW")
+    rule = RuleSpec(name, options)
+    rule.make()  # raises for an invalid option
+    return rule
 
 
 def _is_served(name: str, tensor: torch.Tensor, is_buffer: bool) -> bool:

@@ -26,34 +26,21 @@ _MOST_READS = 8
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """The ids of a lookup.
+    """The ids of a lookup."""
 
-    Attributes:
-        unique: the distinct ids, sorted.
-        positions: for each given id, the position of its row.
-        pulled: their rows, if they have been read; without padding.
-    """
-
-    unique: torch.Tensor
-    positions: torch.Tensor
-    pulled: Pulled | None = None
+    unique: torch.Tensor  # sorted
+    positions: torch.Tensor  # for each given id, the position of its row
+    pulled: Pulled | None = None  # their rows, if they have been read; without padding
 
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """The rows of a later batch.
+    """The rows of a later batch."""
 
-    Attributes:
-        given: a copy of its ids.
-        wanted: its distinct ids; their rows, unless they must be read again after a push.
-        lookup: what to read for them.
-        reads: how often they have been read.
-    """
-
-    given: torch.Tensor
-    wanted: Wanted
+    given: torch.Tensor  # a copy of its ids
+    wanted: Wanted  # with rows, unless they must be read again after a push
     lookup: Lookup
-    reads: int = 0
+    reads: int = 0  # how often the rows have been read
 
     def store(self, pulled: Pulled) -> None:
         """Take what was read."""
@@ -67,14 +54,8 @@ class ServedTable:
         weight: the parameter that stands for the rows.
         rows: the table on the servers.
         lock: the client's lock; autograd may call from threads of its own.
-        cache: a cache of rows; None pulls all rows every time.
+        cache: None pulls all rows every time.
         padding: an id whose row is zero, whatever the servers have.
-
-    Attributes:
-        weight: the parameter that stands for the rows.
-        sharded: the table on the servers.
-        name: its name, for errors.
-        prefetched: rows of later batches.
     """
 
     def __init__(
@@ -87,8 +68,8 @@ class ServedTable:
     ) -> None:
         self.weight = weight
         self.sharded = rows
-        self.name = repr(rows.spec.name.partition("/")[2])
-        self.prefetched: list[Prefetch] = []
+        self.name = repr(rows.spec.name.partition("/")[2])  # for errors
+        self.prefetched: list[Prefetch] = []  # rows of later batches
         self._cache = cache
         self._padding = padding
         self._lock = lock
@@ -110,10 +91,10 @@ class ServedTable:
     def find(self, ids: torch.Tensor) -> Wanted:
         """Return what to look up for ids; ends a prefetch of the same ids."""
         for known in self.prefetched:
-            is_alike = known.given.dtype == ids.dtype and known.wanted.pulled is not None
-            if is_alike and torch.equal(known.given, ids.to(known.given.device)):
+            given, wanted = known.given, known.wanted
+            is_alike = given.dtype == ids.dtype and wanted.pulled is not None
+            if is_alike and torch.equal(given, ids.to(given.device)):
                 self.prefetched.remove(known)
-                wanted = known.wanted
                 unique, positions = wanted.unique.to(ids.device), wanted.positions.to(ids.device)
                 return Wanted(unique, positions, wanted.pulled)
         return Wanted(*torch.unique(ids, return_inverse=True))
@@ -122,54 +103,39 @@ class ServedTable:
     def pull(tables: Sequence[ServedTable], wanted: Sequence[Wanted]) -> list[torch.Tensor]:
         """Return rows [ids, dim] of one scope's tables, each on the device of its ids."""
         ids = [one.unique.cpu().numpy() for one in wanted]
-        with tables[0]._lock:
-            rows = ServedTable._pull(tables, wanted, ids)
-        for table, own, found in zip(tables, ids, rows, strict=True):
-            if table._padding is not None:
-                found[own == table._padding] = 0
-        return [
-            torch.from_numpy(found).to(one.unique.device)
-            for one, found in zip(wanted, rows, strict=True)
-        ]
-
-    @staticmethod
-    def _pull(
-        tables: Sequence[ServedTable], wanted: Sequence[Wanted], ids: Sequence[Array]
-    ) -> list[Array]:
         rows: dict[int, Array] = {}
-        for i, (table, one) in enumerate(zip(tables, wanted, strict=True)):
-            if table._cache is not None:
-                rows[i] = table._cache.pull(ids[i])
-            elif one.pulled is not None:
-                rows[i] = table._take(one.pulled)
-        rest = [i for i in range(len(tables)) if i not in rows]
-        if rest:
-            from fastdist.ps.client.sharded import begin_pulls
+        with tables[0]._lock:
+            for i, (table, one) in enumerate(zip(tables, wanted, strict=True)):
+                if table._cache is not None:
+                    rows[i] = table._cache.pull(ids[i])
+                elif one.pulled is not None:
+                    rows[i] = table._take(one.pulled)
+            rest = [i for i in range(len(tables)) if i not in rows]
+            if rest:
+                from fastdist.ps.client.sharded import begin_pulls
 
-            lookups = [tables[i].sharded.lookup(ids[i]) for i in rest]
-            pending = begin_pulls(tables[rest[0]].sharded.client, lookups)
-            for i, pulled in zip(rest, pending.result(), strict=True):
-                rows[i] = tables[i]._take(pulled)
-        return [rows[i] for i in range(len(tables))]
+                lookups = [tables[i].sharded.lookup(ids[i]) for i in rest]
+                pending = begin_pulls(tables[0].sharded.client, lookups)
+                for i, pulled in zip(rest, pending.result(), strict=True):
+                    rows[i] = tables[i]._take(pulled)
+        for i, table in enumerate(tables):
+            if table._padding is not None:
+                rows[i][ids[i] == table._padding] = 0
+        return [torch.from_numpy(rows[i]).to(one.unique.device) for i, one in enumerate(wanted)]
 
     def _take(self, pulled: Pulled) -> Array:
         self._steps = tuple(map(min, self._steps or pulled.steps, pulled.steps))
         return pulled.value
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Announce ids; a table with a cache reads them when they are needed.
-
-        Raises:
-            IndexError: an id is beyond the table.
-            TypeError: the ids are not integers.
-        """
+        """Announce ids; a table with a cache reads them when they are needed."""
         if self._cache is None:
             wanted = Wanted(*torch.unique(ids, return_inverse=True))
             lookup = self.sharded.lookup(wanted.unique.cpu().numpy())
             self.prefetched.append(Prefetch(ids.clone(), wanted, lookup))
 
     def begin_reads(self) -> list[Prefetch]:
-        """Return the prefetches that the next pull must read, all of them."""
+        """Return the prefetches that the next pull must read."""
         self.prefetched = [known for known in self.prefetched if known.reads < _MOST_READS]
         for known in self.prefetched:
             known.reads += 1
@@ -190,7 +156,12 @@ class ServedTable:
 
     def change(self, lr: float | None, weight: float) -> list[Item]:
         """Return what to send for the weight's gradient, times `weight`."""
-        indices, values = _sparse_gradient(self.weight)
+        gradient = self.weight.grad
+        assert gradient is not None
+        if not gradient.is_sparse:  # the user assigned it
+            gradient = gradient.to_sparse(1)
+        indices = gradient._indices()[0].cpu().numpy()  # may repeat
+        values = gradient._values().detach().float().cpu().numpy()
         ids = self._ids_at(indices) if self._is_hashed else indices
         values = values if weight == 1.0 else values * np.float32(weight)
         self._pushed.append(ids)
@@ -230,17 +201,13 @@ class ServedTable:
                 self._cache.forget(ids)
         self._pushed.clear()
         self._steps = ()
-        if self._is_hashed:
-            self._drop_ids()
-
-    def _drop_ids(self) -> None:
-        """Drop the ids that no gradient refers to; a gradient may stay after it was applied."""
-        gradient = self.weight.grad
-        kept = self._next_index
-        if gradient is not None and gradient._nnz():
-            kept = int(gradient._indices().min())
-        while self._ids and self._first_index + self._ids[0].size <= kept:
-            self._first_index += self._ids.pop(0).size
+        if self._is_hashed:  # drop ids, but for a gradient that stays after it was applied
+            gradient = self.weight.grad
+            kept = self._next_index
+            if gradient is not None and gradient._nnz():
+                kept = int(gradient._indices().min())
+            while self._ids and self._first_index + self._ids[0].size <= kept:
+                self._first_index += self._ids.pop(0).size
 
     def assign(self, values: torch.Tensor) -> None:
         """Set all rows of a table with a limit."""
@@ -258,13 +225,3 @@ class ServedTable:
             ids = np.arange(begin, min(begin + _CHUNK_ROWS, spec.rows))
             out[begin : begin + ids.size] = torch.from_numpy(self.sharded.pull(ids))
         return out
-
-
-def _sparse_gradient(weight: torch.Tensor) -> tuple[Array, Array]:
-    """Return the indices, which may repeat, and the values of a weight's gradient."""
-    gradient = weight.grad
-    assert gradient is not None
-    if not gradient.is_sparse:  # the user assigned it
-        gradient = gradient.to_sparse(1)
-    indices = gradient._indices()[0].cpu().numpy()
-    return indices, gradient._values().detach().float().cpu().numpy()

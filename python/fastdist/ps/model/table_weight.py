@@ -32,13 +32,10 @@ class TableWeight(nn.Parameter):
         UnsupportedError: an operation would read or write values.
     """
 
-    table: ServedTable
+    table: ServedTable | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableWeight:
-        if id(self) not in memo:
-            memo[id(self)] = self._copy(self.dtype, self.device, self.requires_grad)
-        copied: TableWeight = memo[id(self)]
-        return copied
+        return self._copy(self.dtype, self.device, self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse to pickle; what goes to workers is made anew there."""
@@ -75,7 +72,9 @@ class TableWeight(nn.Parameter):
                 return element.expand(weight.shape)
             if function == _GRAD and weight is not None:
                 return _gradient(weight)
-            if function in _METADATA or _replaces_data(function, args):
+            # Moving a module replaces the data of its parameters by copies.
+            is_moved = function == _SET_DATA and isinstance(args[1], TableWeight)
+            if function in _METADATA or is_moved:
                 return function(*args, **kwargs)
         _raise_unsupported(function, [*args, *kwargs.values()])
 
@@ -97,25 +96,16 @@ def convert_weight(table: ServedTable) -> None:
         weight.__class__ = TableWeight
 
 
-def _table_of(weight: TableWeight) -> ServedTable | None:
-    return weight.__dict__.get("table")
-
-
 def _gradient(weight: TableWeight) -> torch.Tensor | None:
-    gradient, table = weight.grad, _table_of(weight)
-    if type(gradient) is torch.Tensor and gradient.is_sparse and table is not None:
+    gradient = weight.grad
+    if type(gradient) is torch.Tensor and gradient.is_sparse and weight.table is not None:
         gradient.__class__ = RowsGradient
-        gradient.__dict__["table"] = table
+        gradient.__dict__["table"] = weight.table
     return gradient
 
 
-def _replaces_data(function: Any, args: tuple[Any, ...]) -> bool:
-    """True for `weight.data = copy`, which moving a module does."""
-    return function == torch.Tensor.data.__set__ and isinstance(args[1], TableWeight)  # type: ignore[attr-defined]
-
-
 def _name_of(weight: TableWeight | None) -> str:
-    table = None if weight is None else _table_of(weight)
+    table = None if weight is None else weight.table
     return "of an embedding" if table is None else table.name
 
 
@@ -163,6 +153,7 @@ _FIELDS = [
     if isinstance(field, types.GetSetDescriptorType) and name not in _VALUES
 ]
 _GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _METADATA = frozenset(
     (
         *(field.__get__ for field in _FIELDS),
@@ -212,8 +203,7 @@ class RowsGradient(torch.Tensor):
     table: ServedTable
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copy: torch.Tensor = memo.setdefault(id(self), self.detach().clone())
-        return copy
+        return self.detach().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

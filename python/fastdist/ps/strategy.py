@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -43,7 +42,6 @@ from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import Stopped, Worker
 from fastdist.ps.link.addresses import MAX_FOLDER_BYTES, is_local
 from fastdist.ps.link.keys import Keys, job_keys
-from fastdist.ps.model.buffers import concurrent_functions
 from fastdist.ps.model.bundle import Bundle, define_bundle
 from fastdist.ps.model.model import ServedModel
 from fastdist.ps.model.plan import TableOptions, plan
@@ -226,18 +224,12 @@ class ParameterServerStrategy(ReplicatedStrategy):
         prefix = f"{len(self._models)}/"
         placements = plan(roots, optimizers, self._servers, prefix, self._table_options)
         first = sum(len(model.bundle.optimizers) for model in self._models)
-        concurrency = concurrent_functions(
-            len(self.worker_addresses), self.max_staleness, synchronous=self.synchronous
-        )
+        most = len(self.worker_addresses) if self.max_staleness is None else self.max_staleness + 1
+        concurrency = 1 if self.synchronous else min(len(self.worker_addresses), most)
         bundle = Bundle(
             prefix, tuple(roots), optimizers, others, tuple(placements), first, concurrency
         )
-        model = ServedModel(
-            self.client,
-            bundle,
-            initialize=True,
-            lock=self.client_lock,
-        )
+        model = ServedModel(self.client, bundle, initialize=True, lock=self.client_lock)
         model.rates()  # raises if an optimizer has parameters that are not on the servers
         model.convert_tables()
         for optimizer in optimizers:
@@ -324,7 +316,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         self._generation += 1
         state = restore_checkpoint(self.client, directory, self._sharded(), is_checked=is_checked)
         for model in self._models:
-            model.buffers.mark_all_live()
+            model.buffers.live |= model.buffers.all.keys()
         self.after_calls()
         return state
 
@@ -348,7 +340,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         self._restore(directory, is_checked=True)
         saved = read_index(directory).others.get("rates", [])  # `save` writes none
         for model, rates in zip(self._models, saved, strict=False):
-            model.restore_rates(rates)
+            model.set_rates(rates, is_checkpoint=True)
 
     def _paused(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self.backlog is None else self.backlog.paused()
@@ -392,11 +384,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
 def _record(spec: ClusterSpec, job: str, index: int, keys: Keys | None) -> None:
     """Let `fastdist why` tell what this task waits for."""
-    tasks = [
-        (each, number)
-        for each in ("chief", "worker", "ps")
-        for number in range(spec.num_tasks(each))
-    ]
+    tasks = [(each, i) for each in ("chief", "worker", "ps") for i in range(spec.num_tasks(each))]
     names = {"chief": "chief", "ps": f"{SERVER} {index}"}
     key = f"{_addresses(spec, 'ps')} {keys.to_json() if keys else ''}"
     record_task(names.get(job, f"{job} {index}"), tasks.index((job, index)), len(tasks), key)
@@ -421,8 +409,7 @@ def _run_worker(address: str, keys: Keys | None, host: ServedWorker) -> NoReturn
     sys.exit(0)
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
+def _stop(*_: object) -> NoReturn:
     raise Stopped(0)
 
 

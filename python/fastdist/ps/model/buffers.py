@@ -14,13 +14,6 @@ from fastdist.ps.model.dense import ServedTensor
 from fastdist.training.frameworks import inner_modules, moving_averages
 
 
-def concurrent_functions(workers: int, max_staleness: int | None, *, synchronous: bool) -> int:
-    """Return how many functions of a job may change buffers without knowing of each other."""
-    if synchronous:
-        return 1
-    return workers if max_staleness is None else min(workers, max_staleness + 1)
-
-
 class ServedBuffers:
     """The buffers of a model.
 
@@ -31,7 +24,8 @@ class ServedBuffers:
     Args:
         client: this task's client.
         roots: the modules.
-        concurrency: functions that may run at the same time, each with its own steps.
+        concurrency: functions that may run at the same time, each with its own steps; 1 if their
+            steps are taken together.
 
     Attributes:
         all: by name.
@@ -58,47 +52,28 @@ class ServedBuffers:
         if self._concurrency == 1 or id(served.tensor) in self._averaging:
             self.live.add(name)
 
-    def live_tensors(self) -> list[ServedTensor]:
-        """Return the buffers whose values must be pulled."""
-        return [served for name, served in self.all.items() if name in self.live]
-
-    def mark_all_live(self) -> None:
-        """Treat all buffers as changed on the servers."""
-        self.live |= self.all.keys()
-
-    def assign_changed(self) -> None:
-        """Send buffers that the user has changed on this task."""
-        changed = list(self._changed())
-        for pending in [served.begin_assign() for served in changed]:
-            pending.result()
-
     def send_changed(self, size: int) -> None:
         """Send the changes of a function; `size` is the number of functions in its group."""
         begin_changes(self._client, self.changes(1 / size)).result()
 
     def changes(self, factor: float) -> list[Item]:
-        """Return what to send for the changes of a function, times `factor`."""
-        return self._changes(
-            [(served, self._fraction(served.tensor) * factor) for served in self._changed()]
-        )
+        """Return what to send for the changes of a function, times `factor`.
 
-    def weighted_changes(self, weight: float) -> list[Item]:
-        """Return what to send for the changes of a function in a group that steps together."""
-        return self._changes([(served, weight) for served in self._changed()])
-
-    def _changes(self, changed: Sequence[tuple[ServedTensor, float]]) -> list[Item]:
-        """Return what to send; values that are not finite are assigned now."""
-        assigned = [served for served, _ in changed if not served.has_finite_change]
+        Values that are not finite are assigned now.
+        """
+        changed = list(self.changed())
+        assigned = [served for served in changed if not served.has_finite_change]
         for pending in [served.begin_assign() for served in assigned]:
             pending.result()
         return [
             item
-            for served, factor in changed
+            for served in changed
             if served not in assigned
-            for item in served.difference(factor)
+            for item in served.difference(self._fraction(served.tensor) * factor)
         ]
 
-    def _changed(self) -> Iterator[ServedTensor]:
+    def changed(self) -> Iterator[ServedTensor]:
+        """Yield the buffers that were written since the last synchronization."""
         for name, served in self.all.items():
             if served.has_changed:
                 self.live.add(name)

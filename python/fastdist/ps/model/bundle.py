@@ -18,25 +18,15 @@ from fastdist.training.module_structure import modules_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """Modules, optimizers, schedulers and scalers of one scope, and the placement of their values.
+    """Modules and optimizers of one scope, and the placement of their values."""
 
-    Attributes:
-        prefix: what the names of its values begin with.
-        roots: the modules.
-        optimizers: their parameters' optimizers.
-        others: schedulers and gradient scalers.
-        placements: where the values are on servers.
-        first_optimizer: number of the first optimizer, counted over all scopes.
-        concurrency: functions that may change the values without knowing of each other.
-    """
-
-    prefix: str
+    prefix: str  # what the names of its values begin with
     roots: tuple[nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
-    others: tuple[Any, ...]
+    others: tuple[Any, ...]  # schedulers and gradient scalers
     placements: tuple[Placement, ...]
-    first_optimizer: int
-    concurrency: int
+    first_optimizer: int  # the number of the first optimizer, counted over all scopes
+    concurrency: int  # functions that may change the values without knowing of each other
 
     def parts(self) -> list[Any]:
         """Return all objects that functions may refer to, in the same order on all tasks."""

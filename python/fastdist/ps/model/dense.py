@@ -16,12 +16,9 @@ _MAY_SATURATE = "num_batches_tracked"  # a count this large has no effect; jobs 
 
 
 class ServedTensor:
-    """A dense value on servers, and the tensor that holds it on this task.
+    """A dense value on servers, and the parameter or buffer that holds it on this task.
 
-    Args:
-        tensor: a module's parameter or buffer.
-        variable: its value on the servers.
-        is_buffer: True for a buffer, and for a parameter that its layer uses as one.
+    `is_buffer` is True also for a parameter that its layer uses as a buffer.
     """
 
     def __init__(self, tensor: torch.Tensor, variable: ShardedVariable, *, is_buffer: bool) -> None:
@@ -60,7 +57,7 @@ class ServedTensor:
         """Record that the tensor holds the servers' value."""
         self._stamp = value_stamp(self.tensor)
         if self._is_buffer:
-            self._synced = self._value().copy()
+            self._synced = to_array(self.tensor).copy()
 
     @property
     def has_changed(self) -> bool:
@@ -69,13 +66,13 @@ class ServedTensor:
         Buffers are compared by value: batch_norm only bumps num_batches_tracked.
         """
         if self._is_buffer:
-            return not np.array_equal(self._synced, self._value(), equal_nan=True)
+            return not np.array_equal(self._synced, to_array(self.tensor), equal_nan=True)
         return value_stamp(self.tensor) != self._stamp
 
     @property
     def has_finite_change(self) -> bool:
         """True if a buffer's change can be sent as a difference (all values finite)."""
-        return bool(np.isfinite(self._synced).all() and np.isfinite(self._value()).all())
+        return bool(np.isfinite(self._synced).all() and np.isfinite(to_array(self.tensor)).all())
 
     def begin_assign(self) -> Pending[None]:
         """Send the tensor's value, without waiting."""
@@ -83,32 +80,33 @@ class ServedTensor:
         self.mark_synced()
         return pending
 
-    def change(self, gradient: Array, lr: float | None = None) -> list[Item]:
-        """Return what to send for a gradient."""
-        return self.sharded.change(gradient, lr, self._steps)
+    def change(self, lr: float | None, weight: float) -> list[Item]:
+        """Return what to send for the tensor's gradient, times `weight`."""
+        gradient = self.tensor.grad
+        assert gradient is not None
+        value = to_array(gradient.to_dense() if gradient.is_sparse else gradient)
+        value = value if weight == 1.0 else value * np.float32(weight)
+        return self.sharded.change(value, lr, self._steps)
 
     def difference(self, factor: float) -> list[Item]:
         """Return what to send for a buffer's change times a factor; other workers' changes stay."""
         value = exact_value(self.sharded.spec.name, self.tensor)
-        change = self.change((self._synced - value) * np.float32(factor))  # the rule subtracts
+        change = (self._synced - value) * np.float32(factor)  # the rule subtracts
         self.mark_synced()
-        return change
+        return self.sharded.change(change, None, self._steps)
 
-    def _value(self) -> Array:
-        return np.asarray(self.tensor.detach().float().cpu().numpy())
+
+def to_array(tensor: torch.Tensor) -> Array:
+    """Return a tensor's values as float32."""
+    return np.asarray(tensor.detach().float().cpu().numpy())
 
 
 def exact_value(name: str, tensor: torch.Tensor) -> Array:
-    """Return a value as float32, for sending.
-
-    Raises:
-        ValueError: an integer that float32 may not represent exactly.
-    """
-    value = tensor.detach()
-    is_exact = value.is_floating_point() or abs(int(value)) < _COUNTABLE
+    """Return a value as float32; raise ValueError for an integer that float32 may not represent."""
+    is_exact = tensor.is_floating_point() or abs(int(tensor)) < _COUNTABLE
     if not is_exact and not name.endswith(_MAY_SATURATE):
         raise ValueError(
-            f"{name} is {int(value)}: parameter servers keep integers as float32, which is exact "
+            f"{name} is {int(tensor)}: parameter servers keep integers as float32, which is exact "
             f"up to 2**24 = {_COUNTABLE}; keep larger integers as plain attributes, not buffers"
         )
-    return np.asarray(value.float().cpu().numpy())
+    return to_array(tensor)

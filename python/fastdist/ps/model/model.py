@@ -17,6 +17,7 @@ from fastdist.ps.client.requests import Pending
 from fastdist.ps.client.row_cache import RowCache
 from fastdist.ps.client.sharded import (
     Pulled,
+    Sharded,
     ShardedRows,
     ShardedVariable,
     begin_changes,
@@ -36,7 +37,6 @@ from fastdist.ps.model.embeddings import (
 from fastdist.ps.model.plan import tensors_in
 from fastdist.ps.model.table import Prefetch, ServedTable
 from fastdist.ps.model.table_weight import convert_weight
-from fastdist.ps.wire.frames import Array
 from fastdist.ps.wire.specs import DenseSpec
 from fastdist.training.module_structure import modules_of, structure_of
 from fastdist.training.modules import named_parameters
@@ -50,11 +50,6 @@ class ServedModel:
         bundle: the contents of the scope.
         initialize: True if servers must take this task's values.
         lock: the client's lock; all models of a task share it.
-
-    Attributes:
-        bundle: the contents of the scope.
-        buffers: its modules' buffers.
-        collections: the EmbeddingBagCollections among its modules.
     """
 
     def __init__(
@@ -83,11 +78,7 @@ class ServedModel:
         self._structure = structure_of(bundle.roots)
 
     def connect(self, *, initialize: bool) -> None:
-        """Find all values on the servers.
-
-        Args:
-            initialize: missing variables and tables start with this task's values.
-        """
+        """Find all values on the servers; to `initialize`, missing ones start with this task's."""
         tensors = [tensor for _, tensor in tensors_in(self.bundle.roots)]
         self._pulling = None
         for placement in self.bundle.placements:
@@ -105,17 +96,20 @@ class ServedModel:
             rows = ShardedRows(self._client, placement.spec, placement.pieces)
             module = self._embeddings[id(tensor)]
             cache, padding = None, None
-            # On the chief a cache would hide the workers' changes.
-            if isinstance(module, TableLayer) and module.cached_rows and not initialize:
-                cache = RowCache(rows, max_rows=module.cached_rows, max_age=module.cache_age)
-            if isinstance(module, TableLayer) and module.num_embeddings is None:
-                padding = module.padding_idx  # servers may drop this row
+            if isinstance(module, TableLayer):
+                # On the chief a cache would hide the workers' changes.
+                if module.cached_rows and not initialize:
+                    cache = RowCache(rows, max_rows=module.cached_rows, max_age=module.cache_age)
+                if module.num_embeddings is None:
+                    padding = module.padding_idx  # servers may drop this row
+                if initialize and module.padding_idx is not None:
+                    rows.assign([module.padding_idx], np.zeros((1, placement.spec.dim)))
             self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock, cache, padding)
             attach_table(module, self._tables[id(tensor)])
-            if initialize and isinstance(module, TableLayer) and module.padding_idx is not None:
-                rows.assign([module.padding_idx], np.zeros((1, placement.spec.dim), np.float32))
-
-        owners = [_parameters_of(optimizer) for optimizer in self.bundle.optimizers]
+        owners = [
+            {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for optimizer in self.bundle.optimizers
+        ]
         owned = set[int]().union(*owners)
         self._read_after = [
             [served for key, served in self._parameters.items() if key in own or key not in owned]
@@ -123,8 +117,8 @@ class ServedModel:
         ]
 
     @property
-    def sharded(self) -> list[ShardedVariable | ShardedRows]:
-        """All variables and tables on servers, in the order of their creation."""
+    def sharded(self) -> list[Sharded]:
+        """All variables and tables on servers."""
         everything: list[ServedTensor | ServedTable] = [
             *self._parameters.values(),
             *self._tables.values(),
@@ -140,7 +134,8 @@ class ServedModel:
             self._begin_pull([*self._parameters.values()], ())
 
     def _begin_pull(self, parameters: Sequence[ServedTensor], changes: Sequence[Item]) -> None:
-        tensors = [*parameters, *self.buffers.live_tensors()]
+        live = [buffer for name, buffer in self.buffers.all.items() if name in self.buffers.live]
+        tensors = [*parameters, *live]
         rows = [known for table in self._tables.values() for known in table.begin_reads()]
         lookups = [served.sharded.lookup(served.out()) for served in tensors]
         lookups += [known.lookup for known in rows]
@@ -162,10 +157,10 @@ class ServedModel:
 
     def assign_changed(self) -> None:
         """Send values that the user has changed on this task."""
-        changed = [served for served in self._parameters.values() if served.has_changed]
-        for pending in [served.begin_assign() for served in changed]:
-            pending.result()
-        self.buffers.assign_changed()
+        parameters = (served for served in self._parameters.values() if served.has_changed)
+        for changed in (parameters, self.buffers.changed()):
+            for pending in [served.begin_assign() for served in changed]:
+                pending.result()
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -176,35 +171,32 @@ class ServedModel:
             ValueError: hyperparameters other than lr have changed, lr is not a finite number of 0
                 or more, groups were added, or a parameter is not on the servers.
         """
-        fixed = self._fixed[self.bundle.optimizers.index(optimizer)]
+        name, fixed = type(optimizer).__name__, self._fixed[self.bundle.optimizers.index(optimizer)]
         if len(optimizer.param_groups) != len(fixed):
             raise ValueError(
-                f"{type(optimizer).__name__} has {len(optimizer.param_groups)} groups of "
-                f"parameters, but servers know the {len(fixed)} that it had when its scope ended: "
-                "call add_param_group in the scope"
+                f"{name} has {len(optimizer.param_groups)} groups of parameters, but servers know "
+                f"the {len(fixed)} that it had when its scope ended: call add_param_group in the "
+                "scope"
             )
         if _fixed_rates(optimizer) != fixed:
             raise ValueError(
-                f"{type(optimizer).__name__}: only lr may change after the scope has ended; "
-                "parameter servers keep the other hyperparameters from then"
+                f"{name}: only lr may change after the scope has ended; parameter servers keep the "
+                "other hyperparameters from then"
             )
         found = []
         for group in optimizer.param_groups:
             lr = float(group["lr"])
             if not 0 <= lr < math.inf:
-                raise ValueError(
-                    f"{type(optimizer).__name__}: lr must be a finite number, 0 or more, got {lr}"
-                )
+                raise ValueError(f"{name}: lr must be a finite number, 0 or more, got {lr}")
             for parameter in group["params"]:
-                if not self.serves(parameter):
-                    if not parameter.requires_grad:
-                        continue  # frozen
+                if self.serves(parameter):
+                    found.append((parameter, lr))
+                elif parameter.requires_grad:  # others are frozen
                     raise ValueError(
-                        f"{type(optimizer).__name__} holds a parameter of shape "
-                        f"{tuple(parameter.shape)} that is not on the servers: it was not made in "
-                        "the same scope, or did not require gradients there"
+                        f"{name} holds a parameter of shape {tuple(parameter.shape)} that is not "
+                        "on the servers: it was not made in the same scope, or did not require "
+                        "gradients there"
                     )
-                found.append((parameter, lr))
         return found
 
     def serves(self, parameter: torch.Tensor) -> bool:
@@ -220,16 +212,11 @@ class ServedModel:
         self, gradients: Iterable[tuple[nn.Parameter, float | None]], weight: float = 1.0
     ) -> list[Item]:
         """Return what to send for gradients of parameters, times `weight`, with learning rates."""
-        items: list[Item] = []
-        for parameter, lr in gradients:
-            table = self._tables.get(id(parameter))
-            if table is not None:
-                items += table.change(lr, weight)
-            else:
-                gradient = _dense_gradient(parameter)
-                gradient = gradient if weight == 1.0 else gradient * np.float32(weight)
-                items += self._parameters[id(parameter)].change(gradient, lr)
-        return items
+        return [
+            item
+            for parameter, lr in gradients
+            for item in self._served(parameter).change(lr, weight)
+        ]
 
     def stage(self, changes: Sequence[Item], round: int) -> None:
         """Send changes, which wait for the round's commit."""
@@ -262,13 +249,9 @@ class ServedModel:
         *,
         buffers: bool = False,
     ) -> None:
-        """Apply a round's gradients for parameters, and its changes of buffers if requested.
-
-        Raises:
-            FastdistError: the round was discarded.
-        """
-        things: list[tuple[ShardedVariable | ShardedRows, float | None]]
-        things = [(self._sharded_of(parameter), lr) for parameter, lr in rates]
+        """Apply a round's gradients for parameters, and its changes of buffers if requested."""
+        things: list[tuple[Sharded, float | None]]
+        things = [(self._served(parameter).sharded, lr) for parameter, lr in rates]
         if buffers:
             things += [(served.sharded, None) for served in self.buffers.all.values()]
         if not commit_round(self._client, round, things, weight=weight).result():
@@ -279,26 +262,21 @@ class ServedModel:
         servers = {server for thing in self.sharded for server, _, _ in thing.parts()}
         discard_rounds(self._client, servers, [round])
 
-    def _sharded_of(self, parameter: nn.Parameter) -> ShardedVariable | ShardedRows:
-        table = self._tables.get(id(parameter))
-        return self._parameters[id(parameter)].sharded if table is None else table.sharded
+    def _served(self, parameter: nn.Parameter) -> ServedTensor | ServedTable:
+        return self._tables.get(id(parameter)) or self._parameters[id(parameter)]
 
     # --- the coordinator's ----------------------------------------------------------------------
 
     def rates(self) -> list[list[float]]:
-        """Return the learning rates of all optimizers' groups.
-
-        Raises:
-            ValueError: another hyperparameter has changed.
-        """
+        """Return the learning rates of all optimizers' groups, after the checks of `served_by`."""
         for optimizer in self.bundle.optimizers:
             self.served_by(optimizer)
             optimizer.__dict__["_opt_called"] = True  # schedulers check it; workers call step
         return [[float(group["lr"]) for group in o.param_groups] for o in self.bundle.optimizers]
 
-    def set_rates(self, rates: list[list[float]]) -> None:
-        """Set the chief's learning rates, unless they are the same as last time."""
-        if rates == self._given_rates:
+    def set_rates(self, rates: list[list[float]], *, is_checkpoint: bool = False) -> None:
+        """Set a checkpoint's learning rates, or the chief's unless they are as last time."""
+        if rates == self._given_rates and not is_checkpoint:
             return
         self._given_rates = rates
         for optimizer, own in zip(self.bundle.optimizers, rates, strict=True):
@@ -308,25 +286,14 @@ class ServedModel:
                 else:
                     group["lr"] = rate
 
-    def restore_rates(self, rates: list[list[float]]) -> None:
-        """Set the learning rates of a checkpoint, on the chief."""
-        self._given_rates = None
-        self.set_rates(rates)
-
     def modes(self) -> list[bool]:
-        """Return the flags that `train`, `eval` and `requires_grad_` set.
-
-        Raises:
-            FastdistError: submodules, parameters or buffers were added or removed since the scope
-                ended.
-        """
+        """Return the flags that `train`, `eval` and `requires_grad_` set."""
         if structure_of(self.bundle.roots) != self._structure:
             raise FastdistError(
                 "a module has gained or lost submodules, parameters or buffers since its scope "
                 "ended, and workers do not have these changes: build the whole module in the scope"
             )
-        tensors = [tensor for _, tensor in named_parameters(self.bundle.roots)]
-        flags = [tensor.requires_grad for tensor in tensors]
+        flags = [tensor.requires_grad for _, tensor in named_parameters(self.bundle.roots)]
         return [*flags, *(module.training for module in modules_of(self.bundle.roots))]
 
     def set_modes(self, modes: list[bool]) -> None:
@@ -345,18 +312,6 @@ class ServedModel:
         for table in self._tables.values():
             convert_weight(table)
         self._structure = structure_of(self.bundle.roots)
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _dense_gradient(parameter: nn.Parameter) -> Array:
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    return np.asarray(gradient.detach().float().cpu().numpy())
 
 
 def _fixed_rates(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

@@ -15,23 +15,13 @@ from fastdist.errors import FastdistError
 from fastdist.ps.client.items import Item
 from fastdist.ps.coordinator.worker import CallContext, StepAborted
 from fastdist.ps.model.model import ServedModel
-from fastdist.replicas.context import ReplicaContext, state
+from fastdist.replicas.context import state
 
 _STEP_BITS, _OPTIMIZER_BITS = 20, 8
 
 
-def _examples(replica: ReplicaContext | None) -> float:
-    """Return the examples of the batch that `run` was given on this worker; 1 without a batch."""
-    if replica is None or replica.examples is None:
-        return 1.0
-    return float(sum(replica.examples))
-
-
 class ServedSteps:
     """Makes `step` of a model's optimizers send gradients to servers, and pull the new values.
-
-    Args:
-        model: the modules and optimizers.
 
     Attributes:
         is_fresh: True if the model's values are recent enough for the next function: it was waiting
@@ -80,7 +70,9 @@ class ServedSteps:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._step(number, optimizer, _examples(state.replica))
+            # The examples of the batch that `run` was given on this worker; 1 without a batch.
+            examples = None if state.replica is None else state.replica.examples
+            self._step(number, optimizer, 1.0 if examples is None else float(sum(examples)))
             return loss
 
         step.__dict__["_wrapped_by_lr_sched"] = True
@@ -133,11 +125,9 @@ class ServedSteps:
         failed: Exception | None = None
         try:
             if weight > 0:
-                gradients = [
-                    (parameter, None) for parameter, _ in rates if parameter.grad is not None
-                ]
+                gradients = [(own, None) for own, _ in rates if own.grad is not None]
                 self._model.stage(self._model.changes(gradients, weight), round)
-                self._model.stage(self._model.buffers.weighted_changes(weight), round)
+                self._model.stage(self._model.buffers.changes(weight), round)
         except Exception as error:  # raised by all workers of the group
             failed = error
 

@@ -26,9 +26,6 @@ class ServedSteps:
     Attributes:
         is_fresh: True if the model's values are recent enough for the next function: it was waiting
             when the last step of each optimizer pulled them.
-
-    Raises:
-        ValueError: there are too many optimizers.
     """
 
     def __init__(self, model: ServedModel) -> None:
@@ -37,7 +34,6 @@ class ServedSteps:
             raise ValueError(f"over {1 << _OPTIMIZER_BITS} optimizers in the scopes of a strategy")
         self.is_fresh = False
         self._model = model
-        self._first = bundle.first_optimizer
         self._context: CallContext | None = None
         self._steps = [0] * len(bundle.optimizers)  # in this call
         self._was_waiting = [False] * len(bundle.optimizers)  # the next function, at its step
@@ -60,7 +56,7 @@ class ServedSteps:
         """Return a number that no other step of the job has, for this step of this optimizer."""
         if self._steps[number] >> _STEP_BITS:
             raise FastdistError(f"over {1 << _STEP_BITS} steps in one scheduled function")
-        at = context.group << _OPTIMIZER_BITS | self._first + number
+        at = context.group << _OPTIMIZER_BITS | self._model.bundle.first_optimizer + number
         return at << _STEP_BITS | self._steps[number]
 
     def _step_of(self, number: int, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:

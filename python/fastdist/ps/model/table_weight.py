@@ -71,12 +71,25 @@ class TableWeight(nn.Parameter):
                 element = function(torch.Tensor.detach(weight)[:1, :1], *args[1:], **kwargs)
                 return element.expand(weight.shape)
             if function == _GRAD and weight is not None:
-                return _gradient(weight)
+                gradient, table = weight.grad, weight.table
+                if type(gradient) is torch.Tensor and gradient.is_sparse and table is not None:
+                    gradient.__class__ = RowsGradient
+                    gradient.__dict__["table"] = table
+                return gradient
             # Moving a module replaces the data of its parameters by copies.
             is_moved = function == _SET_DATA and isinstance(args[1], TableWeight)
             if function in _METADATA or is_moved:
                 return function(*args, **kwargs)
-        _raise_unsupported(function, [*args, *kwargs.values()])
+        name = _name_of(next(_weights([*args, *kwargs.values()]), None))
+        operation = getattr(function, "__name__", repr(function))
+        if operation in ("__get__", "__set__"):
+            operation = function.__self__.__name__
+        raise UnsupportedError(
+            f"{operation} needs the values of the weight {name}, whose rows are on parameter "
+            "servers, not in this process. Call the layer with the ids of the rows that are "
+            "needed. If all are needed, keep them dense: in a subclass of nn.Embedding, or as a "
+            f"weight that two modules share. {_LEAVING}"
+        )
 
 
 def table_weight(
@@ -96,30 +109,9 @@ def convert_weight(table: ServedTable) -> None:
         weight.__class__ = TableWeight
 
 
-def _gradient(weight: TableWeight) -> torch.Tensor | None:
-    gradient = weight.grad
-    if type(gradient) is torch.Tensor and gradient.is_sparse and weight.table is not None:
-        gradient.__class__ = RowsGradient
-        gradient.__dict__["table"] = weight.table
-    return gradient
-
-
 def _name_of(weight: TableWeight | None) -> str:
     table = None if weight is None else weight.table
     return "of an embedding" if table is None else table.name
-
-
-def _raise_unsupported(function: Any, arguments: list[Any]) -> NoReturn:
-    name = _name_of(next(_weights(arguments), None))
-    operation = getattr(function, "__name__", repr(function))
-    if operation in ("__get__", "__set__"):
-        operation = function.__self__.__name__
-    raise UnsupportedError(
-        f"{operation} needs the values of the weight {name}, whose rows are on parameter servers, "
-        "not in this process. Call the layer with the ids of the rows that are needed. If all are "
-        "needed, keep them dense: in a subclass of nn.Embedding, or as a weight that two modules "
-        f"share. {_LEAVING}"
-    )
 
 
 def _weights(arguments: Any) -> Iterator[TableWeight]:

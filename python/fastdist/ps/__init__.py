@@ -37,29 +37,23 @@ __all__ = [
 
 # Loaded on first use: `fastdist.nn` needs only the model folder, which loads no sockets.
 _MODULES = {
-    "Client": "client.client",
-    "DenseSpec": "wire.specs",
-    "FixedShards": "client.partition",
-    "Item": "client.items",
-    "Keys": "link.keys",
-    "LoadedCheckpoint": "client.loading",
-    "MaxSizePartitioner": "client.partition",
-    "MinSizePartitioner": "client.partition",
-    "Pending": "client.requests",
-    "RowWiseAdagrad": "model.row_wise_adagrad",
-    "RowsSpec": "wire.specs",
-    "RuleSpec": "wire.specs",
-    "SavedRows": "client.loading",
-    "Server": "server.server",
-    "Ticket": "client.requests",
-    "load": "client.loading",
+    "client.client": ("Client",),
+    "client.items": ("Item",),
+    "client.loading": ("LoadedCheckpoint", "SavedRows", "load"),
+    "client.partition": ("FixedShards", "MaxSizePartitioner", "MinSizePartitioner"),
+    "client.requests": ("Pending", "Ticket"),
+    "link.keys": ("Keys",),
+    "model.row_wise_adagrad": ("RowWiseAdagrad",),
+    "server.server": ("Server",),
+    "wire.specs": ("DenseSpec", "RowsSpec", "RuleSpec"),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'fastdist.ps' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"fastdist.ps.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"fastdist.ps.{module}"), name)
+    raise AttributeError(f"module 'fastdist.ps' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -77,15 +77,7 @@ def pack(kind: Kind, number: int = 0) -> bytes:
 def unpack(
     frames: Sequence[bytes], expected: Mapping[Kind, Sizes]
 ) -> tuple[Kind, int, Sequence[bytes]]:
-    """Return the kind, the number and the frames after the header of a message.
-
-    Args:
-        frames: the message's frames.
-        expected: `TO_WORKER` or `TO_COORDINATOR`.
-
-    Raises:
-        FastdistError: not a coordinator message, wrong version, or unexpected kind.
-    """
+    """Return kind, number and further frames of a message; FastdistError unless `expected`."""
     header = frames[0]
     if len(header) != _HEADER.size or not header.startswith(_MAGIC):
         raise FastdistError(
@@ -102,17 +94,10 @@ def unpack(
         known = ", ".join(f"{kind_.name} = {kind_}" for kind_ in expected)
         raise FastdistError(f"a message of kind {kind}, expected {known}")
     rest = frames[1:]
-    if len(rest) != len(sizes):
-        raise _wrong_frames(kind, sizes, rest)
-    for size, frame in zip(sizes, rest, strict=True):
-        if size is not None and len(frame) != size:
-            raise _wrong_frames(kind, sizes, rest)
+    got = [len(frame) for frame in rest]
+    if len(got) != len(sizes) or any(
+        size not in (None, length) for size, length in zip(sizes, got, strict=True)
+    ):
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise FastdistError(f"a {Kind(kind).name} with frames of {got} bytes, expected [{wanted}]")
     return Kind(kind), number, rest
-
-
-def _wrong_frames(kind: int, sizes: Sizes, got: Sequence[bytes]) -> FastdistError:
-    expected = ", ".join("any" if size is None else str(size) for size in sizes)
-    return FastdistError(
-        f"a {Kind(kind).name} with frames of {[len(frame) for frame in got]} bytes, expected "
-        f"[{expected}]"
-    )

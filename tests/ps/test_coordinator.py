@@ -79,7 +79,7 @@ def test_a_function_is_sent_once(coordinator: Any) -> None:
 def test_unreferenced_functions_are_forgotten(coordinator: Any) -> None:
     for i in range(50):
         assert coordinator.schedule(lambda i=i: i).fetch() == i
-    link = coordinator._dispatcher._links[0]
+    link = coordinator._dispatcher.links[0]
     wait_for(lambda: coordinator._dispatcher.wake() or len(link._known) < 10)
 
 

@@ -243,7 +243,7 @@ def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> No
         coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
         fake.receive_until(Kind.HELLO)
         fake.send(b"FDCO\x02\x00" + pack(Kind.REJECTED)[6:], b"a message of version 1, expected 2")
-        wait_for(lambda: coordinator._dispatcher._links[0].last_error != "no answer")
+        wait_for(lambda: coordinator._dispatcher.links[0].last_error != "no answer")
         coordinator.schedule(os.getpid)
         with pytest.raises(UnavailableError, match="a message of version 2, expected 1"):
             coordinator.join()
@@ -252,7 +252,7 @@ def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> No
 def test_other_keys_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses, Keys.make()))
-    links = coordinator._dispatcher._links
+    links = coordinator._dispatcher.links
     wait_for(lambda: all(link.last_error != "no answer" for link in links))
     coordinator.schedule(os.getpid)
     with pytest.raises(UnavailableError, match="it has other keys, or is not a fastdist worker"):
@@ -275,7 +275,7 @@ def test_a_worker_may_appear_on_a_foreign_port(cluster: PlainCluster, monkeypatc
     with Server((host, int(port)), Foreign) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses[1:], cluster.keys))
-        wait_for(lambda: coordinator._dispatcher._links[0].last_error != "no answer")
+        wait_for(lambda: coordinator._dispatcher.links[0].last_error != "no answer")
         coordinator.schedule(os.getpid)
         with pytest.raises(UnavailableError, match="or is not a fastdist worker"):
             coordinator.join()

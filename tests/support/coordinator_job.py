@@ -35,9 +35,6 @@ class PlainHost:
     def begin_job(self, index: int, seed: int) -> None:
         set_worker_index(index)
 
-    def parts(self, made: Any) -> Sequence[Any]:
-        return ()
-
     def apply_state_update(self, state_update: bytes) -> None:
         pass
 
@@ -50,11 +47,7 @@ class PlainHost:
 
 
 def serve(address: str, keys: str) -> None:
-    worker = Worker(address, Keys.from_json(keys), PlainHost())
-    try:
-        worker.serve()
-    finally:
-        worker.close()
+    Worker(address, Keys.from_json(keys), PlainHost()).serve()
 
 
 class PlainJob:

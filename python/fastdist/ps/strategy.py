@@ -50,9 +50,8 @@ from fastdist.ps.server.server import Server
 from fastdist.ps.worker_host import (
     ServedWorker,
     adopt_on_worker,
-    is_worker_of,
-    prefetch_on_worker,
     this_strategy,
+    worker_of,
 )
 from fastdist.recorder.place import check_private
 from fastdist.recorder.recording import SERVER, record_task
@@ -208,11 +207,12 @@ class ParameterServerStrategy(ReplicatedStrategy):
             TypeError: ids are not integers, or the layer is no embedding.
             ValueError: the batch has no such features, or some of them only.
         """
-        if not is_worker_of(self):
+        worker = worker_of(self)
+        if worker is None:
             raise FastdistError(
                 "prefetch must be called in a function that a ClusterCoordinator schedules"
             )
-        prefetch_on_worker(batch, layer)
+        worker.prefetch(batch, layer)
 
     # --- the chief's ----------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
     def _connect_again(self) -> None:
         """Find all values on the servers, before they are restored."""
         self.require_chief("strategy.restore")
-        if self.backlog is not None and not self.backlog.is_empty:
+        if self.backlog:
             raise FastdistError(
                 f"restore: {len(self.backlog)} scheduled functions have not ended; join first"
             )
@@ -366,7 +366,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def require_chief(self, call: str) -> None:
         """Raise FastdistError on a worker; `call` names what is for the chief."""
-        if is_worker_of(self):
+        if worker_of(self) is not None:
             raise FastdistError(
                 f"{call} was called in a function on a worker; call it on the chief, outside of "
                 "functions (for a checkpoint, after coordinator.join())"
@@ -401,11 +401,7 @@ def _run_server(address: str, keys: Keys | None) -> NoReturn:
 
 def _run_worker(address: str, keys: Keys | None, host: ServedWorker) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
-    worker = Worker(_bind_address(address), keys, host)
-    try:
-        worker.serve()
-    finally:
-        worker.close()
+    Worker(_bind_address(address), keys, host).serve()
     sys.exit(0)
 
 

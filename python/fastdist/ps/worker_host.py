@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -26,15 +26,10 @@ _current: list[ServedWorker] = []
 
 
 class WorkerStrategy(Protocol):
-    """The strategy of a worker, as its host uses it.
-
-    Attributes:
-        client: this task's client.
-        client_lock: a client is for one thread at a time.
-    """
+    """The strategy of a worker, as its host uses it."""
 
     client: Client
-    client_lock: threading.RLock
+    client_lock: threading.RLock  # a client is for one thread at a time
 
     def adopt_bundle(self, bundle: Bundle) -> None:
         """Adopt modules and optimizers from the chief."""
@@ -48,28 +43,19 @@ def this_strategy() -> Any:
     return _current[0].strategy
 
 
-def prefetch_on_worker(batch: Any, layer: nn.Module | None) -> None:
-    """Ask for the rows of a later batch, on this worker."""
-    _current[0].prefetch(batch, layer)
+def worker_of(strategy: object) -> ServedWorker | None:
+    """Return the worker that this process is, if `strategy` is its strategy."""
+    return next((worker for worker in _current if worker.strategy is strategy), None)
 
 
-def is_worker_of(strategy: object) -> bool:
-    """Return True if this process is a worker, and `strategy` is its strategy."""
-    return bool(_current) and _current[0].strategy is strategy
-
-
-def adopt_on_worker(bundle: Bundle) -> Bundle:
-    """Adopt a bundle from the chief on this worker."""
+def adopt_on_worker(bundle: Bundle) -> list[Any]:
+    """Adopt a bundle from the chief on this worker; return its parts."""
     _current[0].adopt(bundle)
-    return bundle
+    return bundle.parts()
 
 
 class ServedWorker:
-    """Runs functions on modules whose values are on servers.
-
-    Args:
-        strategy: this task's strategy.
-    """
+    """Runs functions on modules whose values are on servers."""
 
     def __init__(self, strategy: WorkerStrategy) -> None:
         self.strategy = strategy
@@ -98,19 +84,11 @@ class ServedWorker:
         set_worker_index(index)
         torch.manual_seed(stream_seed(seed, index))
 
-    def parts(self, made: Bundle) -> Sequence[Any]:
-        """Return the objects of a bundle that functions may refer to."""
-        return made.parts()
-
     def adopt(self, bundle: Bundle) -> None:
         """Adopt modules and optimizers from the chief."""
         self.strategy.adopt_bundle(bundle)
-        model = ServedModel(
-            self.strategy.client,
-            bundle,
-            initialize=False,
-            lock=self.strategy.client_lock,
-        )
+        lock = self.strategy.client_lock
+        model = ServedModel(self.strategy.client, bundle, initialize=False, lock=lock)
         steps = ServedSteps(model)
         self._models[bundle.prefix] = model, steps
         self._apply(bundle.prefix)
@@ -140,14 +118,14 @@ class ServedWorker:
         """Run a call in cross-replica context, with the servers' values."""
         self._context = context
         everything = list(self._models.values())
-        models = everything if context.has_state else []
-        for model, steps in everything if not context.has_state else ():
-            if steps.is_fresh:  # the previous function has left its changes to this one
+        stale = []
+        for model, steps in everything:
+            must_pull = context.has_state and (not steps.is_fresh or model.awaits_rows)
+            # The previous function has left its changes to this one; a pull would overwrite them.
+            if steps.is_fresh and (must_pull or not context.has_state):
                 model.buffers.send_changed(1)
-        stale = [model for model, steps in models if not steps.is_fresh or model.awaits_rows]
-        for model, steps in models:
-            if steps.is_fresh and model.awaits_rows:  # the pull would overwrite its changes
-                model.buffers.send_changed(1)
+            if must_pull:
+                stale.append(model)
         for model in stale:
             model.begin_pull()
         for _, steps in everything:

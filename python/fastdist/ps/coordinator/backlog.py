@@ -17,23 +17,14 @@ MAX_LOST_WORKERS = 10
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A scheduled function.
+    """A scheduled function."""
 
-    Attributes:
-        number: in the order of `schedule`.
-        function: the function's definition.
-        arguments: a pickle of args and kwargs.
-        needs: the definitions that the arguments refer to.
-        value: its result.
-        lost_workers: number of workers that were lost while they ran it.
-    """
-
-    number: int
+    number: int  # in the order of `schedule`
     function: Definition
-    arguments: bytes
-    needs: tuple[Definition, ...]
+    arguments: bytes  # a pickle of args and kwargs
+    needs: tuple[Definition, ...]  # the definitions that the arguments refer to
     value: RemoteValue
-    lost_workers: int = 0
+    lost_workers: int = 0  # while they ran it
 
 
 class Backlog:
@@ -43,19 +34,15 @@ class Backlog:
         limit: at this many unfinished calls, `put` waits until half of them are left.
         max_staleness: a call may begin once all but this many of the calls before it have ended;
             None for no limit.
-
-    Attributes:
-        changed: notified when calls end.
-        on_wait: called when a thread begins to wait for calls.
     """
 
     def __init__(self, limit: int, max_staleness: int | None = None) -> None:
-        self.changed = threading.Condition(threading.RLock())
-        self.on_wait: Callable[[], None] = lambda: None
+        self.changed = threading.Condition(threading.RLock())  # notified when calls end
+        self.on_wait: Callable[[], None] = lambda: None  # called when a thread begins to wait
+        self.waiting: deque[Call] = deque()  # that have not begun
         self._limit = limit
         self._max_staleness = max_staleness
         self._put = self._awaited = 0  # number of calls so far, and of awaited calls
-        self._waiting: deque[Call] = deque()
         self._unfinished: dict[int, Call] = {}
         self._failed: RemoteValue | None = None
         self._closed: Exception | None = None
@@ -63,41 +50,31 @@ class Backlog:
 
     # --- the caller's side ----------------------------------------------------------------------
 
-    def put(self, function: Definition, arguments: bytes, needs: tuple[Definition, ...]) -> Call:
-        """Add a call; wait while there are too many.
-
-        Raises:
-            BaseException: an earlier call raised it.
-        """
+    def put(
+        self, function: Definition, arguments: bytes, needs: tuple[Definition, ...]
+    ) -> RemoteValue:
+        """Add a call; wait while there are too many. Raises what an earlier call raised."""
         with self.changed:
             if len(self._unfinished) >= self._limit:
                 self.wait_for(lambda: len(self._unfinished) <= self._limit // 2)
             self.raise_failure()
             if self._closed is not None:
                 raise self._closed
-            number = self._put
+            value = RemoteValue(self.wait_for)
+            call = Call(self._put, function, arguments, needs, value)
             self._put += 1
-            call = Call(number, function, arguments, needs, RemoteValue(self.wait_for))
-            self._waiting.append(call)
-            self._unfinished[number] = call
-            return call
+            self.waiting.append(call)
+            self._unfinished[call.number] = call
+            return value
 
     def join(self) -> None:
-        """Wait until all calls have ended.
-
-        Raises:
-            BaseException: the first call that failed raised it.
-        """
+        """Wait until all calls have ended. Raises what the first call that failed raised."""
         with self.changed:
             self.wait_for(lambda: not self._unfinished)
             self.raise_failure()
 
     def is_done(self) -> bool:
-        """Return True if all calls have ended.
-
-        Raises:
-            BaseException: the first call that failed raised it.
-        """
+        """Return True if all calls have ended. Raises what the first call that failed raised."""
         with self.changed:
             self.raise_failure()
             if self._unfinished:
@@ -117,17 +94,12 @@ class Backlog:
         with self.changed:
             self._pauses += 1
         try:
-            self.wait_for(lambda: len(self._waiting) == len(self._unfinished))
+            self.wait_for(lambda: len(self.waiting) == len(self._unfinished))
             yield
         finally:
             with self.changed:
                 self._pauses -= 1
             self.on_wait()
-
-    @property
-    def is_empty(self) -> bool:
-        """True if all calls have ended."""
-        return not self._unfinished
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until a condition on calls holds; return False on timeout."""
@@ -146,38 +118,32 @@ class Backlog:
         return len(self._unfinished)
 
     @property
-    def waiting(self) -> int:
-        """Number of calls that have not begun."""
-        return len(self._waiting)
-
-    @property
     def is_awaited(self) -> bool:
         """True if a thread waits for the next call."""
-        return bool(self._waiting) and self._waiting[0].number < self._awaited
+        return bool(self.waiting) and self.waiting[0].number < self._awaited
 
     def take(self) -> Call | None:
         """Remove and return the next call that may begin now."""
         with self.changed:
-            if not self._waiting or self._pauses:
+            if not self.waiting or self._pauses:
                 return None
-            call = self._waiting[0]
+            call = self.waiting[0]
             if self._max_staleness is not None:
                 oldest = next(iter(self._unfinished))
                 if call.number - oldest > self._max_staleness:
                     return None
-            return self._waiting.popleft()
+            return self.waiting.popleft()
 
-    def finish(self, call: Call, content: object) -> None:
+    def finish(self, call: Call, content: bytes | Exception) -> None:
         """Record the end of a call; `content` is its pickled result, or the exception it raised."""
         with self.changed:
             if self._unfinished.pop(call.number, None) is None:
                 return
-            if isinstance(content, bytes):
-                call.value.settle("returned", content)
-            else:
-                call.value.settle("raised", content)
+            call.value.settle(content)
+            if not isinstance(content, bytes):
                 self._failed = self._failed or call.value
-                self._cancel()
+                while self.waiting:
+                    self._drop(self.waiting.popleft())
             self.changed.notify_all()
 
     def give_back(self, calls: list[Call]) -> None:
@@ -185,7 +151,7 @@ class Backlog:
         with self.changed:
             for call in sorted(calls, key=lambda call: call.number, reverse=True):
                 if self._failed is None:
-                    self._waiting.appendleft(call)
+                    self.waiting.appendleft(call)
                 else:
                     self._drop(call)
             self.changed.notify_all()
@@ -194,10 +160,10 @@ class Backlog:
         """End all calls with an error."""
         with self.changed:
             for call in self._unfinished.values():
-                call.value.settle("raised", error)
+                call.value.settle(error)
                 self._failed = self._failed or call.value
             self._unfinished.clear()
-            self._waiting.clear()
+            self.waiting.clear()
             self.changed.notify_all()
 
     def close(self, error: Exception) -> None:
@@ -205,10 +171,6 @@ class Backlog:
         self._closed = self._closed or error
         self.fail(error)
 
-    def _cancel(self) -> None:
-        while self._waiting:
-            self._drop(self._waiting.popleft())
-
     def _drop(self, call: Call) -> None:
         self._unfinished.pop(call.number, None)
-        call.value.settle("cancelled")
+        call.value.settle(None)

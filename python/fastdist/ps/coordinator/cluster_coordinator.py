@@ -6,6 +6,7 @@ import atexit
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,19 +14,25 @@ from typing import Any, Protocol
 
 from fastdist._config import settings
 from fastdist.collectives.arguments import to_integer
-from fastdist.errors import FastdistError
+from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.dispatcher import Dispatcher
-from fastdist.ps.coordinator.per_worker import PerWorkerDataset, PerWorkerIterator
+from fastdist.ps.coordinator.per_worker import PerWorkerDataset
 from fastdist.ps.coordinator.remote_value import RemoteValue, identity
-from fastdist.ps.coordinator.saved_steps import Saves, saved_steps
 from fastdist.ps.coordinator.shipping import Definitions
-from fastdist.ps.coordinator.unpicklable import parts_of_function, pickle_or_explain
+from fastdist.ps.coordinator.unpicklable import (
+    parts_of_arguments,
+    parts_of_function,
+    pickle_or_explain,
+)
 from fastdist.ps.link.keys import Keys
 from fastdist.replicas.per_replica import map_structure
 
+_MOST_RESTORES = 3  # of `run`, without a save between them
+_RETRY_S = 0.2
 
-class Job(Saves, Protocol):
+
+class Job(Protocol):
     """The strategy of the job, as its coordinator uses it."""
 
     worker_addresses: tuple[str, ...]
@@ -50,6 +57,15 @@ class Job(Saves, Protocol):
 
     def end_job(self) -> None:
         """Tell the servers that the job is over."""
+
+    def save(self, directory: str | Path, state: Any = None) -> None:
+        """Write everything on the servers, with the program's state."""
+
+    def restore(self, directory: str | Path) -> Any:
+        """Restore what `save` wrote; return the program's state."""
+
+    def has_saved(self, directory: str | Path) -> bool:
+        """True if there is a checkpoint."""
 
 
 class ClusterCoordinator:
@@ -110,7 +126,8 @@ class ClusterCoordinator:
             return
         atexit.unregister(self._at_exit)
         self._dispatcher.close(is_end=True)
-        if not self._dispatcher.is_replaced:  # otherwise the servers belong to the later job
+        # If a worker belongs to a later coordinator, the servers do too.
+        if not any(link.is_replaced for link in self._dispatcher.links):
             self.strategy.end_job()
 
     def __enter__(self) -> ClusterCoordinator:
@@ -125,7 +142,7 @@ class ClusterCoordinator:
     @property
     def workers(self) -> list[int]:
         """The indexes of the workers that are connected."""
-        return self._dispatcher.workers
+        return [i for i, link in enumerate(self._dispatcher.links) if link.is_ready]
 
     def schedule(
         self,
@@ -154,19 +171,21 @@ class ClusterCoordinator:
         _check_call(fn, args, kwargs)
         try:
             function = self._definitions.function(fn)
+            arguments = self._no_arguments
             if args or kwargs:
-                arguments = self._definitions.arguments(tuple(args), kwargs or {})
-            else:
-                arguments = self._no_arguments
+                given = tuple(args), kwargs or {}
+                parts = parts_of_arguments(*given)
+                arguments = pickle_or_explain(self._definitions.dumps, given, "a call", parts)
         except Exception:
             self._backlog.raise_failure()  # an earlier function's error may be the cause
             raise
         with self._lock:
             if self._is_idle:
-                self._begin_calls()
-            call = self._backlog.put(function, *arguments)
+                self._dispatcher.state_update = self.strategy.before_calls()
+                self._is_idle = False
+            value = self._backlog.put(function, *arguments)
         self._dispatcher.wake()
-        return call.value
+        return value
 
     def run(
         self,
@@ -209,22 +228,60 @@ class ClusterCoordinator:
         if to_integer(save_every, "save_every") < 1:
             raise ValueError(f"save_every must be at least 1, got {save_every}")
         _check_call(fn, args, kwargs)
+        schedule = functools.partial(self.schedule, fn, args, kwargs)
+        state = {} if state is None else state
+        return self._saved_steps(schedule, steps, Path(directory), save_every, state)
 
-        def run(count: int) -> None:
+    def _saved_steps(
+        self,
+        schedule: Callable[[], RemoteValue],
+        steps: int,
+        directory: Path,
+        save_every: int,
+        state: dict[str, Any],
+    ) -> Iterator[int]:
+        if self.strategy.has_saved(directory):
+            self._restore(directory, state)
+        else:
+            state["step"] = 0
+            self.strategy.save(directory, state)
+        restores = 0
+        while state["step"] < steps:
+            count = min(save_every, steps - state["step"])
             try:
-                for _ in range(count):
-                    self.schedule(fn, args, kwargs)
-            finally:
-                self.join()  # also the calls that run beside one that has failed
+                try:
+                    for _ in range(count):
+                        schedule()
+                finally:
+                    self.join()  # also the calls that run beside one that has failed
+                state["step"] += count
+                yield state["step"]
+                self.strategy.save(directory, state)
+                restores = 0
+            except UnavailableError:
+                restores += 1
+                if restores > _MOST_RESTORES:
+                    raise
+                self._restore(directory, state)
 
-        return saved_steps(
-            self.strategy,
-            run,
-            steps=steps,
-            directory=directory,
-            save_every=save_every,
-            state={} if state is None else state,
-        )
+    def _restore(self, directory: Path, state: dict[str, Any]) -> None:
+        """Restore the checkpoint, once all servers are there."""
+        end_s = time.monotonic() + settings().rendezvous_timeout_s
+        while True:
+            try:
+                restored = self.strategy.restore(directory)
+                break
+            except UnavailableError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(_RETRY_S)
+        if not isinstance(restored, dict) or "step" not in restored:
+            raise ValueError(
+                f"{directory} has no checkpoint of ClusterCoordinator.run: its state is "
+                f'{restored!r}, expected a dict with "step"'
+            )
+        state.clear()
+        state.update(restored)
 
     def join(self) -> None:
         """Wait until all scheduled functions have ended.
@@ -258,11 +315,9 @@ class ClusterCoordinator:
         Raises:
             BaseException: one of the functions raised it.
         """
-
-        def value_of(leaf: Any) -> Any:
-            return leaf.fetch(timeout) if isinstance(leaf, RemoteValue) else leaf
-
-        return map_structure(value_of, values)
+        return map_structure(
+            lambda leaf: leaf.fetch(timeout) if isinstance(leaf, RemoteValue) else leaf, values
+        )
 
     def create_per_worker_dataset(self, dataset_fn: Callable[[], Any] | Any) -> PerWorkerDataset:
         """Create a dataset on each worker.
@@ -279,29 +334,16 @@ class ClusterCoordinator:
         """
         name = getattr(dataset_fn, "__qualname__", type(dataset_fn).__name__)
         make = dataset_fn if callable(dataset_fn) else functools.partial(identity, dataset_fn)
-        dataset = PerWorkerDataset(self._iterator)
+        dataset = PerWorkerDataset(self._definitions)
         definition = pickle_or_explain(
-            self._definitions.define, make, name, lambda: parts_of_function(dataset_fn)
+            self._definitions.define, make, name, parts_of_function(dataset_fn)
         )
         self._definitions.name(dataset, definition)
         return dataset
 
-    def _iterator(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
-        iterator = PerWorkerIterator()
-        definition = self._definitions.define(functools.partial(iter, dataset))
-        self._definitions.name(iterator, definition)
-        return iterator
-
-    def _begin_calls(self) -> None:
-        state_update = self.strategy.before_calls()
-        if state_update != self._dispatcher.state_update:
-            self._dispatcher.state_update = state_update
-            self._dispatcher.state_update_number += 1
-        self._is_idle = False
-
     def _end_calls(self) -> None:
         with self._lock:
-            if not self._backlog.is_empty:  # another thread has scheduled more functions
+            if self._backlog:  # another thread has scheduled more functions
                 return
             reports, self._dispatcher.reports = self._dispatcher.reports, []
             try:
@@ -318,11 +360,9 @@ def _check_call(fn: object, args: object, kwargs: object) -> None:
         raise TypeError(f"schedule: fn must be callable, got {type(fn).__name__}")
     if not isinstance(args, (tuple, list)):
         raise ValueError(f"schedule: args must be a tuple or list, got {type(args).__name__}")
-    if kwargs is None:
-        return
-    if not isinstance(kwargs, dict):
+    if not isinstance(kwargs, dict | None):
         raise TypeError(f"schedule: kwargs must be a dict, got {type(kwargs).__name__}")
-    for name in kwargs:
+    for name in kwargs or ():
         if not isinstance(name, str):
             raise TypeError(f"schedule: the names of kwargs must be str, got {name!r}")
 

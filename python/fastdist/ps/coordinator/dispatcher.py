@@ -40,10 +40,6 @@ class Dispatcher:
     """Keeps every worker busy with the calls of a backlog, until it is closed.
 
     Args:
-        addresses: the workers' addresses.
-        keys: the job's keys, if the workers have keys.
-        backlog: the calls.
-        definitions: the objects that calls refer to.
         synchronous: send calls in groups, one to each worker, that take their steps together.
         timeout_s: calls fail after this time without any worker.
         seed: the seed of the workers' random numbers.
@@ -61,11 +57,11 @@ class Dispatcher:
         seed: int,
     ) -> None:
         self.state_update = b""  # for every worker, with its next call
-        self.state_update_number = 0
         self.reports: list[bytes] = []  # state updates from workers
         self._backlog = backlog
         self._definitions = definitions
-        self._group = Group() if synchronous else None
+        self._synchronous = synchronous
+        self._group = Group()  # stays empty unless synchronous
         self._timeout_s = timeout_s
         self._seed = seed
         self._job = uuid.uuid4().bytes
@@ -74,7 +70,7 @@ class Dispatcher:
         self._wake = Wake()
         weakref.finalize(self, self._wake.close)
         self._connections = Connections(addresses, keys, self._wake, has_heartbeats=True)
-        self._links = [WorkerLink(self._connections[i]) for i in range(len(addresses))]
+        self.links = [WorkerLink(self._connections[i]) for i in range(len(addresses))]
         backlog.on_wait = functools.partial(self.wake, is_awaited=True)
         self._worker_seen_at = time.monotonic()
         self._has_room = True  # a worker can take another call
@@ -89,11 +85,7 @@ class Dispatcher:
             self._wake.set()
 
     def close(self, *, is_end: bool) -> None:
-        """Disconnect from the workers.
-
-        Args:
-            is_end: True ends the job and the workers; otherwise they wait for another coordinator.
-        """
+        """Disconnect from the workers, which end with the job, or wait for another coordinator."""
         if self._is_closing:
             return
         self._is_end = is_end
@@ -102,39 +94,26 @@ class Dispatcher:
         if is_end:  # otherwise the garbage collector calls this, in any thread
             self._thread.join()
 
-    @property
-    def workers(self) -> list[int]:
-        """The indexes of the workers that are connected."""
-        return [index for index, link in enumerate(self._links) if link.is_ready]
-
-    @property
-    def is_replaced(self) -> bool:
-        """True if a worker belongs to another coordinator, which began later."""
-        return any(link.is_replaced for link in self._links)
-
     # --- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        failure = FastdistError("the coordinator was closed, or is no longer referenced")
         try:
             while not self._is_closing:
                 self._poll_once()
         except BaseException as error:  # pass it to threads that wait for calls
             failure = FastdistError(f"the coordinator's dispatcher has failed: {error!r}")
             failure.__cause__ = error
-            self._backlog.close(failure)
-        else:
-            self._backlog.close(
-                FastdistError("the coordinator was closed, or is no longer referenced")
-            )
         finally:
-            for link in self._links:
+            self._backlog.close(failure)
+            for link in self.links:
                 if link.connection.is_connected and self._is_end:
                     link.send(Kind.END)
             self._connections.close(linger_s=1.0)
 
     def _poll_once(self) -> None:
         for index, has_changed in self._connections.poll():
-            link = self._links[index]
+            link = self.links[index]
             for frames in link.connection.receive():
                 try:
                     self._handle_message(link, [bytes(frame) for frame in frames])
@@ -144,7 +123,10 @@ class Dispatcher:
                 self._drop_worker(link)
                 if link.connection.is_connected:
                     link.send(Kind.HELLO, 0, self._job, HELLO.pack(self._began, self._seed, index))
-        self._forget()
+        while self._definitions.forgotten:
+            number = self._definitions.forgotten.pop()
+            for link in self.links:
+                link.forget(number)
         self._assign_calls()
         self._require_workers()
 
@@ -162,9 +144,9 @@ class Dispatcher:
             self._reject_worker(link, f"it received {frames[0].decode(errors='replace')}")
         elif kind is Kind.RESULT:
             self._handle_result(link, number, frames)
-        elif self._group is not None and kind is Kind.STAGED:
+        elif kind is Kind.STAGED:
             self._group.staged(number, WEIGHT.unpack(frames[0])[0])
-        elif self._group is not None and kind is Kind.COMMITTED:
+        elif kind is Kind.COMMITTED:
             self._group.committed(number, frames[0])
 
     def _reject_worker(self, link: WorkerLink, why: str) -> None:
@@ -186,65 +168,55 @@ class Dispatcher:
             self._backlog.finish(call, content)
         else:
             self._backlog.finish(call, _error_in(content, link.address))
-        if self._group is not None:
-            self._group.leave(number)
+        self._group.leave(number)
 
     def _drop_worker(self, link: WorkerLink) -> None:
-        calls = list(link.calls.items())
+        numbers, calls = list(link.calls), list(link.calls.values())
         link.mark_lost()
-        kept = []
-        for place, (_, call) in enumerate(calls):
-            call.lost_workers += place == 0  # only the first call was running
-            if call.lost_workers < MAX_LOST_WORKERS:
-                kept.append(call)
-                continue
-            self._backlog.finish(
-                call,
-                UnavailableError(
+        if calls:  # only the first one was running
+            calls[0].lost_workers += 1
+            if calls[0].lost_workers >= MAX_LOST_WORKERS:
+                error = UnavailableError(
                     f"{MAX_LOST_WORKERS} workers were lost while they ran this function, the last "
                     f"at {link.address}: this function probably crashes its worker"
-                ),
-            )
-        self._backlog.give_back(kept)
-        if self._group is not None:
-            for number, _ in calls:
-                self._group.lose(number)
+                )
+                self._backlog.finish(calls.pop(0), error)
+        self._backlog.give_back(calls)
+        for number in numbers:
+            self._group.lose(number)
 
     # --- handing out ----------------------------------------------------------------------------
 
     def _assign_calls(self) -> None:
         # Set before the backlog is read: a call that is added meanwhile must wake this thread.
         self._has_room = True
-        ready = [link for link in self._links if link.is_ready]
-        if self._group is not None:
-            waiting = self._backlog.waiting
-            if self._group or not waiting or not ready:
-                return
-            if waiting >= len(ready) or self._backlog.is_awaited:
-                self._assign_group(self._group, ready[:waiting])
+        ready = [link for link in self.links if link.is_ready]
+        if self._synchronous:
+            waiting = len(self._backlog.waiting)
+            is_due = waiting >= len(ready) or self._backlog.is_awaited
+            if ready and not self._group.links and is_due:
+                self._assign_group(ready[:waiting])
             return
         while ready:
             link = min(ready, key=lambda link: (not link.has_room, len(link.calls)))
-            if not link.has_room:
-                self._has_room = False
-                return
-            call = self._backlog.take()
+            self._has_room = link.has_room
+            call = self._backlog.take() if self._has_room else None
             if call is None:
                 return
             number = next(_numbers)
             self._send_call(link, call, number, number, 1)
 
-    def _assign_group(self, group: Group, links: Sequence[WorkerLink]) -> None:
+    def _assign_group(self, links: Sequence[WorkerLink]) -> None:
         pairs = [(link, call) for link in links if (call := self._backlog.take()) is not None]
         numbers = [next(_numbers) for _ in pairs]
         for (link, call), number in zip(pairs, numbers, strict=True):
-            group.add(number, link)
+            self._group.links[number] = link
             self._send_call(link, call, number, numbers[0], len(pairs))
 
     def _send_call(self, link: WorkerLink, call: Call, number: int, group: int, size: int) -> None:
-        state_update = b""
-        if link.state_update_number != self.state_update_number:
-            link.state_update_number, state_update = self.state_update_number, self.state_update
+        latest = self.state_update
+        state_update = b"" if link.state_update == latest else latest
+        link.state_update = latest
         for definition in (call.function, *call.needs):
             link.define(definition)
         link.begin_call(number, call)
@@ -252,20 +224,13 @@ class Dispatcher:
         header = CALL.pack(call.function.number, group, size, has_state)
         link.send(Kind.CALL, number, header, call.arguments, state_update)
 
-    def _forget(self) -> None:
-        forgotten = self._definitions.forgotten
-        while forgotten:
-            number = forgotten.pop()
-            for link in self._links:
-                link.forget(number)
-
     def _require_workers(self) -> None:
         now = time.monotonic()
-        if not len(self._backlog) or any(link.is_ready for link in self._links):
+        if not len(self._backlog) or any(link.is_ready for link in self.links):
             self._worker_seen_at = now
         elif now - self._worker_seen_at > self._timeout_s:
             self._worker_seen_at = now
-            places = "; ".join(f"{link.address}: {link.last_error}" for link in self._links)
+            places = "; ".join(f"{link.address}: {link.last_error}" for link in self.links)
             self._backlog.fail(
                 UnavailableError(f"no worker could be reached for {self._timeout_s:g} s: {places}")
             )

@@ -20,22 +20,15 @@ class Group:
     """
 
     def __init__(self) -> None:
-        self._links: dict[int, WorkerLink] = {}
+        self.links: dict[int, WorkerLink] = {}  # of the calls, by number
         self._weights: dict[int, float] = {}
         self._leader: int | None = None
         self._total = 0.0  # sum of the weights, once there is a leader
         self._is_aborted = False
 
-    def __bool__(self) -> bool:
-        return bool(self._links)
-
-    def add(self, number: int, link: WorkerLink) -> None:
-        """Add a call that has been sent."""
-        self._links[number] = link
-
     def staged(self, number: int, weight: float) -> None:
         """Record that a call has staged the gradients of a step."""
-        link = self._links.get(number)
+        link = self.links.get(number)
         if link is None:
             return
         if self._is_aborted:
@@ -48,47 +41,42 @@ class Group:
         """Record that the leader has committed the step, or its error."""
         if number != self._leader:  # lost in the meantime
             return
-        self._leader = None
-        weights, self._weights = self._weights, {}
         if error:
-            del weights[number]  # the leader has raised the error itself
-        for other in weights:
-            if other in self._links:
-                self._links[other].send(Kind.RESUME, other, error)
+            del self._weights[number]  # the leader has raised the error itself
+        self._end_step(Kind.RESUME, error)
 
     def leave(self, number: int) -> None:
         """Remove a call that has ended."""
         if number == self._leader:
             self.committed(number, b"its function ended without committing the step")
-        self._links.pop(number, None)
+        self.links.pop(number, None)
         self._weights.pop(number, None)
         self._commit_if_complete()
 
     def lose(self, number: int) -> None:
         """Remove a call whose worker was lost."""
-        if self._links.pop(number, None) is None:
+        if self.links.pop(number, None) is None:
             return
+        self._weights.pop(number, None)
         if self._leader is None or (number == self._leader and math.isnan(self._total)):
-            self._abort()
-            return
-        del self._weights[number]
-        if number == self._leader:
+            self._is_aborted = True
+            self._end_step(Kind.ABORT)
+            self._commit_if_complete()
+        elif number == self._leader:
             self._start_commit()
 
-    def _abort(self) -> None:
-        self._is_aborted = True
+    def _end_step(self, kind: Kind, *frames: bytes) -> None:
+        """Tell the calls that have staged their gradients how the step ended."""
         self._leader = None
         weights, self._weights = self._weights, {}
-        for other in weights:
-            if other in self._links:
-                self._links[other].send(Kind.ABORT, other)
-        self._commit_if_complete()
+        for number in weights:
+            self.links[number].send(kind, number, *frames)
 
     def _commit_if_complete(self) -> None:
-        if not self._links:
+        if not self.links:
             self._is_aborted = False
             return
-        if self._leader is None and len(self._weights) == len(self._links):
+        if self._leader is None and len(self._weights) == len(self.links):
             self._total = sum(self._weights.values())
             self._start_commit()
 
@@ -98,4 +86,4 @@ class Group:
         self._leader = next(iter(failed or self._weights), None)
         if self._leader is not None:
             total = WEIGHT.pack(self._total)
-            self._links[self._leader].send(Kind.COMMIT, self._leader, total)
+            self.links[self._leader].send(Kind.COMMIT, self._leader, total)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastdist.errors import FastdistError
+from fastdist.ps.coordinator.shipping import Definitions
 
-
-class _ThreadState(threading.local):
-    worker_index: int | None = None
-
-
-_state = _ThreadState()
+_thread = threading.local()
 
 
 def set_worker_index(index: int) -> None:
     """Mark this thread as the one that runs functions of a worker."""
-    _state.worker_index = index
+    _thread.worker_index = index
 
 
 def get_worker_index() -> int:
@@ -29,11 +26,12 @@ def get_worker_index() -> int:
     Raises:
         FastdistError: called outside a scheduled function.
     """
-    if _state.worker_index is None:
+    index: int | None = getattr(_thread, "worker_index", None)
+    if index is None:
         raise FastdistError(
             "get_worker_index must be called in a function that a ClusterCoordinator schedules"
         )
-    return _state.worker_index
+    return index
 
 
 class PerWorkerValues:
@@ -59,12 +57,14 @@ class PerWorkerDataset:
     A scheduled function receives its worker's dataset.
     """
 
-    def __init__(self, make_iterator: Callable[[PerWorkerDataset], PerWorkerIterator]) -> None:
-        self._make_iterator = make_iterator
+    def __init__(self, definitions: Definitions) -> None:
+        self._definitions = definitions
 
     def __iter__(self) -> Iterator[Any]:
         """Make an iterator on each worker; a scheduled function receives its worker's iterator."""
-        return self._make_iterator(self)
+        iterator = PerWorkerIterator()
+        self._definitions.name(iterator, self._definitions.define(partial(iter, self)))
+        return iterator
 
 
 class PerWorkerIterator:

@@ -8,9 +8,6 @@ from typing import Any
 
 from fastdist.errors import FastdistError
 
-WaitFor = Callable[[Callable[[], bool], float | None], bool]
-"""Waits until a condition on calls holds, with a timeout in seconds; returns False on timeout."""
-
 
 class RemoteTraceback(Exception):
     """The traceback of an error on a worker; the cause of the error that is raised here."""
@@ -28,8 +25,8 @@ class RemoteValue:
 
     __slots__ = ("__weakref__", "_blob", "_decoded", "_outcome", "_wait_for")
 
-    def __init__(self, wait_for: WaitFor) -> None:
-        self._wait_for = wait_for
+    def __init__(self, wait_for: Callable[[Callable[[], bool], float | None], bool]) -> None:
+        self._wait_for = wait_for  # of the backlog
         self._outcome: str | None = None  # "returned", "raised", "cancelled"
         self._blob: bytes | None = None
         self._decoded: Any = None
@@ -74,20 +71,13 @@ class RemoteValue:
     def __reduce__(self) -> Any:
         return identity, (self.fetch(),)
 
-    def settle(self, outcome: str, content: Any = None) -> None:
-        """Record how the function ended; the caller holds the lock.
-
-        Args:
-            outcome: "returned", "raised" or "cancelled".
-            content: a pickle of the result, or an exception.
-        """
-        if self._outcome is not None:
-            return
+    def settle(self, content: bytes | Exception | None) -> None:
+        """Record a pickled result, the exception that was raised, or None for a cancelled call."""
         if isinstance(content, bytes):
-            self._blob = content
+            self._blob, self._outcome = content, "returned"
         else:
             self._decoded = content
-        self._outcome = outcome
+            self._outcome = "cancelled" if content is None else "raised"
 
 
 def identity(value: Any) -> Any:

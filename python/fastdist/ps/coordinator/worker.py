@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import traceback
@@ -51,23 +52,17 @@ class CallContext:
     """A call as the worker's host sees it.
 
     Attributes:
-        number: unique among all calls of the job, including repetitions.
-        group: the group of calls that take their steps together; equals `number` for a single call.
-        size: calls in the group.
-        has_state: True if the call refers to values that workers share.
         commit: ends a step of the group. Takes the weight of this worker's gradients, NaN if they
             could not be staged, and a function that commits everybody's gradients, given the sum
             of weights. One worker calls the function: one with NaN if there is any. All get its
             error.
-        is_last: returns True if no further call is waiting on this worker.
     """
 
-    number: int
-    group: int
-    size: int
-    has_state: bool
+    group: int  # of the calls that take their steps together; unique, also among repetitions
+    size: int  # calls in the group
+    has_state: bool  # the call refers to values that workers share
     commit: Callable[[float, Callable[[float], None]], None]
-    is_last: Callable[[], bool]
+    is_last: Callable[[], bool]  # returns True if no further call is waiting on this worker
 
 
 class Host(Protocol):
@@ -75,9 +70,6 @@ class Host(Protocol):
 
     def begin_job(self, index: int, seed: int) -> None:
         """Start a job: a new coordinator, which knows nothing of earlier ones, has connected."""
-
-    def parts(self, made: Any) -> Sequence[Any]:
-        """Return the parts of an object that functions may refer to."""
 
     def apply_state_update(self, state_update: bytes) -> None:
         """Apply a state update from the coordinator."""
@@ -104,41 +96,39 @@ class Worker:
 
     def __init__(self, address: str, keys: Keys | None, host: Host) -> None:
         self._host = host
-        self._library = Library(host.parts)
+        self._library = Library()
         self._inbox: deque[_Message] = deque()
         self._coordinator = 0  # its connection
         self._job = b""
         self._began = 0
         self._pid = os.getpid()
         self._listener = Listener(address, keys, breaks_if_stuck=False)
-        self.address = self._listener.address
-
-    def close(self) -> None:
-        """Stop listening."""
-        self._listener.close()
 
     def serve(self) -> None:
-        """Run functions until the coordinator ends the job."""
-        while True:
-            connection, kind, number, frames = self._next()
-            if kind is Kind.HELLO:
-                self._handle_hello(connection, frames)
-            elif connection != self._coordinator:  # an earlier coordinator, or a lost connection
-                continue
-            elif kind is Kind.END:
-                return
-            elif kind is Kind.DEFINE:
-                self._library.add(number, frames[0])
-            elif kind is Kind.FORGET:
-                self._library.forget(number)
-            elif kind is Kind.CALL:
-                self._call(number, frames)
+        """Run functions until the coordinator ends the job; then stop listening."""
+        try:
+            while self._handle_next():
+                pass
+        finally:
+            self._listener.close()
 
-    def _next(self) -> _Message:
+    def _handle_next(self) -> bool:
+        """Handle a message; return False if it ends the job."""
         while not self._inbox:
             self._receive()
         self._drain()
-        return self._inbox.popleft()
+        connection, kind, number, frames = self._inbox.popleft()
+        if kind is Kind.HELLO:
+            self._handle_hello(connection, frames)
+        elif connection != self._coordinator:  # an earlier coordinator, or a lost connection
+            return True
+        elif kind is Kind.DEFINE:
+            self._library.add(number, frames[0])
+        elif kind is Kind.FORGET:
+            self._library.forget(number)
+        elif kind is Kind.CALL:
+            self._call(number, frames)
+        return kind is not Kind.END
 
     def _drain(self) -> None:
         """Receive all messages that have arrived."""
@@ -158,7 +148,7 @@ class Worker:
             return True
         if self._ends_calls(message):
             # Other workers run the remaining calls by now.
-            kept = [other for other in self._inbox if other.connection != self._coordinator]
+            kept = (other for other in self._inbox if other.connection != self._coordinator)
             self._inbox = deque(kept)
         self._inbox.append(message)
         return True
@@ -179,7 +169,7 @@ class Worker:
             if self._job:
                 self._send(Kind.REPLACED)
             self._job, self._began = job, began
-            self._library.clear()
+            self._library = Library()
             self._host.begin_job(index, seed)
         self._coordinator = connection
         self._send(Kind.READY)
@@ -205,10 +195,8 @@ class Worker:
             args, kwargs = self._library.loads(arguments)
             return fn(*args, **kwargs)
 
-        def commit(weight: float, commit_all: Callable[[float], None]) -> None:
-            self._wait_for_step(number, weight, commit_all)
-
-        context = CallContext(number, group, size, has_state, commit, self._is_last)
+        commit = functools.partial(self._wait_for_step, number)
+        context = CallContext(group, size, has_state, commit, self._is_last)
         outcome, content = Outcome.RETURNED, b""
         try:
             if state_update:
@@ -247,7 +235,11 @@ class Worker:
                 if not is_ours or kind not in _STEP_KINDS:
                     set_aside.append(message)
                 elif kind is Kind.RESUME:
-                    _require_committed(frames[0])
+                    if frames[0]:
+                        raise FastdistError(
+                            "the step of all workers was not taken, because the worker that had to "
+                            f"commit it failed: {frames[0].decode(errors='replace')}"
+                        )
                     return
                 elif kind is Kind.ABORT:
                     raise StepAborted
@@ -263,14 +255,6 @@ class Worker:
             self._send(Kind.COMMITTED, number, f"{type(error).__name__}: {error}".encode())
             raise
         self._send(Kind.COMMITTED, number, b"")
-
-
-def _require_committed(error: bytes) -> None:
-    if error:
-        raise FastdistError(
-            "the step of all workers was not taken, because the worker that had to commit it "
-            "failed: " + error.decode(errors="replace")
-        )
 
 
 def _pickle_result(value: Any) -> bytes:

@@ -18,27 +18,18 @@ class WorkerLink:
     """A connection to a worker, and what has been sent over it.
 
     A worker ignores messages that arrive before the HELLO of a new connection.
-
-    Args:
-        connection: leads to the worker.
-
-    Attributes:
-        is_ready: True if the worker accepts calls.
-        is_replaced: True if the worker belongs to another coordinator.
-        calls: the worker's calls, by the dispatcher's numbers.
-        state_update_number: the number of the last state update that was sent.
-        last_error: why the worker is not available.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.address = connection.address
-        self.is_ready = self.is_replaced = False
-        self.calls: dict[int, Call] = {}
-        self.state_update_number = 0
+        self.is_ready = False  # the worker accepts calls
+        self.is_replaced = False  # the worker belongs to another coordinator
+        self.calls: dict[int, Call] = {}  # by the dispatcher's numbers
+        self.state_update = b""  # the last one that was sent
         self._window = _MIN_WINDOW
         self._ended_at = 0.0  # the last call, on the monotonic clock
-        self.last_error = "no answer"
+        self.last_error = "no answer"  # why the worker is not available
         self._known: set[int] = set()
 
     @property
@@ -70,7 +61,7 @@ class WorkerLink:
         self.is_ready = False
         self.calls.clear()
         self._known.clear()
-        self.state_update_number = 0
+        self.state_update = b""
 
     def send(self, kind: Kind, number: int = 0, *frames: bytes) -> None:
         """Send a message, which is lost with the connection."""

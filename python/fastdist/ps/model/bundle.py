@@ -35,14 +35,14 @@ class Bundle:
 
 
 def define_bundle(
-    definitions: Definitions, bundle: Bundle, adopt: Callable[[Bundle], Bundle]
+    definitions: Definitions, bundle: Bundle, adopt: Callable[[Bundle], list[Any]]
 ) -> Definition:
     """Define a bundle: functions refer to its parts instead of pickling them.
 
     Args:
         definitions: the job's definitions.
         bundle: the contents of a scope.
-        adopt: called with the bundle on each worker; returns it.
+        adopt: called with the bundle on each worker; returns its parts.
     """
     tensors = [tensor for _, tensor in tensors_in(bundle.roots)]
     hollow = {

@@ -64,7 +64,10 @@ def run_on_all(workers: Communicator | None, work: Callable[[], T]) -> T:
         result = work()
     except Exception as error:
         failure = error
-    told = None if failure is None else (_kind_of(failure), str(failure))
+    told = None
+    if failure is not None:
+        kinds = (kind for kind in _KINDS if isinstance(failure, kind))
+        told = next(kinds, RuntimeError), str(failure)
     everyone = workers.all_gather_object(told)
     if failure is not None:
         raise failure
@@ -91,7 +94,3 @@ def broadcast_tensors(workers: Communicator | None, tensors: dict[str, torch.Ten
     """Copy rank 0's tensors into the other ranks' tensors. Every rank must call."""
     if workers is not None and tensors:
         workers.broadcast([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-
-
-def _kind_of(error: Exception) -> type[Exception]:
-    return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)

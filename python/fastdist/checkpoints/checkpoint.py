@@ -147,11 +147,7 @@ class Checkpoint:
 
     @property
     def keeper(self) -> Keeper | None:
-        """The keeper of the values of modules and optimizers, which writes its own files.
-
-        Raises:
-            ValueError: parts have different keepers.
-        """
+        """The one keeper of the values of modules and optimizers, which writes its own files."""
         found = [keeper for part in self._parts.values() if (keeper := keeper_of(part)) is not None]
         if any(keeper is not found[0] for keeper in found):
             raise ValueError("a checkpoint has modules of several strategies with servers")
@@ -163,13 +159,7 @@ class Checkpoint:
         return None if self.keeper is None else self.keeper.write_files
 
     def read(self, path: Path) -> dict[str, PartFiles]:
-        """Read the parts that a checkpoint has; check every byte.
-
-        Raises:
-            FileNotFoundError: there is no checkpoint.
-            DamagedCheckpointError: a file is damaged.
-            ValueError: a newer release has written it, or it has no files of the keeper.
-        """
+        """Read the parts that a checkpoint has; check every byte. Raises what `restore` raises."""
         index = files.read_index(path)
         if self.keeper is not None:
             self.keeper.check_files(path)
@@ -231,9 +221,7 @@ class Checkpoint:
         """Load the parts that `read_parts` returns on rank 0, on every rank.
 
         Args:
-            workers: connects all ranks.
             path: the checkpoint, for the keeper of parts.
-            read_parts: reads this checkpoint's parts.
             with_random: restore the state of torch's random generators too.
         """
         if state.replica is not None:

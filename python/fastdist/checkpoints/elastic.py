@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -186,16 +186,13 @@ class Elastic:
 
     def _keep(self) -> None:
         """Copy the state of this rank."""
-        self._checkpoint.collect(None, self._staging.copy, self._note)
+        self._checkpoint.collect(None, self._staging.copy, self._saved.update)
 
     def _own_tensors(self) -> set[int]:
         """Return the ids of the tensors of the checkpoint's modules."""
         parts = (getattr(self._checkpoint, name) for name in self._checkpoint.names)
         modules = [part for part in parts if isinstance(part, nn.Module)]
         return {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
-
-    def _note(self, parts: Mapping[str, PartFiles]) -> None:
-        self._saved = dict(parts)
 
     def _restore(self, workers: Communicator | None) -> None:
         """Restore this rank's copy, or that of rank 0 of `workers`."""

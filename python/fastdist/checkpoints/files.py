@@ -17,7 +17,7 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,17 +38,11 @@ _READ_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class PartFiles:
-    """A part of a checkpoint.
+    """A part of a checkpoint."""
 
-    Attributes:
-        encoded: its JSON.
-        tensors: its tensors on the CPU, by name.
-        class_name: the class of the object.
-    """
-
-    encoded: Any
-    tensors: Mapping[str, torch.Tensor]
-    class_name: str
+    encoded: Any  # its JSON
+    tensors: Mapping[str, torch.Tensor]  # by name, on the CPU
+    class_name: str  # of the object
 
 
 class Checksums:
@@ -56,9 +50,6 @@ class Checksums:
 
     Make it before starting the other thread: an exiting interpreter waits for threads, but starts
     none.
-
-    Args:
-        parts: by name.
     """
 
     def __init__(self, parts: Mapping[str, PartFiles]) -> None:
@@ -85,19 +76,14 @@ def write(
 ) -> None:
     """Write a checkpoint, and rename it to its final name after all of it is flushed.
 
-    Starts no thread.
+    Starts no thread. Replaces a checkpoint of that name at the end; an error leaves it unchanged.
 
     Args:
-        path: the directory to make; replaces a checkpoint of that name at the end.
-        parts: the files of each part, by its name.
-        checksums: the checksums of these parts.
         write_others: writes and flushes further files into the directory that it is given; returns
             what the index says of them.
 
     Raises:
-        OSError: the disk is full, or the directory cannot be written; an earlier checkpoint of
-            that name is unchanged.
-        Exception: `write_others` raised it; an earlier checkpoint is unchanged.
+        OSError: the disk is full, or the directory cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -136,7 +122,12 @@ def write(
             shutil.copymode(index, unfinished / name)  # safetensors makes files for their owner
         flush(index)
         flush(unfinished)
-        _put_in_place(unfinished, path)
+        replaced = path.with_name(f"{_REPLACED}{path.name}")
+        if path.exists():
+            path.rename(replaced)
+        unfinished.rename(path)
+        flush(parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, OSError | SafetensorError):
@@ -147,7 +138,7 @@ def write(
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint so that it no longer looks like one; return the path to delete."""
     removed = path.with_name(f"{_REMOVED}{path.name}")
-    delete(removed)
+    shutil.rmtree(removed, ignore_errors=True)
     path.rename(removed)
     return removed
 
@@ -162,18 +153,14 @@ def set_damaged_aside(path: Path) -> None:
     path.rename(place)
 
 
-def delete(path: Path) -> None:
+def delete(paths: Iterable[Path]) -> None:
     """Delete what was set aside. If interrupted, `tidy` deletes the rest."""
-    shutil.rmtree(path, ignore_errors=True)
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def tidy(directory: Path, name: str = "*") -> None:
-    """Finish or undo what a killed process has left unfinished in a directory.
-
-    Args:
-        directory: the folder of checkpoints.
-        name: the name of a checkpoint, or a pattern of names.
-    """
+    """Finish or undo what a killed process has left of checkpoints; `name` may be a pattern."""
     for replaced in directory.glob(f"{_REPLACED}{name}"):
         path = directory / replaced.name.removeprefix(_REPLACED)
         if not path.exists():
@@ -185,21 +172,13 @@ def tidy(directory: Path, name: str = "*") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The JSON file of a checkpoint.
+    """The JSON file of a checkpoint."""
 
-    Attributes:
-        path: the path of the checkpoint.
-        parts: the JSON of each part, by name.
-        classes: the class name of each part, by name.
-        files: the size, the checksum of the header, and the tensors of each file.
-        others: what `write_others` has returned; None without other files.
-    """
-
-    path: Path
-    parts: dict[str, Any]
-    classes: dict[str, str]
-    files: dict[str, Any]
-    others: Any
+    path: Path  # of the checkpoint
+    parts: dict[str, Any]  # the JSON of each part, by name
+    classes: dict[str, str]  # the class name of each part, by name
+    files: dict[str, Any]  # the size, the checksum of the header, and the tensors of each file
+    others: Any  # what `write_others` has returned; None without other files
 
 
 def read_index(path: Path) -> Index:
@@ -304,15 +283,6 @@ def _header_checksum(path: Path) -> int:
         if length > path.stat().st_size:
             raise ValueError(f"its header claims {length} bytes")
         return zlib.crc32(size + file.read(length))
-
-
-def _put_in_place(unfinished: Path, path: Path) -> None:
-    replaced = path.with_name(f"{_REPLACED}{path.name}")
-    if path.exists():
-        path.rename(replaced)
-    unfinished.rename(path)
-    flush(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def flush(path: Path) -> None:

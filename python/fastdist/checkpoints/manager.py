@@ -9,7 +9,7 @@ import re
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu
 from fastdist.checkpoints.directory_lock import DirectoryLock
 from fastdist.checkpoints.files import PartFiles
 from fastdist.checkpoints.staging import Staging
-from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import exit_with
 from fastdist.errors import DamagedCheckpointError
 
@@ -121,9 +120,9 @@ class CheckpointManager:
                     files.write, path, parts, files.Checksums(parts), checkpoint.write_others
                 )
                 if async_op and checkpoint.keeper is None:
-                    self._later(lambda: _delete(self._write(write_all)))
+                    self._later(lambda: files.delete(self._write(write_all)))
                 elif old := self._write(write_all):
-                    self._later(lambda: _delete(old))
+                    self._later(lambda: files.delete(old))
 
             checkpoint.collect(workers, self._staged.copy if async_op else copy_to_cpu, write)
         return path
@@ -142,9 +141,27 @@ class CheckpointManager:
             ValueError: the newest complete checkpoint has another model, or is from a newer
                 release.
         """
+        parts: dict[str, PartFiles] = {}
+
+        def find() -> Path | None:
+            self._own_directory()
+            self._finish()
+            for path in reversed(self.checkpoints):
+                try:
+                    parts.update(checkpoint.read(path))
+                except DamagedCheckpointError as error:
+                    files.set_damaged_aside(path)
+                    warnings.warn(f"{error}; trying the checkpoint before", stacklevel=5)
+                else:
+                    return path
+            return None
+
         self._ranks = checkpoint.ranks()
         with self._ranks.communicator() as workers:
-            return self._restore(checkpoint, workers)
+            path = broadcast_result(workers, find)
+            if path is not None:
+                checkpoint.load(workers, path, lambda: parts, with_random=True)
+        return path
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written is flushed. Every replica must call.
@@ -215,8 +232,7 @@ class CheckpointManager:
     def _remove_all(self) -> None:
         self._own_directory()
         self._finish()
-        for path in self.checkpoints:
-            files.delete(files.set_aside(path))
+        files.delete(files.set_aside(path) for path in self.checkpoints)
 
     def _own_directory(self) -> None:
         if self._lock is None:
@@ -251,32 +267,6 @@ class CheckpointManager:
         threading.Thread(
             target=_run, args=[task, self._writing], name="fastdist-checkpoint"
         ).start()
-
-    def _restore(self, checkpoint: Checkpoint, workers: Communicator | None) -> Path | None:
-        parts: dict[str, PartFiles] = {}
-
-        def find() -> Path | None:
-            self._own_directory()
-            self._finish()
-            for path in reversed(self.checkpoints):
-                try:
-                    parts.update(checkpoint.read(path))
-                except DamagedCheckpointError as error:
-                    files.set_damaged_aside(path)
-                    warnings.warn(f"{error}; trying the checkpoint before", stacklevel=6)
-                else:
-                    return path
-            return None
-
-        path = broadcast_result(workers, find)
-        if path is not None:
-            checkpoint.load(workers, path, lambda: parts, with_random=True)
-        return path
-
-
-def _delete(paths: Iterable[Path]) -> None:
-    for path in paths:
-        files.delete(path)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

@@ -14,16 +14,10 @@ _MOST_NAMES = 10
 def require_match(name: str, part: Any, value: Any, class_name: str) -> None:
     """Check that a part of a checkpoint, which is not a module, can take a saved state.
 
-    Args:
-        name: the name of the part.
-        part: an object with `load_state_dict`, a tensor or a value.
-        value: the saved state.
-        class_name: the class of the saved object: an optimizer, or a scheduler, accepts the state
-            of another class.
-
     Raises:
         ValueError: another object was saved; the message lists names and shapes.
     """
+    # An optimizer, or a scheduler, accepts the state of another class.
     if hasattr(part, "load_state_dict") and not any(
         base.__name__ == class_name for base in type(part).__mro__
     ):

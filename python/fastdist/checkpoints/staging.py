@@ -19,7 +19,6 @@ class Staging:
     def copy(self, part: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return copies of a part's tensors, which the next call for this part overwrites."""
         staged = {}
-        copies = []
         for name, tensor in tensors.items():
             kept = self._kept.get((part, name))
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
@@ -28,9 +27,8 @@ class Staging:
                 )
                 self._kept[part, name] = kept
             staged[name] = kept
-            copies.append((kept, tensor))
         with ThreadPoolExecutor(_COPY_THREADS) as pool:
-            list(pool.map(lambda pair: pair[0].copy_(pair[1]), copies))
+            list(pool.map(torch.Tensor.copy_, staged.values(), tensors.values()))
         return staged
 
     def clear(self) -> None:

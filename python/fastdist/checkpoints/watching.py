@@ -63,13 +63,10 @@ def _wait(directory: Path, timeout_s: float | None) -> Iterator[Path]:
 def next_checkpoint(
     directory: Path, last: int, since: float, timeout_s: float | None
 ) -> tuple[Path | None, bool]:
-    """Return the first checkpoint after a number, and True if there will be none.
+    """Return the first checkpoint after number `last`, and True if there will be none.
 
     Args:
-        directory: the manager's directory.
-        last: the number.
-        since: `time.monotonic()` when the wait began.
-        timeout_s: seconds to wait since then.
+        since: `time.monotonic()` when the wait began, which may take `timeout_s`.
     """
     is_over = has_ended(directory)  # before listing, so that the last checkpoint is listed
     newer = (path for path in list_checkpoints(directory) if number_of(path) > last)

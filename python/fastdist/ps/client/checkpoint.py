@@ -97,7 +97,7 @@ def remove_checkpoint(directory: str | Path) -> None:
     """Remove a checkpoint, if there is one; other files in the directory are not touched."""
     place = Path(directory).absolute() / _FOLDER
     if place.exists():
-        files.delete(files.set_aside(place))
+        files.delete([files.set_aside(place)])
 
 
 def restore_checkpoint(

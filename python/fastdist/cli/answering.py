@@ -24,18 +24,15 @@ _log = logging.getLogger("fastdist")
 
 @contextmanager
 def answering(host: str, port: int) -> Iterator[str]:
-    """Answer questions while the job runs inside.
-
-    Args:
-        host: the machine of rank 0.
-        port: the port of rank 0.
+    """Answer questions while the job runs inside, whose rank 0 listens at `host` and `port`.
 
     Yields:
         The "ip:port" that other machines ask; "" if the network of this machine is not up.
     """
     try:
         ip = own_address(host, port)
-        listener = socket.create_server((ip, 0), family=_family(ip))
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        listener = socket.create_server((ip, 0), family=family)
     except (ClusterConfigError, OSError) as error:
         _log.info("other machines cannot ask about this job: %s", error)
         yield ""
@@ -70,10 +67,6 @@ class _Shared:
             with self._lock:
                 del self._running[job, about]
         return future.result()
-
-
-def _family(ip: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in ip else socket.AF_INET
 
 
 def _listen(listener: socket.socket) -> None:

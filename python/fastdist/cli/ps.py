@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdist.cli.command import add_command
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         sys.stdout.write(json.dumps([_facts(job) for job in jobs], indent=2) + "\n")
     elif jobs:
-        table = [_TITLES, *map(_cells, jobs)]
+        table = [_TITLES, *(_cells(_facts(job)) for job in jobs)]
         sys.stdout.write("\n".join(columns(table)) + "\n")
     else:
         sys.stdout.write("no jobs\n")
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
         print(f"fastdist ps: could not be seen: {note}", file=sys.stderr)
 
 
-def _facts(job: Job) -> dict[str, object]:
+def _facts(job: Job) -> dict[str, Any]:
     now_s = time.monotonic()
     return {
         "job": job.id,
@@ -60,18 +60,16 @@ def _facts(job: Job) -> dict[str, object]:
     }
 
 
-def _cells(job: Job) -> tuple[str, ...]:
+def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
     from fastdist.recorder.words import seconds
 
-    now_s = time.monotonic()
-    pids = [str(each.records.pid) for each in job.ranks]
-    ranks = f"{len(job.ranks)} of {job.world_size}"
+    ranks, world_size, pids = len(facts["ranks_here"]), facts["world_size"], facts["pids"]
     return (
-        job.id[:8],
-        "running" if job.is_live else "dead",
-        str(job.world_size) if len(job.ranks) == job.world_size else ranks,
-        f"{seconds(now_s - job.began_s)} ago",
-        f"{seconds(now_s - max(each.last_s for each in job.ranks))} ago",
-        " ".join(pids[:4]) + (" …" if len(pids) > 4 else ""),
-        job.ranks[0].records.program,
+        facts["job"][:8],
+        facts["state"],
+        str(world_size) if ranks == world_size else f"{ranks} of {world_size}",
+        f"{seconds(facts['began_s'])} ago",
+        f"{seconds(facts['last_call_s'])} ago",
+        " ".join(map(str, pids[:4])) + (" …" if len(pids) > 4 else ""),
+        facts["program"],
     )

@@ -8,10 +8,9 @@ import resource
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
 from fastdist._config import FOLDER_VARIABLE, KEYS_VARIABLE
 from fastdist.cli.command import UsageError, add_command, has_colour
@@ -31,9 +30,6 @@ from fastdist.cluster.roster import Roster
 from fastdist.processes.job import GRACE_S, Elastic, Job, Task
 from fastdist.processes.process import StartError
 from fastdist.processes.supervisor import Outcome, supervise
-
-if TYPE_CHECKING:
-    _Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _NAME = "fastdist run"
 _OUTPUTS = 2
@@ -91,7 +87,7 @@ examples:
 """
 
 
-def add_parser(subparsers: "_Subparsers") -> None:
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `run` to the `fastdist` command."""
     parser = add_command(
         subparsers,
@@ -240,22 +236,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check_options(arguments)
     _say_what_comes_first(arguments)
-    if arguments.hosts is not None:
-        return _repeat(arguments, lambda: _run_on_hosts(arguments))
-    if arguments.workers is None and arguments.min is None:
-        return _repeat(arguments, lambda: _run_here(arguments))
-    return _run_here(arguments).exit_code
-
-
-def _repeat(arguments: argparse.Namespace, run: Callable[[], Outcome]) -> int:
-    """Run a job of ranks, and again when a rank has failed, as often as was asked for."""
-    most = arguments.max_restarts or 0
+    run_once = _run_here if arguments.hosts is None else _run_on_hosts
+    starts_all_again = arguments.workers is None and arguments.min is None
+    most = (arguments.max_restarts or 0) if starts_all_again else 0
     for restart in range(1, most + 1):
-        outcome = run()
+        outcome = run_once(arguments)
         if not outcome.has_failed:
             return outcome.exit_code
         sys.stderr.write(f"fastdist run: restarting all ranks (restart {restart} of {most})\n")
-    return run().exit_code
+    return run_once(arguments).exit_code
 
 
 def _run_here(arguments: argparse.Namespace) -> Outcome:
@@ -264,7 +253,11 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         if arguments.min is not None:
             roster = stack.enter_context(Roster(arguments.min, arguments.max))
             elastic = Elastic(arguments.min, roster.has_begun, roster.finish)
-        launcher = stack.enter_context(_answering(arguments))
+        launcher = ""
+        if arguments.nnodes > 1:
+            from fastdist.cli.answering import answering  # only where it is used
+
+            launcher = stack.enter_context(answering(*arguments.rdzv))
         tasks = stack.enter_context(_tasks(arguments, launcher, roster))
         command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
         restarts = arguments.max_restarts
@@ -282,46 +275,26 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             colour=has_colour(),
             ends_with_stdin=arguments.ends_with_stdin,
         )
-        with _traced(_trace_of_machine(arguments)), slow_ranks_told(_NAME):
+        with _traced(arguments), slow_ranks_told(_NAME):
             outcome = supervise(job)
-        _say_why(outcome)
+        if outcome.killed is not None:  # it could not write a traceback
+            from fastdist.recorder.speaking import obituary  # numpy: only when it is needed
+
+            why = obituary(outcome.killed, outcome.exit_code - 128)
+            if why:
+                sys.stderr.write(f"{_NAME}: {why}\n")
         return outcome
 
 
-def _answering(arguments: argparse.Namespace) -> AbstractContextManager[str]:
-    """Answer questions of the job's other machines, if there are any."""
-    if arguments.nnodes == 1:
-        return nullcontext("")
-    from fastdist.cli.answering import answering  # only where it is used
-
-    return answering(*arguments.rdzv)
-
-
-def _say_why(outcome: Outcome) -> None:
-    """Say what the ranks did when one was killed, which could not write a traceback."""
-    if outcome.killed is None:
-        return
-    from fastdist.recorder.speaking import obituary  # numpy: only when it is needed
-
-    why = obituary(outcome.killed, outcome.exit_code - 128)
-    if why:
-        sys.stderr.write(f"{_NAME}: {why}\n")
-
-
-def _trace_of_machine(arguments: argparse.Namespace) -> Path | None:
-    """Name the file of this machine's trace: trace.1.json for the second machine."""
-    path: Path | None = arguments.trace
-    if path is None or arguments.nnodes == 1:
-        return path
-    return path.with_name(f"{path.stem}.{arguments.node_rank}{path.suffix}")
-
-
 @contextmanager
-def _traced(path: Path | None) -> Iterator[None]:
-    """Write a trace of the job that runs inside."""
+def _traced(arguments: argparse.Namespace) -> Iterator[None]:
+    """Write a trace of the job that runs inside: trace.1.json for the second machine."""
+    path: Path | None = arguments.trace
     if path is None:
         yield
         return
+    if arguments.nnodes > 1:
+        path = path.with_name(f"{path.stem}.{arguments.node_rank}{path.suffix}")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--trace {path}: there is no folder {path.absolute().parent}")
     # numpy takes longer to import than the launcher to start.
@@ -357,7 +330,7 @@ def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     # A port that other jobs on these machines hardly have; nobody can look there beforehand.
     rdzv = arguments.rdzv or (host, secrets.choice(_PORTS))
     variables = dict(arguments.env)
-    tasks = host_tasks(hosts, [*there, *arguments.command], rdzv[1], rdzv[0], variables)
+    tasks = host_tasks(hosts, [*there, *arguments.command], rdzv, variables)
     # The launchers on the machines begin each line with its rank.
     grace_s = arguments.grace_s + _ANSWER_S
     job = Job(_NAME, (), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=has_colour())

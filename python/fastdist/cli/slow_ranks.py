@@ -15,11 +15,7 @@ _LEAST_COST = 0.05  # of the time
 
 @contextmanager
 def slow_ranks_told(launcher: str) -> Iterator[None]:
-    """Look at the job that runs inside after a minute, and write to stderr if one rank is slow.
-
-    Args:
-        launcher: what the line begins with.
-    """
+    """Look at the job inside after a minute; write to stderr if one rank is slow."""
     has_ended = threading.Event()
     thread = threading.Thread(target=_look, args=(launcher, has_ended), daemon=True)
     thread.start()

@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from fastdist.cluster.launch import (
     rank_variables,
     without_rank,
 )
+from fastdist.cluster.ports import reserve_port
 from fastdist.cluster.roster import RosterPlace
 from fastdist.cluster.tf_config import VARIABLE as TF_CONFIG
 from fastdist.cluster.tf_config import served_tasks, tf_configs
@@ -67,12 +67,12 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
     Raises:
         UsageError: `user` has a variable that fastdist run sets.
     """
-    machines_set = () if machines is None else _MASTER_VARIABLES
-    for variable in (*_RANK_VARIABLES, *machines_set):
-        if variable in user:
-            raise UsageError(f"--env {variable}: fastdist run sets it itself, for each rank")
+    own = _RANK_VARIABLES if machines is None else (*_RANK_VARIABLES, *_MASTER_VARIABLES)
+    _refuse(user, own, "fastdist run sets it itself, for each rank")
     if machines is None:
-        machines = Machines(1, 0, _HOST, _free_port(), launcher="")
+        holder, port = reserve_port()
+        holder.close()  # for scripts that start a store there
+        machines = Machines(1, 0, _HOST, port, launcher="")
     # With the variables of an outer torchrun, torch would look for the store of that torchrun.
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     environment.pop(ROSTER_VARIABLE, None)
@@ -103,9 +103,7 @@ def elastic_tasks(most: int, roster: str, user: Mapping[str, str]) -> list[Task]
     Raises:
         UsageError: `user` has a variable that makes a rank.
     """
-    for variable in (*_RANK_VARIABLES, ROSTER_VARIABLE):
-        if variable in user:
-            raise UsageError(f"--env {variable}: ranks of an elastic job change")
+    _refuse(user, (*_RANK_VARIABLES, ROSTER_VARIABLE), "ranks of an elastic job change")
     environment = {**without_rank(os.environ), **user}
     _set_defaults(environment, most)
     width = len(str(most - 1))
@@ -123,8 +121,7 @@ def elastic_tasks(most: int, roster: str, user: Mapping[str, str]) -> list[Task]
 def host_tasks(
     hosts: Sequence[str],
     arguments: Sequence[str],
-    port: int,
-    rdzv: str,
+    rdzv: tuple[str, int],
     user: Mapping[str, str],
 ) -> list[Task]:
     """Return a task for each machine of a job, which starts its ranks by ssh.
@@ -134,8 +131,7 @@ def host_tasks(
     Args:
         hosts: names of the machines for ssh; rank 0 is on the first one.
         arguments: the arguments of `fastdist run` there, but for those that name the machines.
-        port: port of rank 0.
-        rdzv: host of rank 0 for the other machines.
+        rdzv: host of rank 0 for the other machines, and its port.
         user: variables that override inherited ones.
     """
     carried = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIX)}
@@ -146,7 +142,7 @@ def host_tasks(
     tasks = []
     for number, host in enumerate(hosts):
         place = ["--nnodes", str(len(hosts)), "--node-rank", str(number)]
-        place += ["--rdzv", join_address(rdzv, str(port)), "--ends-with-stdin"]
+        place += ["--rdzv", join_address(*rdzv), "--ends-with-stdin"]
         run = ["env", *path, sys.executable, "-m", "fastdist", "run", *place, *arguments]
         remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(run)}"
         command = ["ssh", "-T", *_SSH_OPTIONS, host, remote]
@@ -193,14 +189,8 @@ def role_tasks(
     Raises:
         UsageError: `user` has a variable that differs from task to task, or that makes a rank.
     """
-    for variable in (TF_CONFIG, *_RANK_VARIABLES):
-        if variable in user:
-            why = (
-                "fastdist run sets it itself, for each task"
-                if variable == TF_CONFIG
-                else "tasks of a job with parameter servers are not ranks"
-            )
-            raise UsageError(f"--env {variable}: {why}")
+    _refuse(user, (TF_CONFIG,), "fastdist run sets it itself, for each task")
+    _refuse(user, _RANK_VARIABLES, "tasks of a job with parameter servers are not ranks")
     environment = {**without_rank(os.environ), **private, **user}
     _set_defaults(environment, workers + servers)
     places = served_tasks(workers, servers) + [("evaluator", 0)] * has_evaluator
@@ -213,15 +203,13 @@ def role_tasks(
     return tasks
 
 
+def _refuse(user: Mapping[str, str], variables: Sequence[str], why: str) -> None:
+    for variable in variables:
+        if variable in user:
+            raise UsageError(f"--env {variable}: {why}")
+
+
 def _set_defaults(environment: dict[str, str], processes: int) -> None:
     environment.setdefault("PYTHONUNBUFFERED", "1")
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
-
-
-def _free_port() -> int:
-    """Return a port that is free now, for scripts that start a store."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -106,12 +106,11 @@ def _table(ranks: Sequence[RankTimeline]) -> list[str]:
 
 def _pictures(ranks: Sequence[RankTimeline]) -> list[str]:
     """Draw the time of steps, by rank, with block characters."""
-    steps = [np.array(rank.steps_s()) for rank in ranks]
-    means = [_in_columns(each) for each in steps if len(each)]
+    means = [_in_columns(np.array(rank.steps_s())) for rank in ranks]
     most = max(float(each.max()) for each in means)
     lines = [f"time of steps (█ {_ms(most)} ms)"]
-    for rank, each in zip(ranks, steps, strict=True):
-        heights = (_in_columns(each) / most * (len(_BARS) - 1)).round().astype(int)
+    for rank, each in zip(ranks, means, strict=True):
+        heights = (each / most * (len(_BARS) - 1)).round().astype(int)
         lines.append(f"rank {rank.rank} " + "".join(_BARS[height] for height in heights))
     return lines
 

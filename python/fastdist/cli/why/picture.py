@@ -71,9 +71,8 @@ def _draw(sentence: str, shown: Sequence[Arrivals], ranks: Sequence[int], path: 
     axes = figure.subplots()
     for rank in ranks:
         points = [(i, a.came_s[rank] * 1e3) for i, a in enumerate(shown) if rank in a.came_s]
-        axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=f"rank {rank}") if (
-            points
-        ) else None
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=f"rank {rank}")
     axes.set_xlabel("collective")
     axes.set_ylabel("ms after the first rank")
     axes.set_title(sentence, fontsize=9, wrap=True)

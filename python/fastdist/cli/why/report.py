@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastdist.cli.why.picture import check_plot, to_text, write_plot
@@ -141,9 +141,7 @@ def _to_json(diagnosis: Diagnosis, unseen: list[str]) -> str:
                 "sentence": diagnosis.sentence,
                 "ranks": diagnosis.ranks,
                 "line": diagnosis.line,
-                "table": [
-                    {name: getattr(row, name) for name in Row.__slots__} for row in rows(diagnosis)
-                ],
+                "table": [asdict(row) for row in rows(diagnosis)],
                 "not_seen": unseen,
             },
             indent=2,

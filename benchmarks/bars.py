@@ -25,7 +25,7 @@ from fastdist.cli.bench.machine import machine_facts
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,
-    default_peers_dir,
+    cache_dir,
     fastdist_engine,
     find_peer,
 )
@@ -251,7 +251,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tuple(_SECTIONS), default=tuple(_SECTIONS))
     parser.add_argument("--time-s", type=float, default=1.0, help="seconds per case and engine")
-    parser.add_argument("--peers-dir", type=Path, default=default_peers_dir())
+    parser.add_argument("--peers-dir", type=Path, default=cache_dir("peers"))
     parser.add_argument("--out", type=Path, help="default: results/bars-<date>.json")
     options = parser.parse_args()
     machine = machine_facts()

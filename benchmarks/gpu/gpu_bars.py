@@ -27,7 +27,7 @@ from fastdist import _core  # noqa: E402
 from fastdist.cli.bench.cases import Case, array_cases, list_case, parse_sizes  # noqa: E402
 from fastdist.cli.bench.collectives import COLLECTIVES  # noqa: E402
 from fastdist.cli.bench.machine import gpu_facts, machine_facts  # noqa: E402
-from fastdist.cli.bench.peers import Engine, fastdist_engine, find_cuda_peer  # noqa: E402
+from fastdist.cli.bench.peers import Engine, fastdist_engine, find_package  # noqa: E402
 from fastdist.cli.bench.placement import Placement, place_ranks  # noqa: E402
 from fastdist.cli.bench.report import list_lines, row_line, row_object  # noqa: E402
 from fastdist.cli.bench.results import Row  # noqa: E402
@@ -52,7 +52,7 @@ class GpuBench:
 
     def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Row]]:
         """Measures cases side by side with torch's NCCL, if torch is installed."""
-        peer = find_cuda_peer("torch")
+        peer = find_package("torch")
         engines = [fastdist_engine(_RANKS, "cuda")]
         if isinstance(peer, Engine):
             engines.append(peer)

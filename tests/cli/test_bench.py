@@ -22,7 +22,7 @@ from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,
     MissingPeer,
-    default_peers_dir,
+    cache_dir,
     fastdist_engine,
     find_peer,
 )
@@ -165,7 +165,7 @@ def test_a_list_is_reduced_in_every_way(beside_gloo: bool) -> None:
 
 @pytest.mark.parametrize("name", MPI_NAMES)
 def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
-    peers_dir = Path(os.environ.get("BENCH_TEST_PEERS_DIR", default_peers_dir()))
+    peers_dir = Path(os.environ.get("BENCH_TEST_PEERS_DIR", cache_dir("peers")))
     if isinstance(find_peer(name, 2, peers_dir), MissingPeer):
         pytest.skip(f"{name} is not installed")
     options = ("--ranks", "2", "--iters", "2", "--vs", name, "--peers-dir", str(peers_dir))

@@ -27,12 +27,11 @@ from fastdist.cli.bench.cases import (
     parse_size,
     parse_sizes,
 )
-from fastdist.cli.bench.caveats import busy_cores
 from fastdist.cli.bench.channel import Channel, ChannelClosedError
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.driver import Call
 from fastdist.cli.bench.engine_ranks import reason_in
-from fastdist.cli.bench.machine import total_cache_bytes
+from fastdist.cli.bench.machine import busy_cores, total_cache_bytes
 from fastdist.cli.bench.measured_call import MeasuredCall
 from fastdist.cli.bench.models import gradient_shapes
 from fastdist.cli.bench.peers import (

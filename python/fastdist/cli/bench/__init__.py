@@ -11,8 +11,7 @@ from fastdist.cli.bench.models import MODEL_NAMES
 from fastdist.cli.bench.peers import (
     CUDA_PEER_NAMES,
     PEER_NAMES,
-    default_peers_dir,
-    default_reports_dir,
+    cache_dir,
 )
 from fastdist.cli.command import add_command
 
@@ -105,7 +104,7 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=Path,
         metavar="FILE.html",
         help="write FILE.html and FILE.json, and compare with the last report in their folder "
-        f"(default: a file with the date in {default_reports_dir()})",
+        f"(default: a file with the date in {cache_dir('reports')})",
     )
     parser.add_argument("--json", action="store_true", help="also write the JSON to stdout")
 
@@ -137,7 +136,7 @@ def _add_peers_dir(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--peers-dir",
         type=Path,
-        default=default_peers_dir(),
+        default=cache_dir("peers"),
         help="folder with a folder for each MPI (default %(default)s)",
     )
 

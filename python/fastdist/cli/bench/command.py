@@ -12,10 +12,9 @@ from types import FrameType
 from typing import TextIO, TypeVar
 
 from fastdist.cli.bench import report as text
-from fastdist.cli.bench.caveats import busy_cores
 from fastdist.cli.bench.engine_ranks import EngineError
-from fastdist.cli.bench.machine import gpu_facts, machine_facts
-from fastdist.cli.bench.options import Plan, make_plan, written_lines
+from fastdist.cli.bench.machine import busy_cores, gpu_facts, machine_facts
+from fastdist.cli.bench.options import Plan, make_plan
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
@@ -119,8 +118,9 @@ def _write_files(options: argparse.Namespace, report: Report) -> None:
             text.write_json(report, file)
     if options.plot:
         write_plot(report, Path(options.plot))
-    for line in written_lines(options):
-        print(line, file=_table_file(options))
+    for name in (options.json, options.plot):
+        if name not in (None, "-"):
+            print(f"# wrote {Path(name)}", file=_table_file(options))
 
 
 @contextlib.contextmanager

@@ -14,25 +14,23 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from fastdist._version import __version__
-from fastdist.cli.bench.cases import Case, array_cases, format_size, list_case, parse_size
-from fastdist.cli.bench.caveats import busy_cores
+from fastdist.cli.bench.cases import Case, array_cases, format_size, list_case, parse_sizes
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.command import run_planned
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.intervals import LEAST_SAMPLES
-from fastdist.cli.bench.machine import machine_facts, usable_cores
+from fastdist.cli.bench.machine import busy_cores, machine_facts, usable_cores
+from fastdist.cli.bench.options import Plan
 from fastdist.cli.bench.page import page
 from fastdist.cli.bench.peers import (
     Engine,
-    MissingPeer,
-    default_reports_dir,
+    cache_dir,
     fastdist_engine,
     find_all_peers,
     tuned_settings,
@@ -46,65 +44,57 @@ from fastdist.cli.bench.summary import peer_sentences, unstable_titles
 
 PASSES = LEAST_SAMPLES
 
-_ALL_REDUCE_SIZES = ("8", "1K", "64K", "1M", "16M", "64M")
-_OTHER_SIZES = ("1K", "1M")
+_ALL_REDUCE_SIZES = parse_sizes("8,1K,64K,1M,16M,64M")
+_OTHER_SIZES = parse_sizes("1K,1M")
 _EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    ranks: int
-    cases: tuple[Case, ...]
-    engines: tuple[Engine, ...]
-    missing: tuple[MissingPeer, ...]
-    out: Path
 
 
 def run_report(options: argparse.Namespace) -> int:
     """Measure and write the page and the JSON; return an exit code as `run_command` does."""
-    return run_planned(lambda: _plan(options), lambda plan: _run(options, plan))
+    return run_planned(lambda: _plan(options), lambda planned: _run(options, *planned))
 
 
 def report_cases(ranks: int) -> tuple[Case, ...]:
     """Return what a report measures, in its order."""
-    sizes = [parse_size(size) for size in _ALL_REDUCE_SIZES]
-    cases = list(array_cases("all_reduce", sizes, ranks))
+    cases = list(array_cases("all_reduce", _ALL_REDUCE_SIZES, ranks))
     cases.append(list_case("resnet50", "float32", "sum", "numpy"))
     for name in COLLECTIVES:
         if name != "all_reduce":
-            cases += array_cases(name, [parse_size(size) for size in _OTHER_SIZES], ranks)
+            cases += array_cases(name, _OTHER_SIZES, ranks)
     return tuple(cases)
 
 
-def _plan(options: argparse.Namespace) -> _Plan:
+def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
+    """Return what to measure, and the path of the page."""
     ranks = max(2, usable_cores()) if options.ranks is None else options.ranks
     if ranks < 2:
         raise ValueError(f"expected --ranks of at least 2, got {ranks}")
-    out = options.out or default_reports_dir() / f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M}.html"
+    out = options.out or cache_dir("reports") / f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M}.html"
     if out.suffix != ".html":
         raise ValueError(f"expected --out with the suffix .html, got {out}")
     check_plot(out.with_suffix(".svg"))
     out.parent.mkdir(parents=True, exist_ok=True)
     engines, missing = find_all_peers(ranks, options.peers_dir)
-    return _Plan(ranks, report_cases(ranks), (fastdist_engine(ranks), *engines), missing, out)
+    engines = (fastdist_engine(ranks), *engines)
+    return Plan(ranks, report_cases(ranks), _EFFORT, engines, missing), out
 
 
-def _run(options: argparse.Namespace, plan: _Plan) -> bool:
+def _run(options: argparse.Namespace, plan: Plan, out: Path) -> bool:
     began = time.monotonic()
     steps = PASSES * len(plan.cases)
     with shown_progress(sys.stderr, steps) as progress:
-        report = measure(plan.engines, plan.ranks, plan.cases, PASSES, _EFFORT, progress)
+        report = measure(plan.engines, plan.ranks, plan.cases, PASSES, plan.effort, progress)
     report.missing = {peer.name: peer.install for peer in plan.missing}
     recorded = recorded_object(report, time.monotonic() - began)
-    json_path = plan.out.with_suffix(".json")
+    json_path = out.with_suffix(".json")
     before = last_run(json_path.parent, recorded)
     change = None if before is None else compare(before, RecordedRun(str(json_path), recorded))
     json_path.write_text(json.dumps(recorded, indent=1) + "\n")
-    plan.out.write_text(page(report, recorded, change), encoding="utf-8")
+    out.write_text(page(report, recorded, change), encoding="utf-8")
     file = sys.stderr if options.json else sys.stdout
     for line in _summary(report, change):
         print(line, file=file)
-    print(f"wrote {plan.out} and {json_path}", file=file)
+    print(f"wrote {out} and {json_path}", file=file)
     if options.json:
         print(json.dumps(recorded, indent=1))
     return not (report.wrong or report.failed)
@@ -146,7 +136,11 @@ def measure(
         try:
             with Session(left, ranks, effort) as session:
                 failures = session.failures
-                rows = [_measured(session, case, progress) for case in cases]
+                rows = []
+                for case in cases:
+                    progress.begin(case.title)
+                    rows.append(session.measure(case))
+                    progress.step()
                 report.engines, copy = session.versions, session.copy_gb_per_s
         except EngineError as failure:
             if failure.engine == left[0].name:
@@ -162,13 +156,6 @@ def measure(
     report.copy_gb_per_s = statistics.median(copies)
     report.rows = [combined(rows, ranks) for rows in zip(*done, strict=True)]
     return report
-
-
-def _measured(session: Session, case: Case, progress: Progress) -> Row:
-    progress.begin(case.title)
-    row = session.measure(case)
-    progress.step()
-    return row
 
 
 def _time_left(began: float, done: int, passes: int) -> str:

@@ -15,7 +15,6 @@ from fastdist.cli.bench.peers import (
     Engine,
     MissingPeer,
     fastdist_engine,
-    find_cuda_peer,
     find_peer,
     parse_peers,
 )
@@ -28,23 +27,14 @@ _MOST_ITERATIONS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked run.
-
-    Attributes:
-        ranks: World size.
-        cases: The cases to measure.
-        effort: The time to spend.
-        engines: fastdist, and the installed peers.
-        missing: The peers that are not installed.
-        placement: The ranks' GPUs; None on CPUs.
-    """
+    """A checked run of fastdist and the installed peers, on GPUs if there is a `placement`."""
 
     ranks: int
     cases: tuple[Case, ...]
     effort: Effort
     engines: tuple[Engine, ...]
     missing: tuple[MissingPeer, ...]
-    placement: Placement | None
+    placement: Placement | None = None
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
@@ -62,16 +52,14 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def _ranks(options: argparse.Namespace) -> int:
-    ranks: int = _default_ranks(options.device) if options.ranks is None else options.ranks
+    ranks: int | None = options.ranks
+    if ranks is None:
+        return max(2, usable_cores() if options.device == "cpu" else len(_core.cuda_devices()))
     if ranks < 1:
         raise ValueError(f"expected --ranks of at least 1, got {ranks}")
     if ranks == 1 and options.collective == "send_recv":
         raise ValueError("send_recv needs --ranks of at least 2, got 1")
     return ranks
-
-
-def _default_ranks(device: str) -> int:
-    return max(2, usable_cores() if device == "cpu" else len(_core.cuda_devices()))
 
 
 def _array(options: argparse.Namespace) -> str:
@@ -154,22 +142,14 @@ def _engines(options: argparse.Namespace) -> tuple[tuple[Engine, ...], tuple[Mis
     ranks = _ranks(options)
     device = options.device
     names = parse_peers(options.vs, device) if options.vs else ()
-    found = [
-        find_peer(name, ranks, options.peers_dir) if device == "cpu" else find_cuda_peer(name)
-        for name in names
-    ]
+    found = [find_peer(name, ranks, options.peers_dir) for name in names]
     missing = tuple(peer for peer in found if isinstance(peer, MissingPeer))
     ours = fastdist_engine(ranks, device, options.through == "torch")
     return (ours, *(peer for peer in found if isinstance(peer, Engine))), missing
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Check before the run that its files can be written.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: A file cannot be written.
-    """
+    """Raise before the run if matplotlib is missing, or its files cannot be written."""
     if options.plot:
         check_plot(Path(options.plot))
     for name in (options.json, options.plot):
@@ -178,9 +158,3 @@ def _check_files(options: argparse.Namespace) -> None:
         folder = Path(name).absolute().parent
         if not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write {name}: {folder} is not a writable folder")
-
-
-def written_lines(options: argparse.Namespace) -> list[str]:
-    """Return a line for each file of the run."""
-    names = (options.json, options.plot)
-    return [f"# wrote {Path(name)}" for name in names if name not in (None, "-")]

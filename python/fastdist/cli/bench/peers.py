@@ -74,23 +74,20 @@ _TUNED = {
 }
 _TUNED_SUFFIX = "-tuned"
 MPI_NAMES = tuple(_MPIS)
-_INSTALLS = {"mlx": "pip install 'mlx[cpu]'", "deepspeed": "pip install deepspeed ninja"}
-PEER_NAMES = ("gloo", *_INSTALLS, *MPI_NAMES)
+# Driver and module of each peer that is a Python package, and what pip installs.
+_PACKAGES = {
+    "gloo": ("gloo", "torch", "torch"),
+    "mlx": ("mlx", "mlx", "'mlx[cpu]'"),
+    "deepspeed": ("deepspeed", "deepspeed", "deepspeed ninja"),
+    "torch": ("torch_nccl", "torch", "torch"),
+}
+PEER_NAMES = ("gloo", "mlx", "deepspeed", *MPI_NAMES)
 CUDA_PEER_NAMES = ("torch",)
 
 
-def default_peers_dir() -> Path:
-    """Return the folder of MPIs: `fastdist/peers` in the user's cache directory."""
-    return _cache_dir() / "peers"
-
-
-def default_reports_dir() -> Path:
-    """Return the folder of reports: `fastdist/reports` in the user's cache directory."""
-    return _cache_dir() / "reports"
-
-
-def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdist"
+def cache_dir(name: str) -> Path:
+    """Return fastdist's folder of "peers" or "reports" in the user's cache directory."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastdist" / name
 
 
 def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
@@ -126,20 +123,21 @@ def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False
     return Engine("fastdist", driver, (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"})
 
 
-def find_cuda_peer(name: str) -> Engine | MissingPeer:
-    """Find a peer of `CUDA_PEER_NAMES`."""
-    if importlib.util.find_spec("torch") is None:
-        return MissingPeer(name, "pip install torch")
-    command = (sys.executable, *_WORKER)
-    return Engine(name, "torch_nccl", command, {"OMP_NUM_THREADS": "1"}, per_rank=True)
+def find_package(name: str) -> Engine | MissingPeer:
+    """Find a peer that is a Python package, on CPUs or GPUs."""
+    driver, module, wanted = _PACKAGES[name]
+    if importlib.util.find_spec(module) is None:
+        return MissingPeer(name, f"pip install {wanted}")
+    environment = {"OMP_NUM_THREADS": "1"}
+    if name == "gloo":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    return Engine(name, driver, (sys.executable, *_WORKER), environment, per_rank=True)
 
 
 def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
-    """Find a peer of `PEER_NAMES` for a number of ranks."""
-    if name == "gloo":
-        return _find_gloo()
-    if name in _INSTALLS:
-        return _find_package(name)
+    """Find a peer of `PEER_NAMES` or `CUDA_PEER_NAMES` for a number of ranks."""
+    if name in _PACKAGES:
+        return find_package(name)
     mpi = _MPIS[name]
     prefix = peers_dir / name
     site_packages = _site_packages(prefix)
@@ -184,20 +182,6 @@ def peer_of(engine: str) -> str:
     return engine.partition(":")[0].removesuffix(_TUNED_SUFFIX)
 
 
-def _find_gloo() -> Engine | MissingPeer:
-    if importlib.util.find_spec("torch") is None:
-        return MissingPeer("gloo", "pip install torch")
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return Engine("gloo", "gloo", (sys.executable, *_WORKER), environment, per_rank=True)
-
-
-def _find_package(name: str) -> Engine | MissingPeer:
-    if importlib.util.find_spec(name) is None:
-        return MissingPeer(name, _INSTALLS[name])
-    command = (sys.executable, *_WORKER)
-    return Engine(name, name, command, {"OMP_NUM_THREADS": "1"}, per_rank=True)
-
-
 def _site_packages(prefix: Path) -> Path | None:
     """Return the folder with this Python's mpi4py under a prefix."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -209,9 +193,8 @@ def _site_packages(prefix: Path) -> Path | None:
 
 
 def _prefix_environment(mpi: _Mpi, prefix: Path, site_packages: Path) -> dict[str, str]:
-    def before(variable: str, *first: Path) -> str:
-        present = os.environ.get(variable)
-        return os.pathsep.join([*map(str, first), *([present] if present else [])])
+    def before(variable: str, first: Path) -> str:
+        return os.pathsep.join(filter(None, (str(first), os.environ.get(variable))))
 
     return {
         "PATH": before("PATH", prefix / "bin"),

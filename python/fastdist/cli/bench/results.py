@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fastdist.cli.bench.cases import DTYPE_BYTES, Case
-from fastdist.cli.bench.caveats import busy_warnings, call_warnings
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
+from fastdist.cli.bench.machine import usable_cores
 from fastdist.cli.bench.placement import Placement
+
+# Quiet machines give ratios of p99 to p50 from 1.1 to 3.
+_WIDE_SPREAD = 5.0
+_FEW_CALLS = 20
+# A core that the ranks need is busy half of the time.
+_MOST_BUSY_CORES = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,6 @@ class Row:
     """All engines' figures for one case.
 
     Attributes:
-        case: The case.
         floor_us: Minimum time of the memory traffic, or of the traffic on the links between GPUs;
             0 for a barrier, and if the speed is unknown.
         ours: Figures of fastdist.
@@ -117,17 +122,35 @@ class Report:
 
     @property
     def busy_warnings(self) -> list[str]:
-        """A warning if the machine was busy before the run."""
-        return busy_warnings(self.busy_cores, self.ranks)
+        """A warning if other programs kept cores busy before the run that the ranks need."""
+        cores = usable_cores()
+        if self.busy_cores <= max(0, cores - self.ranks) + _MOST_BUSY_CORES:
+            return []
+        return [
+            f"busy machine: other programs kept {self.busy_cores:.1f} of {cores} cores busy before "
+            f"the run, which {self.ranks} ranks need"
+        ]
 
     @property
     def call_warnings(self) -> list[str]:
         """Warnings if the machine was busy during the run, or timed calls were few."""
-        return call_warnings(
-            [row.case.title for row in self.rows],
-            [row.ours.p99_us / row.ours.p50_us for row in self.rows],
-            [row.ours.iterations for row in self.rows],
-        )
+        warnings = []
+        if wide := self._titles(lambda ours: ours.p99_us > _WIDE_SPREAD * ours.p50_us):
+            warnings.append(
+                f"busy machine: p99 is more than {_WIDE_SPREAD:g} times p50 at {wide}; other "
+                "programs took the cores during calls"
+            )
+        if few := self._titles(lambda ours: ours.iterations < _FEW_CALLS):
+            warnings.append(
+                f"too few calls: fewer than {_FEW_CALLS} at {few}; --time-s or --iters gives more"
+            )
+        return warnings
+
+    def _titles(self, is_named: Callable[[Measurement], bool]) -> str:
+        named = [row.case.title for row in self.rows if is_named(row.ours)]
+        if len(named) == len(self.rows) > 1:
+            return "all of them"
+        return ", ".join(dict.fromkeys(named))
 
     @property
     def wrong(self) -> int:

@@ -16,7 +16,6 @@ import pytest
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.arrays import torch_arrays
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
-from fastdist.cli.bench.gpu import nccl_version_text
 from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
 from fastdist.cli.bench.peers import Engine, MissingPeer, find_package
 from fastdist.cli.bench.placement import Placement, nvlink_gb_per_s, pcie_link
@@ -120,11 +119,6 @@ def test_the_speed_of_a_pcie_link(line: str, link: str, speed: float) -> None:
     assert pcie_link(line) == (link, pytest.approx(speed))
 
 
-def test_versions_of_nccl_are_written_as_people_do() -> None:
-    assert nccl_version_text(23203) == "2.32.3"
-    assert nccl_version_text(22707) == "2.27.7"
-
-
 # Timing on a stream
 
 
@@ -134,7 +128,7 @@ def stream() -> StreamDevice:
 
 
 def test_work_is_timed_apart_from_the_host(stream: StreamDevice) -> None:
-    batches = Batches(stream, Lead(stream), 4)
+    batches = Batches(Lead(stream), 4)
 
     def call() -> None:
         stream.enqueue(lambda: time.sleep(0.001))
@@ -151,7 +145,7 @@ def test_work_is_timed_apart_from_the_host(stream: StreamDevice) -> None:
 
 
 def test_what_prepares_a_call_is_not_in_its_time(stream: StreamDevice) -> None:
-    batches = Batches(stream, Lead(stream), 4)
+    batches = Batches(Lead(stream), 4)
     prepared: list[int] = []
 
     def prepare(number: int) -> Any:
@@ -201,7 +195,7 @@ class OneRankOnAStream:
 
 
 def gpu_call(driver: OneRankOnAStream, case: Case, graph: bool = True) -> GpuCall:
-    return GpuCall(driver, driver.gpu, Lead(driver.gpu), case, "list", graph)
+    return GpuCall(driver, Lead(driver.gpu), case, "list", graph)
 
 
 @pytest.mark.parametrize("corrupted", [0, 3])
@@ -393,8 +387,8 @@ def test_overlapped_buckets_bring_every_tensor_back(variant: str, tmp_path: Path
         tensors = [torch.arange(4_000_000.0), torch.ones(3), torch.arange(5_000_000.0)]
         expected = [tensor.clone() for tensor in tensors]
         case = list_case("resnet50", "float32", "sum", "torch")
-        calls = TorchCalls(torch_arrays())
-        calls.bind_list(case, variant, tensors, overlap=True)()
+        calls = TorchCalls(torch_arrays(), overlap=True)
+        calls.bind_list(case, variant, tensors)()
         assert all(torch.equal(got, right) for got, right in zip(tensors, expected, strict=True))
     finally:
         dist.destroy_process_group()

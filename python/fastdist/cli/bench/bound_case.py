@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -21,13 +22,7 @@ from fastdist.cli.bench.verify import (
 
 
 class BoundCase:
-    """The arrays of a case and the call on them.
-
-    Attributes:
-        call: The collective.
-        barrier: The engine's own barrier.
-        arrays: Number of arrays passed.
-    """
+    """The collective `call` on the arrays of a case, of which `arrays` are passed."""
 
     def __init__(self, driver: Driver, case: Case, variant: str) -> None:
         self._driver = driver
@@ -40,7 +35,8 @@ class BoundCase:
             self.call = driver.bind_list(case, variant, self._passes)
         else:
             self._passes, self._gets = self._make_buffers()
-            self.call = driver.bind(case, _only(self._passes), _only(self._gets))
+            passes, gets = next(iter(self._passes), None), next(iter(self._gets), None)
+            self.call = driver.bind(case, passes, gets)
         self._fillers = [self._library.filler(array) for array in self._passes]
         self.arrays = len(self._passes)
 
@@ -105,13 +101,5 @@ class BoundCase:
 
 def with_phases(arrays: Sequence[Array]) -> list[tuple[Array, int]]:
     """Pair each array with the number of elements before it, so that all arrays differ."""
-    result = []
-    before = 0
-    for array in arrays:
-        result.append((array, before))
-        before += math.prod(array.shape)
-    return result
-
-
-def _only(arrays: Sequence[Array]) -> Array | None:
-    return arrays[0] if arrays else None
+    sizes = [math.prod(array.shape) for array in arrays]
+    return list(zip(arrays, itertools.accumulate(sizes, initial=0), strict=False))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary
 from fastdist.cli.bench.cases import DTYPE_BYTES
+
+_BUCKET_BYTES = 25 << 20
 
 
 @dataclass(slots=True)
@@ -18,44 +20,39 @@ class Bucket:
     parts: list[Array] = field(default_factory=list)
 
 
-class Buckets:
-    """Splits a list as DDP does: the array that fills a bucket closes it."""
+def buckets_of(library: ArrayLibrary, arrays: Sequence[Array], dtype: str) -> list[Bucket]:
+    """Split a list as DDP does: the array that fills a bucket of 25 MB closes it."""
+    limit = _BUCKET_BYTES // DTYPE_BYTES[dtype]
+    buckets = [Bucket()]
+    filled = 0
+    for array in map(library.flat, arrays):
+        buckets[-1].arrays.append(array)
+        filled += len(array)
+        if filled >= limit:
+            buckets.append(Bucket())
+            filled = 0
+    buckets = [bucket for bucket in buckets if bucket.arrays]
+    for bucket in buckets:
+        bucket.flat = library.make([sum(map(len, bucket.arrays))], dtype)
+        start = 0
+        for array in bucket.arrays:
+            bucket.parts.append(bucket.flat[start : start + len(array)])
+            start += len(array)
+    return buckets
 
-    def __init__(
-        self, library: ArrayLibrary, arrays: Sequence[Array], dtype: str, bucket_bytes: int
-    ) -> None:
-        self._library = library
-        limit = bucket_bytes // DTYPE_BYTES[dtype]
-        self._buckets = [Bucket()]
-        filled = 0
-        for array in arrays:
-            self._buckets[-1].arrays.append(library.flat(array))
-            filled += len(library.flat(array))
-            if filled >= limit:
-                self._buckets.append(Bucket())
-                filled = 0
-        self._buckets = [bucket for bucket in self._buckets if bucket.arrays]
-        for bucket in self._buckets:
-            bucket.flat = library.make([sum(map(len, bucket.arrays))], dtype)
-            start = 0
-            for array in bucket.arrays:
-                bucket.parts.append(bucket.flat[start : start + len(array)])
-                start += len(array)
 
-    def __iter__(self) -> Iterator[Bucket]:
-        return iter(self._buckets)
+def one_after_the_other(
+    library: ArrayLibrary, buckets: Sequence[Bucket], all_reduce: Callable[[Array], object]
+) -> Callable[[], None]:
+    """Return a call that reduces one bucket after the other."""
 
-    def reduced(self, all_reduce: Callable[[Array], object]) -> Callable[[], None]:
-        """Return a call that reduces one bucket after the other."""
-        copy_all = self._library.copy_all
+    def reduce() -> None:
+        for bucket in buckets:
+            library.copy_all(bucket.parts, bucket.arrays)
+            all_reduce(bucket.flat)
+            library.copy_all(bucket.arrays, bucket.parts)
 
-        def reduce() -> None:
-            for bucket in self._buckets:
-                copy_all(bucket.parts, bucket.arrays)
-                all_reduce(bucket.flat)
-                copy_all(bucket.arrays, bucket.parts)
-
-        return reduce
+    return reduce
 
 
 def one_by_one(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-from pathlib import Path
 from typing import Any
 
 Message = dict[str, Any]
@@ -21,50 +20,34 @@ class ChannelClosedError(Exception):
 
 
 class Channel:
-    """One end of a connection; owns its socket."""
+    """One end of a connection; owns its socket.
+
+    Methods raise ChannelClosedError if the connection was closed or a message is malformed.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._pending = bytearray()
-
-    @classmethod
-    def connect(cls, path: Path) -> Channel:
-        """Connect to the socket at `path`."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.connect(str(path))
-        return cls(connection)
 
     def fileno(self) -> int:
         """Return the file descriptor, for `selectors`."""
         return self._socket.fileno()
 
     def send(self, message: Message) -> None:
-        """Send one message.
-
-        Raises:
-            ChannelClosedError: The connection was closed.
-        """
+        """Send one message."""
         try:
             self._socket.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         except OSError as error:
             raise ChannelClosedError(str(error)) from error
 
     def receive(self) -> Message:
-        """Wait for the next message.
-
-        Raises:
-            ChannelClosedError: The connection was closed, or the message is malformed.
-        """
+        """Wait for the next message."""
         while (message := self.take()) is None:
             self.read()
         return message
 
     def take(self) -> Message | None:
-        """Return the next complete message of the data read so far, or None; never wait.
-
-        Raises:
-            ChannelClosedError: The message is malformed.
-        """
+        """Return the next complete message of the data read so far, or None; never wait."""
         line, newline, rest = self._pending.partition(b"\n")
         if not newline:
             return None
@@ -75,11 +58,7 @@ class Channel:
         return message
 
     def read(self) -> None:
-        """Read once; wait for at least one byte.
-
-        Raises:
-            ChannelClosedError: The connection was closed, or a message is too long.
-        """
+        """Read once; wait for at least one byte."""
         try:
             data = self._socket.recv(_READ_BYTES)
         except OSError as error:

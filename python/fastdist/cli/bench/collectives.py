@@ -30,16 +30,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-def _whole(world_size: int) -> float:
-    return 1.0
-
-
 def _others(world_size: int) -> float:
     return (world_size - 1) / world_size
-
-
-def _twice_others(world_size: int) -> float:
-    return 2 * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +57,18 @@ class Collective:
 
 
 _TABLE = (
-    Collective("all_reduce", _twice_others, lambda n: 2 * n, reduces=True, in_place=True),
-    Collective("reduce", _whole, lambda n: n + 1, reduces=True, in_place=True),
-    Collective("broadcast", _whole, lambda n: n, in_place=True),
+    Collective(
+        "all_reduce", lambda n: 2 * _others(n), lambda n: 2 * n, reduces=True, in_place=True
+    ),
+    Collective("reduce", lambda n: 1.0, lambda n: n + 1, reduces=True, in_place=True),
+    Collective("broadcast", lambda n: 1.0, lambda n: n, in_place=True),
     Collective("all_gather", _others, lambda n: n + 1, blocks=True),
     Collective("gather", _others, lambda n: 2, blocks=True),
     Collective("scatter", _others, lambda n: 2, blocks=True),
     Collective("reduce_scatter", _others, lambda n: n + 1, reduces=True, blocks=True),
     Collective("all_to_all", _others, lambda n: 2 * n, blocks=True),
-    Collective("send_recv", _whole, lambda n: 2 * n),
-    Collective("barrier", _whole, lambda n: 0),
+    Collective("send_recv", lambda n: 1.0, lambda n: 2 * n),
+    Collective("barrier", lambda n: 1.0, lambda n: 0),
 )
 COLLECTIVES = {collective.name: collective for collective in _TABLE}
 

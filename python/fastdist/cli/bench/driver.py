@@ -31,7 +31,6 @@ _DRIVERS = {
     "torch_nccl": ("torch_nccl_driver:TorchNcclDriver", _TORCH),
 }
 LIST_VARIANTS = {kind: variants for kind, (_, variants) in _DRIVERS.items()}
-BUCKET_BYTES = 25 << 20
 
 
 class Driver(Protocol):

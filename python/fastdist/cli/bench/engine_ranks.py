@@ -94,11 +94,7 @@ class EngineRanks:
         self._channels[rank] = channel
 
     def command(self, message: Message, timeout_s: float) -> list[Message]:
-        """Send a message to every rank; return the replies in the order of ranks.
-
-        Raises:
-            EngineError: A rank failed, ended, or has not answered in time.
-        """
+        """Send a message to every rank; return the replies in the order of ranks, as `replies`."""
         for rank, channel in self._channels.items():
             try:
                 channel.send(message)

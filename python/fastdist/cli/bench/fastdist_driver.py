@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import fastdist
 from fastdist.cli.bench.arrays import (
@@ -23,18 +22,17 @@ from fastdist.cli.bench.driver import Call, ring_call
 class FastdistCalls:
     """Binds arrays on any device to calls of a communicator; the base of fastdist's drivers."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: fastdist.Communicator) -> None:
         self._comm = comm
-        self.rank: int = comm.rank
-        self.world_size: int = comm.world_size
+        self.rank = comm.rank
+        self.world_size = comm.world_size
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         comm = self._comm
         # The default reduce op is omitted, as users do.
         redop = () if case.redop in ("", "sum") else (case.redop,)
         if case.collective == "barrier":
-            barrier: Call = comm.barrier
-            return barrier
+            return comm.barrier
         if case.collective == "send_recv":
             return ring_call(comm.rank, comm.world_size, comm.send, comm.recv, (passes, gets))
         call = getattr(comm, case.collective)
@@ -70,8 +68,7 @@ class FastdistDriver(FastdistCalls):
         return numpy_arrays()
 
     def barrier_call(self) -> Call:
-        call: Call = self._comm.barrier
-        return call
+        return self._comm.barrier
 
     def close(self) -> None:
         self._comm.close()

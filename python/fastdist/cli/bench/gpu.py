@@ -8,7 +8,6 @@ from typing import Any
 
 import fastdist._core as _core
 from fastdist.cli.bench.arrays import torch_arrays
-from fastdist.collectives.engines.nccl_library import allow_sharing
 
 Event = Any
 Call = Callable[[], object]
@@ -72,18 +71,3 @@ class Gpu:
 def gpu_of_rank(rank: int) -> int:
     """Return the GPU of a rank: ranks take GPUs in turn, and share GPUs if there are too few."""
     return rank % len(_core.cuda_devices())
-
-
-def prepare_for_sharing(nccl_version: int, world_size: int) -> None:
-    """Let a peer's NCCL run several ranks on one GPU, with the settings of fastdist's engine.
-
-    Args:
-        nccl_version: Result of `ncclGetVersion` of the peer's library.
-    """
-    if world_size > len(_core.cuda_devices()):
-        allow_sharing(nccl_version)
-
-
-def nccl_version_text(version: int) -> str:
-    """Format `21805` as 2.18.5."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

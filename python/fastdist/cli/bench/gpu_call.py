@@ -13,6 +13,7 @@ Before each timed call this rank writes its data, and the streams of all ranks w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from time import perf_counter_ns
 
 from fastdist.cli.bench.bound_case import BoundCase
@@ -30,9 +31,10 @@ _MOST_LEAD_COPIES = 500  # copies also take places in the device's queue
 
 
 class Lead:
-    """Copies that keep a stream busy while the host enqueues the calls of a batch."""
+    """Copies that keep a GPU's stream busy while the host enqueues the calls of a batch."""
 
     def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
         self._copy = gpu.copy_call(_LEAD_BYTES)
         start, end = gpu.event(), gpu.event()
         self._copy()
@@ -52,8 +54,8 @@ class Lead:
 class Batches:
     """Times calls on one GPU, in batches."""
 
-    def __init__(self, gpu: Gpu, lead: Lead, most: int) -> None:
-        self._gpu = gpu
+    def __init__(self, lead: Lead, most: int) -> None:
+        self._gpu = gpu = lead.gpu
         self._most = most
         self._lead = lead
         self._lead_ns = _FIRST_LEAD_NS
@@ -106,14 +108,12 @@ class Batches:
 class GpuCall:
     """Times calls that enqueue work on a GPU."""
 
-    def __init__(
-        self, driver: Driver, gpu: Gpu, lead: Lead, case: Case, variant: str, graph: bool
-    ) -> None:
+    def __init__(self, driver: Driver, lead: Lead, case: Case, variant: str, graph: bool) -> None:
         self._bound = BoundCase(driver, case, variant)
-        self._gpu = gpu
+        self._gpu = gpu = lead.gpu
         self._last_iteration = 0
         most = max(1, _MOST_IN_BATCH // max(1, self._bound.arrays))
-        self._batches = Batches(gpu, lead, most)
+        self._batches = Batches(lead, most)
         self._bound.fill(1)
         self._bound.barrier()
         self._bound.call()  # engines connect in the first call, which cannot be captured
@@ -121,32 +121,26 @@ class GpuCall:
         self._replay: Call | None = None
         self.no_graph = ""
         if graph:
-            self._capture()
-
-    def _capture(self) -> None:
-        try:
-            self._replay = self._gpu.capture(self._bound.call)
-        except Exception as error:
-            self.no_graph = f"not captured: {type(error).__name__}: {error}"
-        self._gpu.synchronize()
+            try:
+                self._replay = gpu.capture(self._bound.call)
+            except Exception as error:
+                self.no_graph = f"not captured: {type(error).__name__}: {error}"
+            gpu.synchronize()
 
     def time(self, iterations: int, graph: bool) -> Times:
         bound = self._bound
         values = bound.fill_values(iterations)
         self._last_iteration = iterations - 1
 
-        def prepare(value: int) -> Call:
-            def fill_and_meet() -> None:
-                bound.fill(value)
-                bound.barrier()
-
-            return fill_and_meet
+        def fill_and_meet(value: int) -> None:
+            bound.fill(value)
+            bound.barrier()
 
         bound.barrier()
         self._gpu.synchronize()
         began = perf_counter_ns()
-        prepared = [prepare(value) for value in values]
-        host_ns = self._batches.host_ns(prepare(1), bound.call, iterations)
+        prepared = [partial(fill_and_meet, value) for value in values]
+        host_ns = self._batches.host_ns(partial(fill_and_meet, 1), bound.call, iterations)
         graph_ns: list[int] = []
         if graph and self._replay is not None:
             graph_ns = self._batches.work_ns(prepared, self._replay)

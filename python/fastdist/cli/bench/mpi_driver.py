@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError, numpy_arrays
-from fastdist.cli.bench.buckets import Buckets
+from fastdist.cli.bench.buckets import buckets_of, one_after_the_other
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import COLLECTIVES, ROOT
-from fastdist.cli.bench.driver import BUCKET_BYTES, Call, ring_call
+from fastdist.cli.bench.driver import Call, ring_call
 
 
 class MpiDriver:
@@ -76,8 +76,9 @@ class MpiDriver:
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
         all_reduce, in_place, redop = self._comm.Allreduce, self._mpi.IN_PLACE, self._redop(case)
-        buckets = Buckets(numpy_arrays(), arrays, case.dtype, BUCKET_BYTES)
-        return buckets.reduced(lambda flat: all_reduce(in_place, flat, redop))
+        library = numpy_arrays()
+        buckets = buckets_of(library, arrays, case.dtype)
+        return one_after_the_other(library, buckets, lambda flat: all_reduce(in_place, flat, redop))
 
     def close(self) -> None:
         self._mpi.Finalize()

@@ -9,28 +9,34 @@ from functools import partial
 from typing import Any
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError
-from fastdist.cli.bench.buckets import Buckets, one_by_one
+from fastdist.cli.bench.buckets import Bucket, buckets_of, one_after_the_other, one_by_one
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import ROOT
-from fastdist.cli.bench.driver import BUCKET_BYTES, Call
+from fastdist.cli.bench.driver import Call
 
 
 class TorchCalls:
-    """Binds torch tensors to calls. The process group must have been made."""
+    """Binds torch tensors to calls of the default process group; the base of torch's drivers.
 
-    def __init__(self, library: ArrayLibrary) -> None:
+    With `overlap`, buckets are copied while others are reduced, as in DDP.
+    """
+
+    def __init__(self, library: ArrayLibrary, overlap: bool) -> None:
         self._dist: Any = importlib.import_module("torch.distributed")
         warnings.filterwarnings("ignore", category=FutureWarning)  # renamed collectives
         self._library = library
-        self._world_size = self._dist.get_world_size()
+        self._overlap = overlap
+        self.rank: int = self._dist.get_rank()
+        self.world_size: int = self._dist.get_world_size()
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        return self._library
 
     def _redop(self, case: Case) -> Any:
         names = {"": "SUM", "sum": "SUM", "mean": "AVG", "prod": "PRODUCT"}
         return getattr(self._dist.ReduceOp, names.get(case.redop, case.redop.upper()))
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        """Bind tensors to a collective other than `send_recv`."""
-        dist = self._dist
         if case.collective in ("gather", "scatter"):
             return self._rooted(case, passes, gets)
         redop = self._redop(case)
@@ -44,17 +50,16 @@ class TorchCalls:
             "barrier": ("barrier", ()),
         }
         name, arguments = calls[case.collective]
-        return partial(getattr(dist, name), *arguments)
+        return partial(getattr(self._dist, name), *arguments)
 
     def _rooted(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         if case.collective == "gather":
-            blocks = None if gets is None else list(gets.chunk(self._world_size))
+            blocks = None if gets is None else list(gets.chunk(self.world_size))
             return partial(self._dist.gather, passes, blocks, ROOT)
-        blocks = None if passes is None else list(passes.chunk(self._world_size))
+        blocks = None if passes is None else list(passes.chunk(self.world_size))
         return partial(self._dist.scatter, gets, blocks, ROOT)
 
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array], overlap: bool) -> Call:
-        """Bind a list; with `overlap`, buckets are copied while others are reduced, as in DDP."""
+    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
         all_reduce, redop = self._dist.all_reduce, self._redop(case)
         if variant == "coalesced":
             return partial(self._dist.all_reduce_coalesced, list(arrays), redop)
@@ -62,12 +67,12 @@ class TorchCalls:
             return one_by_one(arrays, lambda array: all_reduce(array, redop))
         if variant != "25 MB buckets":
             raise UnsupportedCaseError(f"torch.distributed has no {variant!r}")
-        buckets = Buckets(self._library, arrays, case.dtype, BUCKET_BYTES)
-        if overlap:
+        buckets = buckets_of(self._library, arrays, case.dtype)
+        if self._overlap:
             return self._overlapped(buckets, redop)
-        return buckets.reduced(lambda flat: all_reduce(flat, redop))
+        return one_after_the_other(self._library, buckets, lambda flat: all_reduce(flat, redop))
 
-    def _overlapped(self, buckets: Buckets, redop: Any) -> Call:
+    def _overlapped(self, buckets: Sequence[Bucket], redop: Any) -> Call:
         all_reduce, copy_all = self._dist.all_reduce, self._library.copy_all
 
         def bucketed() -> None:

@@ -4,39 +4,33 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import fastdist  # registers the backend
-from fastdist.cli.bench.arrays import Array, ArrayLibrary, torch_arrays
+from fastdist.cli.bench.arrays import Array, torch_arrays
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import Call, ring_call
 from fastdist.cli.bench.torch_calls import TorchCalls
 
 
-class TorchHostDriver:
+class TorchHostDriver(TorchCalls):
     """Calls go to torch.distributed's default process group."""
 
     gpu = None
 
     def __init__(self, backend: str, folder: Path) -> None:
         torch: Any = importlib.import_module("torch")
-        self._dist: Any = importlib.import_module("torch.distributed")
+        dist: Any = importlib.import_module("torch.distributed")
         torch.set_num_threads(1)
-        self._dist.init_process_group(
+        dist.init_process_group(
             backend,
             init_method=f"file://{folder / type(self).__name__}.store",
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
         )
-        self.rank: int = self._dist.get_rank()
-        self.world_size: int = self._dist.get_world_size()
+        super().__init__(torch_arrays(), overlap=False)
         self.version = f"{backend} of torch {torch.__version__.partition('+')[0]}"
-        self._calls = TorchCalls(torch_arrays())
-
-    def arrays(self, kind: str) -> ArrayLibrary:
-        return torch_arrays()
 
     def barrier_call(self) -> Call:
         call: Call = self._dist.barrier
@@ -46,10 +40,7 @@ class TorchHostDriver:
         if case.collective == "send_recv":
             dist = self._dist
             return ring_call(self.rank, self.world_size, dist.send, dist.recv, (passes, gets))
-        return self._calls.bind(case, passes, gets)
-
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        return self._calls.bind_list(case, variant, arrays, overlap=False)
+        return super().bind(case, passes, gets)
 
     def close(self) -> None:
         self._dist.destroy_process_group()

@@ -52,18 +52,14 @@ def _inputs(ranks: list[Table], dtype: str, redop: str) -> Inputs:
     epsilon = 2.0**-7 if dtype == "bfloat16" else 0.0
     if not epsilon and readable.kind == "f":
         epsilon = float(np.finfo(readable).eps)
-    return Inputs(tables, _reduced(tables, redop), 4 * epsilon)
-
-
-def _reduced(ranks: tuple[Table, ...], redop: str) -> Table:
-    if not redop:
-        return ranks[0]
-    dtype = ranks[0].dtype
-    wide = np.float64 if dtype.kind == "f" else dtype
-    total = _REDUCE[redop](np.stack(ranks).astype(wide), axis=0)
-    if redop == "mean":
-        total = total / len(ranks)
-    return np.asarray(total).astype(dtype)
+    reduced = tables[0]
+    if redop:
+        wide = np.float64 if readable.kind == "f" else readable
+        total = _REDUCE[redop](np.stack(tables).astype(wide), axis=0)
+        if redop == "mean":
+            total = total / len(tables)
+        reduced = np.asarray(total).astype(readable)
+    return Inputs(tables, reduced, 4 * epsilon)
 
 
 def patterned_inputs(world_size: int, dtype: str, redop: str) -> Inputs:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -25,8 +26,6 @@ from fastdist.cli.bench.driver import Call, Driver, open_driver
 from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
 from fastdist.cli.bench.measured_call import Measured, MeasuredCall
 from fastdist.cluster.launch import detect_launch
-
-_COMMANDS = frozenset(("bind", "prepare", "time", "check", "release", "copy"))
 
 
 class Worker:
@@ -58,10 +57,9 @@ class Worker:
         return {"no_graph": call.no_graph}
 
     def _measured(self, case: Case, variant: str, graph: bool) -> Measured:
-        gpu = self._driver.gpu
-        if gpu is None or self._lead is None:
+        if self._lead is None:
             return MeasuredCall(self._driver, case, variant)
-        return GpuCall(self._driver, gpu, self._lead, case, variant, graph)
+        return GpuCall(self._driver, self._lead, case, variant, graph)
 
     def time(self, message: Message) -> Message:
         """Time a number of calls."""
@@ -79,8 +77,9 @@ class Worker:
 
     def copy(self, message: Message) -> Message:
         """Time copies of a buffer on all ranks at the same time, for the floor."""
-        if self._driver.gpu is not None:
-            return {"times_ns": self._copies_on_gpu(message["bytes"], message["iterations"])}
+        if self._lead is not None:
+            times_ns = self._copies_on_gpu(self._lead, message["bytes"], message["iterations"])
+            return {"times_ns": times_ns}
         from fastdist import _core  # not loaded in peers' ranks
 
         elements = message["bytes"] // 8
@@ -96,29 +95,18 @@ class Worker:
             times_ns.append(perf_counter_ns() - began)
         return {"times_ns": times_ns}
 
-    def _copies_on_gpu(self, nbytes: int, iterations: int) -> list[int]:
-        gpu, lead = self._driver.gpu, self._lead
-        assert gpu is not None
-        assert lead is not None
+    def _copies_on_gpu(self, lead: Lead, nbytes: int, iterations: int) -> list[int]:
         if self._gpu_copy is None or self._gpu_copy[0] != nbytes:
-            self._gpu_copy = nbytes, gpu.copy_call(nbytes)
+            self._gpu_copy = nbytes, lead.gpu.copy_call(nbytes)
         barrier = self._driver.barrier_call()
-        return Batches(gpu, lead, iterations).work_ns([barrier] * iterations, self._gpu_copy[1])
-
-    def answer(self, message: Message) -> Message:
-        """Execute a command."""
-        command = message["command"]
-        if command not in _COMMANDS:
-            raise ValueError(f"unknown command {command!r}")
-        reply: Message = getattr(self, command)(message)
-        return reply
+        return Batches(lead, iterations).work_ns([barrier] * iterations, self._gpu_copy[1])
 
 
 def _serve(channel: Channel, driver: Driver) -> None:
     worker = Worker(driver)
     channel.send({"ready": driver.version, "rank": driver.rank})
     while (message := channel.receive())["command"] != "quit":
-        channel.send(worker.answer(message))
+        channel.send(getattr(worker, message["command"])(message))
     driver.close()
 
 
@@ -129,7 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--driver", required=True)
     parser.add_argument("--socket", type=Path, required=True)
     options = parser.parse_args(arguments)
-    channel = Channel.connect(options.socket)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(str(options.socket))
+    channel = Channel(connection)
     try:
         launch = detect_launch()
         rank = 0 if launch is None else launch.rank

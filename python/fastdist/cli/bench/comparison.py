@@ -101,7 +101,6 @@ class Change:
     """The change of one case.
 
     Attributes:
-        case: The case.
         factor: The new time divided by the old time.
         unstable: True if the time is unstable in either run.
     """
@@ -165,8 +164,8 @@ class Comparison:
     def lines(self) -> list[str]:
         """Return the lines for a terminal: both runs, a line per case, the control."""
         old, new = self.old, self.new
-        lines = [f"from {run.version}, {run.when} ({run.name})" for run in (old, new)]
-        lines[1] = lines[1].replace("from", "to", 1)
+        ends = (("from", old), ("to", new))
+        lines = [f"{word} {run.version}, {run.when} ({run.name})" for word, run in ends]
         if differences := old.other_machine(new):
             lines.append(f"warning: other machine: {differences}")
         lines += map(str, self.changes)
@@ -224,15 +223,24 @@ def compare(old: RecordedRun, new: RecordedRun) -> Comparison:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Compare two files.
-
-    Returns:
-        0; 1 if a case is slower than `--fail-slower` allows.
+    """Compare two files; return 1 if a case is slower than `--fail-slower` allows.
 
     Raises:
         RunFileError: The files cannot be compared.
     """
-    comparison = _compare_files(options.old, options.new, options.force)
+    old, new = RecordedRun.read(options.old), RecordedRun.read(options.new)
+    if (differences := old.other_machine(new)) and not options.force:
+        raise RunFileError(
+            f"{old.name} and {new.name} are from different machines, whose times cannot tell what "
+            f"changed in fastdist: {differences}; --force compares them nevertheless"
+        )
+    if old.ranks != new.ranks:
+        raise RunFileError(
+            f"{old.name} has {old.ranks} ranks and {new.name} has {new.ranks}; expected the same"
+        )
+    comparison = compare(old, new)
+    if not comparison.changes:
+        raise RunFileError(f"{old.name} and {new.name} have no case in common")
     if options.json:
         print(json.dumps(comparison.to_json(), indent=1))
     else:
@@ -241,20 +249,3 @@ def run_compare(options: argparse.Namespace) -> int:
         return 0
     slow = [c for c in comparison.changes if c.percentages()[1] > max(0.0, options.fail_slower)]
     return _FAILED if slow else 0
-
-
-def _compare_files(old_path: Path, new_path: Path, force: bool) -> Comparison:
-    old, new = RecordedRun.read(old_path), RecordedRun.read(new_path)
-    if (differences := old.other_machine(new)) and not force:
-        raise RunFileError(
-            f"{old_path} and {new_path} are from different machines, whose times cannot tell what "
-            f"changed in fastdist: {differences}; --force compares them nevertheless"
-        )
-    if old.ranks != new.ranks:
-        raise RunFileError(
-            f"{old_path} has {old.ranks} ranks and {new_path} has {new.ranks}; expected the same"
-        )
-    comparison = compare(old, new)
-    if not comparison.changes:
-        raise RunFileError(f"{old_path} and {new_path} have no case in common")
-    return comparison

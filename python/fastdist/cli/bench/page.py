@@ -11,7 +11,7 @@ from string import Template
 from typing import Any
 
 from fastdist.cli.bench.comparison import Comparison
-from fastdist.cli.bench.intervals import UNSTABLE_WIDTH
+from fastdist.cli.bench.intervals import UNSTABLE_WIDTH, median_interval
 from fastdist.cli.bench.peers import peer_of
 from fastdist.cli.bench.plot import bars_svg, curves_svg, legend_svgs
 from fastdist.cli.bench.results import Measurement, Report, Row
@@ -20,7 +20,6 @@ from fastdist.cli.bench.summary import (
     format_time,
     peer_sentences,
     ratio_of,
-    time_of,
     unstable_titles,
 )
 
@@ -124,7 +123,7 @@ def _times(measured: Measurement) -> tuple[str, str]:
     """Return the cells of an engine's time and of its 99th percentile."""
     if measured.unsupported:
         return "n/a", ""
-    time = time_of(measured)
+    time = median_interval(measured.samples_us)
     flag = "<small class='caution'>unstable</small>" if time.is_unstable else ""
     p50, low, high = map(format_time, (time.estimate, time.low, time.high))
     return f"{p50}<small>{low} to {high}</small>{flag}", format_time(measured.p99_us)

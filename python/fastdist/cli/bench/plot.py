@@ -28,6 +28,10 @@ _FLOOR_COLOR = "#9aa0a6"
 _TEXT_COLOR = "#30343a"
 _GRID_COLOR = "#e6e8eb"
 _TICKS = 7
+_FIGURES: dict[str, tuple[str, Callable[[float, object], str]]] = {
+    "p50_us": ("Latency (p50): lower is better", lambda us, _: format_time(us)),
+    "busbw": ("Bus bandwidth, GB/s: higher is better", lambda speed, _: f"{speed:g}"),
+}
 
 
 def check_plot(path: Path) -> None:
@@ -47,12 +51,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Draw a report into a file of any type that matplotlib writes.
-
-    Raises:
-        ImportError: See `check_plot`.
-        ValueError: See `check_plot`.
-    """
+    """Draw a report into a file of any type that matplotlib writes; raise as `check_plot`."""
     check_plot(path)
     from matplotlib.figure import Figure
 
@@ -61,8 +60,8 @@ def write_plot(report: Report, path: Path) -> None:
         _draw_bars(report, figure.subplots())
     else:
         latency, bandwidth = figure.subplots(1, 2)
-        _draw_latency(report, latency)
-        _draw_bandwidth(report, bandwidth)
+        _draw_curves(report, latency, "p50_us")
+        _draw_curves(report, bandwidth, "busbw")
         handles, labels = latency.get_legend_handles_labels()
         handles, labels = handles[::-1], labels[::-1]
         style = {"frameon": False, "labelcolor": _TEXT_COLOR, "ncols": 6}
@@ -74,8 +73,8 @@ def write_plot(report: Report, path: Path) -> None:
 def curves_svg(report: Report) -> tuple[str, str]:
     """Draw latency and bandwidth as two SVG elements for a page; see `_svg`."""
     return (
-        _svg(lambda axes: _draw_latency(report, axes), 3.4, "time by size"),
-        _svg(lambda axes: _draw_bandwidth(report, axes), 3.4, "bus bandwidth by size"),
+        _svg(lambda axes: _draw_curves(report, axes, "p50_us"), 3.4, "time by size"),
+        _svg(lambda axes: _draw_curves(report, axes, "busbw"), 3.4, "bus bandwidth by size"),
     )
 
 
@@ -141,20 +140,8 @@ def _title(report: Report) -> str:
     )
 
 
-def _draw_latency(report: Report, axes: Any) -> None:
-    _draw_curves(report, axes, "p50_us")
-    _style(axes, "Latency (p50): lower is better")
-    axes.yaxis.set_major_formatter(lambda us, _: format_time(us))
-
-
-def _draw_bandwidth(report: Report, axes: Any) -> None:
-    _draw_curves(report, axes, "busbw")
-    _style(axes, "Bus bandwidth, GB/s: higher is better")
-    axes.yaxis.set_major_formatter(lambda speed, _: f"{speed:g}")
-
-
 def _draw_curves(report: Report, axes: Any, figure: str) -> None:
-    """Draw one line per engine and the floor."""
+    """Draw one line per engine and the floor, over the size."""
     others = report.rows[0].others
     for index, other in enumerate(others):
         column = [row.others[index] for row in report.rows]
@@ -172,6 +159,9 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     shown = sizes[:: -(-len(sizes) // _TICKS)]
     axes.set_xticks(shown, [format_size(size) for size in shown])
     axes.minorticks_off()
+    title, tick = _FIGURES[figure]
+    _style(axes, title)
+    axes.yaxis.set_major_formatter(tick)
 
 
 def _draw_engine(

@@ -26,16 +26,15 @@ class Progress(Protocol):
 
 
 class _PlainProgress:
-    def __init__(self, file: TextIO, label_file: TextIO | None) -> None:
+    def __init__(self, file: TextIO) -> None:
         self._file = file
-        self._label_file = label_file
 
     def line(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
     def begin(self, label: str) -> None:
-        if self._label_file is not None:
-            print(f"measuring {label} ...", file=self._label_file, flush=True)
+        if self._file.isatty():
+            print(f"measuring {label} ...", file=sys.stderr, flush=True)
 
     def step(self) -> None:
         pass
@@ -73,10 +72,8 @@ def shown_progress(file: TextIO, steps: int) -> Iterator[Progress]:
 
     Without rich, a terminal gets a line per size on stderr instead.
     """
-    if not file.isatty():
-        yield _PlainProgress(file, None)
-    elif importlib.util.find_spec("rich") is None:
-        yield _PlainProgress(file, sys.stderr)
+    if not file.isatty() or importlib.util.find_spec("rich") is None:
+        yield _PlainProgress(file)
     else:
         progress = _BarProgress(file, steps)
         with progress.bar:

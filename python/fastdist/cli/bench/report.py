@@ -10,18 +10,17 @@ from typing import Any, TextIO
 from fastdist.cli.bench.results import Measurement, Report, Row
 
 _COLUMNS = (
-    ("bytes", 11),
-    ("count", 11),
-    ("type", 9),
-    ("redop", 6),
-    ("p50", 10),
-    ("p99", 10),
-    ("algbw", 7),
-    ("busbw", 7),
-    ("wrong", 6),
-    ("floor", 6),
+    ("bytes", "", 11),
+    ("count", "", 11),
+    ("type", "", 9),
+    ("redop", "", 6),
+    ("p50", "us", 10),
+    ("p99", "us", 10),
+    ("algbw", "GB/s", 7),
+    ("busbw", "GB/s", 7),
+    ("wrong", "", 6),
+    ("floor", "%", 6),
 )
-_UNITS = ("", "", "", "", "us", "us", "GB/s", "GB/s", "", "%")
 # Additional columns on GPUs.
 _GPU_COLUMNS = (("host", 9), ("graph", 10))
 _LIST_COLUMNS = (
@@ -51,8 +50,8 @@ def heading(report: Report, title: str) -> list[str]:
 
 def column_lines(others: Sequence[str], on_gpu: bool = False) -> list[str]:
     """Return the two lines of column names and units; peers are on the right."""
-    names = "".join(name.rjust(width) for name, width in _COLUMNS)
-    units = "".join(unit.rjust(width) for unit, (_, width) in zip(_UNITS, _COLUMNS, strict=True))
+    names = "".join(name.rjust(width) for name, _, width in _COLUMNS)
+    units = "".join(unit.rjust(width) for _, unit, width in _COLUMNS)
     host = ""
     if on_gpu:
         names += "".join(name.rjust(width) for name, width in _GPU_COLUMNS)
@@ -70,7 +69,7 @@ def row_line(row: Row) -> str:
     case, ours = row.case, row.ours
     names = (str(case.bytes), str(case.count), case.dtype, case.redop or "none")
     cells = (*names, *_cells(row, ours))
-    line = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
+    line = "".join(cell.rjust(width) for cell, (*_, width) in zip(cells, _COLUMNS, strict=True))
     line += _gpu_cells(ours)
     for other in row.others:
         ratio = row.times_as_fast(other)
@@ -79,7 +78,7 @@ def row_line(row: Row) -> str:
         line += "  " + time.rjust(width - _RATIO_WIDTH)
         line += (f"{_three_digits(ratio)}x" if ratio else "").rjust(_RATIO_WIDTH)
         if ours.host_us is not None:
-            line += _optional_time(other.host_us).rjust(_GPU_COLUMNS[0][1])
+            line += _time(other.host_us).rjust(_GPU_COLUMNS[0][1])
     return line.rstrip()
 
 
@@ -101,9 +100,8 @@ def _gpu_cells(measured: Measurement) -> str:
     if measured.host_us is None:
         return ""
     times = (measured.host_us, measured.graph_us)
-    return "".join(
-        _optional_time(us).rjust(width) for us, (_, width) in zip(times, _GPU_COLUMNS, strict=True)
-    )
+    columns = zip(times, _GPU_COLUMNS, strict=True)
+    return "".join(_time(us).rjust(width) for us, (_, width) in columns)
 
 
 def list_lines(row: Row) -> list[str]:
@@ -183,12 +181,10 @@ def _other_width(name: str) -> int:
     return max(_PEER_WIDTH + _RATIO_WIDTH, len(name))
 
 
-def _time(us: float) -> str:
+def _time(us: float | None) -> str:
+    if us is None:
+        return "-"
     return f"{us:.2f}" if us < 1000 else f"{us:.1f}" if us < 1e5 else f"{us:.0f}"
-
-
-def _optional_time(us: float | None) -> str:
-    return "-" if us is None else _time(us)
 
 
 def _three_digits(ratio: float) -> str:

@@ -10,11 +10,6 @@ from fastdist.cli.bench.peers import peer_of
 from fastdist.cli.bench.results import Measurement, Report, Row
 
 
-def time_of(measured: Measurement) -> Interval:
-    """Return the time of an engine's calls in microseconds."""
-    return median_interval(measured.samples_us)
-
-
 def ratio_of(row: Row, other: Measurement) -> Interval:
     """Return another engine's time divided by fastdist's, from the ratio of each pass."""
     pairs = zip(other.samples_us, row.ours.samples_us, strict=True)
@@ -55,7 +50,9 @@ def peer_sentences(report: Report) -> Iterator[str]:
 
 def unstable_titles(report: Report) -> list[str]:
     """Return the cases where fastdist's time is unstable."""
-    return [row.case.title for row in report.rows if time_of(row.ours).is_unstable]
+    return [
+        row.case.title for row in report.rows if median_interval(row.ours.samples_us).is_unstable
+    ]
 
 
 def digits(ratio: float) -> str:

@@ -25,11 +25,11 @@ def engines_section() -> Section:
     return Section(
         "engines",
         (
-            _available("local", "any array, world of one"),
-            _available("host", "CPU arrays, ranks of one machine"),
-            _nccl(why_unusable()),
-            _available("net", "CPU arrays across machines, by TCP"),
-            _if_there("xla", "XLA tensors in TPUStrategy", "torch_xla"),
+            _engine("local", "any array, world of one"),
+            _engine("host", "CPU arrays, ranks of one machine"),
+            _engine("nccl", "arrays on GPUs", why_unusable()),
+            _engine("net", "CPU arrays across machines, by TCP"),
+            _engine("xla", "XLA tensors in TPUStrategy", _why_missing("torch_xla")),
         ),
     )
 
@@ -69,27 +69,20 @@ def check_section() -> Section:
     )
 
 
-def _available(engine: str, serves: str) -> Fact:
+def _engine(engine: str, serves: str, why: str = "") -> Fact:
+    """Return what an engine serves; `why` tells why it is not available."""
+    if why:
+        return Fact(engine, "not available", f"not available  {serves}: {why}", State.ABSENT)
     return Fact(engine, "available", f"available   {serves}", State.GOOD)
 
 
-def _if_there(engine: str, serves: str, library: str) -> Fact:
-    if version_of(library) is None:
-        return Fact(engine, "not available", f"needs {library}  {serves}", State.ABSENT)
-    return _available(engine, serves)
-
-
-def _nccl(why: str) -> Fact:
-    serves = "arrays on GPUs"
-    if why:
-        return Fact("nccl", "not available", f"not available  {serves}: {why}", State.ABSENT)
-    return _available("nccl", serves)
+def _why_missing(library: str) -> str:
+    return f"{library} is not installed" if version_of(library) is None else ""
 
 
 def _used(engine: str, library: str | None, key: str, label: str, why: str = "") -> Fact:
     """Return the engine for a library's arrays; none if it cannot be used, which `why` tells."""
-    if library is not None and version_of(library) is None:
-        why = f"{library} is not installed"
+    why = (_why_missing(library) if library else "") or why
     if why:
         return Fact(key, None, f"none: {why}", State.ABSENT, label)
     return Fact(key, engine, engine, State.GOOD, label)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.cli.bench.cases import format_size, parse_size
-from fastdist.cli.bench.collectives import COLLECTIVES, ROOT, buffer_elements
+from fastdist.cli.bench.cases import array_case, format_size, parse_size
+from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
+from fastdist.cli.bench.fastdist_driver import FastdistCalls
 from fastdist.cli.doctor.facts import Fact, Section
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import init
@@ -44,12 +46,12 @@ def explain(name: str, size: str) -> list[Section]:
 
 def _explain(comm: Communicator, name: str, nbytes: int) -> list[Section]:
     n = comm.world_size
-    count = nbytes // _ITEM // (n if COLLECTIVES[name].blocks else 1)
-    passes, gets = buffer_elements(name, count, comm.rank, n)
+    case = array_case(name, nbytes, n, "float32", "sum", "numpy")
+    passes, gets = buffer_elements(name, case.count, comm.rank, n)
     engine = comm.engine.compiled
     assert engine is not None
     is_gathered = name in ("all_gather", "gather", "scatter")
-    argument_bytes = _ITEM * (count if is_gathered else passes)
+    argument_bytes = _ITEM * (case.count if is_gathered else passes)
     way, why, moves, crossings, link_bytes = engine.route(name, argument_bytes)
     exchange_s = _median_s(comm, comm.barrier, _LATENCY_CALLS)
     copy_s = _copy_seconds_per_byte(comm)
@@ -59,8 +61,11 @@ def _explain(comm: Communicator, name: str, nbytes: int) -> list[Section]:
         predicted_s = exchange_s + (memory_s if moves else 0.0)
     else:
         predicted_s = crossings * links[0] + max(link_bytes / links[1], memory_s)
-    call = _call(comm, name, np.ones(passes, np.float32), np.empty(gets, np.float32))
-    measured_s = _median_s(comm, call, _calls_for(predicted_s))
+    given = np.ones(passes, np.float32) if passes else None
+    result = np.empty(gets, np.float32) if gets else None
+    call = FastdistCalls(comm).bind(case, given, result)
+    calls = int(min(_MOST_CALLS, max(_LEAST_CALLS, _MOST_S / max(predicted_s, 1e-6))))
+    measured_s = _median_s(comm, call, calls)
     if comm.rank != 0:
         return []
     facts = [
@@ -87,27 +92,6 @@ def _time(key: str, seconds: float) -> Fact:
     return Fact(key, round(seconds * 1e6, 2), f"{seconds * 1e6:,.1f} µs", label=key[:-3])
 
 
-def _call(
-    comm: Communicator, name: str, given: np.ndarray, result: np.ndarray
-) -> Callable[[], object]:
-    calls: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: comm.all_reduce(given),
-        "reduce": lambda: comm.reduce(given, root=ROOT),
-        "broadcast": lambda: comm.broadcast(given, ROOT),
-        "all_gather": lambda: comm.all_gather(given, out=result),
-        "gather": lambda: comm.gather(given, ROOT, out=result if comm.rank == ROOT else None),
-        "scatter": lambda: comm.scatter(given if comm.rank == ROOT else None, ROOT, out=result),
-        "reduce_scatter": lambda: comm.reduce_scatter(given, out=result),
-        "all_to_all": lambda: comm.all_to_all(given, out=result),
-        "barrier": comm.barrier,
-    }
-    return calls[name]
-
-
-def _calls_for(predicted_s: float) -> int:
-    return int(min(_MOST_CALLS, max(_LEAST_CALLS, _MOST_S / max(predicted_s, 1e-6))))
-
-
 def _median_s(comm: Communicator, call: Callable[[], object], calls: int) -> float:
     """Return the median over calls of the slowest rank's time."""
     call()  # the first one finds cold connections
@@ -123,8 +107,5 @@ def _median_s(comm: Communicator, call: Callable[[], object], calls: int) -> flo
 def _copy_seconds_per_byte(comm: Communicator) -> float:
     """Return the time of a byte of memory traffic while all ranks copy."""
     source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
-
-    def copy() -> None:
-        _core.copy(target, source)
-
+    copy = partial(_core.copy, target, source)
     return _median_s(comm, copy, _LEAST_CALLS) / (2 * _COPY_BYTES * comm.world_size)

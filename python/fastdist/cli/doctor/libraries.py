@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 
 import fastdist._core as _core
@@ -18,29 +17,21 @@ from fastdist.errors import ClusterConfigError, UnsupportedError
 _EXCHANGE_TABLE = "__dlpack_c_exchange_api__"
 
 
-@dataclass(frozen=True, slots=True)
-class _Library:
-    distributions: tuple[str, ...]
-    install: str | None  # None: no single command installs it
-    purpose: str
-
-
-_LIBRARIES = {
-    "numpy": _Library(("numpy",), "numpy", "required"),
-    "torch": _Library(("torch",), "torch", "torch tensors; jobs on several machines"),
-    "ml_dtypes": _Library(("ml_dtypes",), "ml_dtypes", "bfloat16 and float8 arrays in numpy"),
-    "cupy": _Library(("cupy", "cupy-cuda12x", "cupy-cuda13x"), None, "arrays on GPUs"),
-    "mpi4py": _Library(("mpi4py",), "mpi4py", "fastdist.init(bootstrap=MPI.COMM_WORLD)"),
-    # Needs the torch of its version, in a separate environment.
-    "torch_xla": _Library(("torch-xla",), None, "TPUs"),
-    "cryptography": _Library(("cryptography",), "cryptography", "parameter servers' keys"),
-    "safetensors": _Library(("safetensors",), "safetensors", "checkpoints of parameter servers"),
-    "cloudpickle": _Library(
-        ("cloudpickle",), "cloudpickle", "functions that a coordinator schedules"
-    ),
-    "rich": _Library(("rich",), "rich", "a progress bar in fastdist bench"),
-    "matplotlib": _Library(("matplotlib",), "matplotlib", "fastdist bench --plot"),
+# The purpose of each library; none where no single command installs it.
+_PURPOSES = {
+    "numpy": "required",
+    "torch": "torch tensors; jobs on several machines",
+    "ml_dtypes": "bfloat16 and float8 arrays in numpy",
+    "cupy": "",
+    "mpi4py": "fastdist.init(bootstrap=MPI.COMM_WORLD)",
+    "torch_xla": "",  # needs the torch of its version, in a separate environment
+    "cryptography": "parameter servers' keys",
+    "safetensors": "checkpoints of parameter servers",
+    "cloudpickle": "functions that a coordinator schedules",
+    "rich": "a progress bar in fastdist bench",
+    "matplotlib": "fastdist bench --plot",
 }
+_DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x")}
 
 
 def build_section() -> Section:
@@ -63,8 +54,8 @@ def build_section() -> Section:
 def libraries_section() -> Section:
     """Return the versions of installed libraries, and the speed of reading torch tensors."""
     facts = []
-    for name, library in _LIBRARIES.items():
-        version = _version(library)
+    for name in _PURPOSES:
+        version = version_of(name)
         state = State.ABSENT if version is None else State.PLAIN
         facts.append(Fact(name, version, version or "not installed", state, label=name))
         if name == "torch" and version is not None:
@@ -105,14 +96,11 @@ def _shared_gpus(ranks: int) -> list[Fact]:
 
 def install_section() -> Section:
     """Return the commands that install missing libraries, with their purposes."""
-    purposes: dict[str, list[str]] = {}
-    for library in _LIBRARIES.values():
-        if library.install is not None and _version(library) is None:
-            purposes.setdefault(library.install, []).append(library.purpose)
     facts = (
-        Fact(f"pip install {install}", text, text, label=f"pip install {install}")
-        for install, texts in purposes.items()
-        for text in ["; ".join(texts)]
+        Fact(command, purpose, purpose, label=command)
+        for name, purpose in _PURPOSES.items()
+        if purpose and version_of(name) is None
+        for command in [f"pip install {name}"]
     )
     return Section("install for more", tuple(facts))
 
@@ -159,11 +147,7 @@ def _nccl() -> list[Fact]:
 
 def version_of(name: str) -> str | None:
     """Return the installed version of a library of the report; None if not installed."""
-    return _version(_LIBRARIES[name])
-
-
-def _version(library: _Library) -> str | None:
-    for distribution in library.distributions:
+    for distribution in _DISTRIBUTIONS.get(name, (name,)):
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fastdist.cli.command import UsageError, has_colour
 from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
@@ -78,19 +78,15 @@ def to_text(sections: Sequence[Section], *, colour: bool) -> str:
     """Format aligned lines under titles; omit sections without facts."""
     shown = [section for section in sections if section.facts]
     width = max(len(_label(fact)) for section in shown for fact in section.facts)
-    return "\n".join(line for section in shown for line in _lines(section, width, colour)) + "\n"
-
-
-def _lines(section: Section, width: int, colour: bool) -> Iterator[str]:
-    yield f"{_BOLD}{section.title}{_RESET}" if colour else section.title
-    for fact in section.facts:
-        yield f"  {_label(fact):<{width}}  {_value(fact, colour)}"
+    lines = []
+    for section in shown:
+        lines.append(f"{_BOLD}{section.title}{_RESET}" if colour else section.title)
+        for fact in section.facts:
+            style = _COLOURS[fact.state] if colour else ""
+            value = f"{style}{fact.text}{_RESET}" if style else fact.text
+            lines.append(f"  {_label(fact):<{width}}  {value}")
+    return "\n".join(lines) + "\n"
 
 
 def _label(fact: Fact) -> str:
     return fact.key.replace("_", " ") if fact.label is None else fact.label
-
-
-def _value(fact: Fact, colour: bool) -> str:
-    style = _COLOURS[fact.state] if colour else ""
-    return f"{style}{fact.text}{_RESET}" if style else fact.text

@@ -26,9 +26,9 @@ class Prefetcher(Generic[T]):
     """
 
     def __init__(self, items: Iterator[T], depth: int) -> None:
-        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # Items, and at the end True with the exception that ended them, or None.
+        self._ready: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
         self._room = threading.Semaphore(depth)
-        self._ended = False
         stop = threading.Event()
         # The thread must hold no reference to self, or the prefetcher would never be collected.
         thread = threading.Thread(
@@ -45,35 +45,24 @@ class Prefetcher(Generic[T]):
         return self
 
     def __next__(self) -> T:
-        if self._ended:
+        if not self._stop.alive:
             raise StopIteration
-        item = self._ready.get()
-        if isinstance(item, _End):
-            self._ended = True
+        is_end, item = self._ready.get()
+        if is_end:
             self.close()
-            if item.error is not None:
-                raise item.error
-            raise StopIteration
+            raise StopIteration if item is None else item
         self._room.release()
         value: T = item
         return value
 
     def close(self) -> None:
         """End the thread and drop the items it read ahead. Closing twice does nothing."""
-        self._ended = True
         self._stop()
-
-
-class _End:
-    """Marks the end of the items; `error` is the exception that ended them, or None."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
 
 
 def _fill(
     items: Iterator[Any],
-    ready: queue.SimpleQueue[Any],
+    ready: queue.SimpleQueue[tuple[bool, Any]],
     room: threading.Semaphore,
     stop: threading.Event,
 ) -> None:
@@ -84,13 +73,13 @@ def _fill(
             if stop.is_set():
                 return
             try:
-                ready.put(next(items))
+                ready.put((False, next(items)))
             except StopIteration:
                 return
     except BaseException as caught:  # of any kind: the consumer must not wait forever
         error = caught
     finally:
-        ready.put(_End(error))
+        ready.put((True, error))
 
 
 def _stop(thread: threading.Thread, room: threading.Semaphore, stop: threading.Event) -> None:

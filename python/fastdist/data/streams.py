@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -52,10 +53,8 @@ class Files:
 
     def peek(self) -> list[Any]:
         """Return a list with the first example of the files; empty if they have no examples."""
-        for path in self.paths:
-            for example in self.read(path):
-                return [example]
-        return []
+        examples = (example for path in self.paths for example in self.read(path))
+        return list(itertools.islice(examples, 1))
 
 
 class FileStream(IterableDataset[Any]):
@@ -95,11 +94,7 @@ class IterableStream(IterableDataset[Any]):
 
     def peek(self) -> list[Any]:
         """Return a list with the first item; empty for an empty iterable and for an iterator."""
-        if self._is_iterator:
-            return []
-        for item in self._items:
-            return [item]
-        return []
+        return [] if self._is_iterator else list(itertools.islice(self._items, 1))
 
 
 def length_of(source: Any) -> int | None:

@@ -2,13 +2,14 @@
 
 Workers that can compute each other's batch sizes exchange nothing (`Known`). Other workers exchange
 their batch sizes in every step, in the thread that iterates, so that the exchange keeps its place
-in the order of the training step's collectives.
+in the order of the training step's collectives. `may_add_steps` is True if there may be more steps
+than this worker has parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fastdist.data.batches import emptied
 from fastdist.data.input_context import InputLayout
@@ -18,28 +19,6 @@ from fastdist.errors import FastdistError
 T = TypeVar("T")
 
 _DONE, _MORE, _FAILED, _NOTHING = range(4)
-
-
-class Agreement(Protocol):
-    """Turns a worker's parts into steps that all workers take together.
-
-    Attributes:
-        may_add_steps: True if there may be more steps than this worker has parts.
-    """
-
-    @property
-    def may_add_steps(self) -> bool: ...  # noqa: D102
-
-    def __call__(
-        self, parts: Iterator[Part], spare: Callable[[], Batches | None]
-    ) -> Iterator[Part]:
-        """Yield parts whose `examples` count the examples of all replicas.
-
-        Args:
-            parts: the parts of this worker.
-            spare: makes batches of size zero for a worker without parts; returns None if the
-                source has no example to copy the shapes from.
-        """
 
 
 class Known:
@@ -102,13 +81,23 @@ class OwnData:
     def __call__(
         self, parts: Iterator[Part], spare: Callable[[], Batches | None]
     ) -> Iterator[Part]:
-        """Yield the parts, then batches of size zero until all workers have finished."""
+        """Yield the parts, then batches of size zero until all workers have finished.
+
+        The `examples` of these parts count the examples of all replicas.
+
+        Args:
+            parts: the parts of this worker.
+            spare: makes batches of size zero for a worker without parts; returns None if the
+                source has no example to copy the shapes from.
+        """
         exchange = self._exchange
         empty: Batches | None = None
         while True:
             part = exchange.attempt(lambda: next(parts, None))
-            if empty is None:
-                empty = exchange.attempt(spare) if part is None else _emptied(part)
+            if empty is None and part is not None:
+                empty = tuple(map(emptied, part.batches, part.sizes))
+            elif empty is None:
+                empty = exchange.attempt(spare)
             if part is not None:
                 answers = exchange.tell(_MORE, *part.sizes)
             else:
@@ -127,6 +116,9 @@ class OwnData:
                 yield Part(part.batches, part.sizes, examples)
             else:
                 yield Part(empty, self._none, examples)
+
+
+Agreement = Known | SameData | OwnData  # each makes steps that all workers take together
 
 
 class _Exchange:
@@ -156,8 +148,3 @@ class _Exchange:
                 ranks=failed,
             )
         return answers
-
-
-def _emptied(part: Part) -> Batches:
-    pairs = zip(part.batches, part.sizes, strict=True)
-    return tuple(emptied(batch, size) for batch, size in pairs)

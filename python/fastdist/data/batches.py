@@ -62,7 +62,7 @@ def count_examples(batch: Any) -> int:
     Raises:
         TypeError: the batch has no array and no column.
     """
-    for array in _arrays(batch):
+    for array in arrays_in(batch):
         if array.ndim:
             return len(array)
     inner = batch
@@ -102,7 +102,7 @@ def _are_columns(nodes: Sequence[Any], sizes: Sequence[int]) -> bool:
     items = [(item, size) for n, size in zip(nodes, sizes, strict=True) for item in n]
     if items and all(isinstance(item, (list, tuple)) and len(item) == n for item, n in items):
         return False
-    arrays = [(array, size) for n, size in zip(nodes, sizes, strict=True) for array in _arrays(n)]
+    arrays = [(array, size) for n, size in zip(nodes, sizes, strict=True) for array in arrays_in(n)]
     batched = all(array.ndim and len(array) == size for array, size in arrays)
     alike = len({_kind_of(item) for item, _ in items}) == 1
     return not arrays or (alike and not batched)
@@ -112,7 +112,8 @@ def _kind_of(item: Any) -> tuple[Any, ...]:
     return (type(item), getattr(item, "dtype", None), getattr(item, "ndim", None))
 
 
-def _arrays(node: Any) -> list[Any]:
+def arrays_in(node: Any) -> list[Any]:
+    """Return the tensors and numpy arrays of a structure."""
     return [leaf for leaf in leaves(node) if isinstance(leaf, (torch.Tensor, np.ndarray))]
 
 

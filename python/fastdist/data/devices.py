@@ -54,12 +54,8 @@ class DeviceCopy:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = tuple(devices)
+        self.to_cpu_only = all(device.type == "cpu" for device in devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    @property
-    def to_cpu_only(self) -> bool:
-        """True if all devices are CPUs."""
-        return all(device.type == "cpu" for device in self._devices)
 
     def send(self, part: Part) -> Shipment:
         """Start the copies. Any thread may call."""

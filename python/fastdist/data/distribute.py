@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDataset
 
 from fastdist.data.agreement import Agreement, Known, OwnData, SameData
-from fastdist.data.batches import Collate, collate
+from fastdist.data.batches import Collate, arrays_in, collate
 from fastdist.data.distributed import DistributedDataset
 from fastdist.data.input_context import InputContext, InputLayout
 from fastdist.data.loading import LoaderOptions
@@ -161,14 +161,13 @@ def distribute_datasets_from_function(
             "the dataset function must return an iterable of per-replica batches, got "
             f"{type(batches).__name__}"
         )
-    alone = layout.num_workers == 1
     pipeline = FunctionPipeline(
         IterableStream(batches),
         length_of(batches),
         len(layout.local_replicas),
         (torch.initial_seed(),),
     )
-    agreement: Agreement = Known() if alone else OwnData(layout)
+    agreement: Agreement = Known() if layout.num_workers == 1 else OwnData(layout)
     return DistributedDataset(pipeline, layout, agreement, prefetch, {})
 
 
@@ -321,7 +320,12 @@ class _Builder:
 
     def _batch_size(self) -> int:
         """Return the size of the pipeline's batches: a global batch, or this worker's part."""
-        size = self.request.batch_size
+        size = self.request.global_batch_size
+        if size is None:
+            raise TypeError(
+                "global_batch_size: expected an int, got None; it is optional only for a "
+                "DataLoader that makes batches"
+            )
         if not self._own_batches:
             return size
         if size < self.layout.num_replicas:
@@ -329,8 +333,7 @@ class _Builder:
                 f"AutoShardPolicy.{self.policy.name} needs an example per replica in each global "
                 f"batch, got global_batch_size={size} for {self.layout.num_replicas} replicas"
             )
-        cut = Cutter(self.layout.num_replicas, self.layout.local_replicas)(size)
-        return cut.stop - cut.start
+        return sum(Cutter(self.layout.num_replicas, self.layout.local_replicas)(size).sizes)
 
     def _cutter(self) -> Cutter:
         if self._own_batches:
@@ -345,7 +348,7 @@ class _Builder:
 
     def _options(self) -> LoaderOptions:
         request = self.request
-        return LoaderOptions(self._seed(), num_workers=request.num_workers, **request.loading)
+        return LoaderOptions(self._seed(), request.num_workers, request.loading)
 
 
 def _is_arrays(source: Any) -> bool:
@@ -364,7 +367,7 @@ def _is_arrays(source: Any) -> bool:
 
 def _is_batch(example: Any, size: int | None) -> bool:
     """Return True if arrays look like a batch of `size` examples: data of each and a label."""
-    arrays = [leaf for leaf in leaves(example) if isinstance(leaf, (torch.Tensor, np.ndarray))]
+    arrays = arrays_in(example)
     dimensions = {array.ndim for array in arrays}
     lengths = {array.shape[:1] for array in arrays}
     return 1 in dimensions and len(dimensions) > 1 and lengths == {(size,)}

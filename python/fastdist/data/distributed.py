@@ -83,11 +83,8 @@ class DistributedDataset(Generic[B]):
         self._pipeline = pipeline
         self._copy: BatchCopy = DeviceCopy(layout.devices)
         if layout.make_copy is not None:
-            sizes = pipeline.batch_sizes
-            is_even = sizes is not None and len(sizes) == 1
-            self._copy = layout.make_copy(
-                is_even and not any(size % layout.num_replicas for size in sizes or ())
-            )
+            size = pipeline.equal_size
+            self._copy = layout.make_copy(size is not None and size % layout.num_replicas == 0)
         self._agreement = agreement
         self._prefetch = prefetch
         # Copying rows takes less time than a handover from another thread.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,18 +14,17 @@ from fastdist.data.drawing import epoch_seed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """Arguments for the DataLoader, with its names and units.
+    """The settings of all epochs.
 
     Attributes:
         seed: ints that, with the epoch, seed the random streams.
+        num_workers: loader processes; 0: none.
+        further: other arguments of the DataLoader.
     """
 
     seed: tuple[int, ...]
-    num_workers: int = 0
-    timeout: float = 0
-    worker_init_fn: Callable[[int], None] | None = None
-    prefetch_factor: int | None = None
-    multiprocessing_context: Any = None
+    num_workers: int
+    further: dict[str, Any]
 
 
 def load(dataset: Any, options: LoaderOptions, epoch: int, **batching: Any) -> Iterator[Any]:
@@ -46,10 +45,7 @@ def load(dataset: Any, options: LoaderOptions, epoch: int, **batching: Any) -> I
             dataset,
             generator=torch.Generator().manual_seed(epoch_seed(options.seed, epoch)),
             num_workers=options.num_workers,
-            timeout=options.timeout,
-            worker_init_fn=options.worker_init_fn,
-            prefetch_factor=options.prefetch_factor,
-            multiprocessing_context=options.multiprocessing_context,
+            **options.further,
             **arguments,
         )
     )

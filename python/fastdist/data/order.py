@@ -6,26 +6,11 @@ import dataclasses
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from fastdist.data.drawing import epoch_seed, with_own_draws
-
-
-class IndexOrder(Protocol):
-    """Cuts the indices of each epoch into batches."""
-
-    @property
-    def steps(self) -> int | None:
-        """Batches per epoch; None if unknown."""
-
-    @property
-    def batch_sizes(self) -> frozenset[int] | None:
-        """The sizes that occur among the batches; None if unknown."""
-
-    def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
-        """Yield an epoch's batches of indices without the first `skip`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,16 +38,17 @@ class RangeOrder:
         return whole + (1 if rest and not self.drop_remainder else 0)
 
     @property
-    def batch_sizes(self) -> frozenset[int]:
-        """The batch size, and the size of the last batch if it is smaller."""
-        last = self.length % self.batch_size
-        sizes = {self.batch_size}
-        if last and not self.drop_remainder:
-            sizes = {last} if self.length < self.batch_size else {self.batch_size, last}
-        return frozenset(sizes)
+    def equal_size(self) -> int | None:
+        """The size of all batches; None if the last batch is smaller than others."""
+        if self.drop_remainder or not self.length % self.batch_size:
+            return self.batch_size
+        return self.length if self.length < self.batch_size else None
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
-        """Yield ranges if the order is ascending, else slices of the permutation (int64)."""
+        """Yield an epoch's batches of indices without the first `skip`.
+
+        They are ranges if the order is ascending, else slices of the permutation (int64).
+        """
         order: Any = range(self.length)
         if self.seed is not None:
             order = np.random.default_rng((*self.seed, epoch)).permutation(self.length)
@@ -88,6 +74,8 @@ class SampledOrder:
     sampler: Any
     seed: tuple[int, ...]
 
+    equal_size = None  # unknown
+
     @property
     def steps(self) -> int | None:
         """The length of the batch sampler; None if it has no length."""
@@ -96,13 +84,8 @@ class SampledOrder:
         except TypeError:
             return None
 
-    @property
-    def batch_sizes(self) -> frozenset[int] | None:
-        """None: the sizes are unknown."""
-        return None
-
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
-        """Yield the batch sampler's batches."""
+        """Yield the batch sampler's batches without the first `skip`."""
         set_epoch = getattr(self.sampler, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -110,6 +93,9 @@ class SampledOrder:
             lambda: map(list, self.batch_sampler), epoch_seed(self.seed, epoch)
         )
         return itertools.islice(batches, skip, None)
+
+
+IndexOrder = RangeOrder | SampledOrder
 
 
 def fingerprint(indices: Sequence[Any]) -> int:

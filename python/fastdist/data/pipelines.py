@@ -3,15 +3,21 @@
 A pipeline reads by index (`ArrayPipeline`, `ExamplePipeline`) and loads only the examples of the
 local replicas; or it reads a whole stream (`StreamPipeline`); or it takes batches from the iterable
 that a dataset function returned (`FunctionPipeline`). The batches are not yet on their devices.
+
+`open` returns an epoch's parts without the first `skip`, and starts the loader processes. `spare`
+makes batches of size zero, for a worker without data; None if the source is empty. `equal_size` is
+the size of all batches before they are cut, None if sizes may differ; `reads_cpu_memory` is True if
+a pipeline only copies rows from CPU memory to CPU memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,31 +51,6 @@ class Part:
     token: int = 0
 
 
-class Pipeline(Protocol):
-    """One worker's input.
-
-    Attributes:
-        reads_cpu_memory: True if it only copies rows from CPU memory to CPU memory.
-    """
-
-    @property
-    def reads_cpu_memory(self) -> bool: ...  # noqa: D102
-
-    @property
-    def steps(self) -> int | None:
-        """Parts per epoch; None if unknown."""
-
-    @property
-    def batch_sizes(self) -> frozenset[int] | None:
-        """The sizes of the batches before they are cut into parts; None if unknown."""
-
-    def open(self, epoch: int, skip: int) -> Iterator[Part]:
-        """Return an epoch's parts without the first `skip`; starts the loader processes."""
-
-    def spare(self) -> Batches | None:
-        """Make batches of size zero, for a worker without data; None if the source is empty."""
-
-
 class ArrayPipeline:
     """Slices arrays that are in memory.
 
@@ -82,7 +63,8 @@ class ArrayPipeline:
     def __init__(self, columns: Any, order: IndexOrder, cut: Cutter) -> None:
         self._columns = map_structure(_column, columns)
         tensors = [leaf for leaf in leaves(columns) if isinstance(leaf, torch.Tensor)]
-        self._on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
+        self.reads_cpu_memory = all(tensor.device.type == "cpu" for tensor in tensors)
+        self.equal_size = order.equal_size
         self._order = order
         self._cut = cut
 
@@ -90,16 +72,6 @@ class ArrayPipeline:
     def steps(self) -> int | None:
         """Parts per epoch."""
         return self._order.steps
-
-    @property
-    def batch_sizes(self) -> frozenset[int] | None:
-        """The sizes that the order gives."""
-        return self._order.batch_sizes
-
-    @property
-    def reads_cpu_memory(self) -> bool:
-        """True if all arrays are in CPU memory."""
-        return self._on_cpu
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Yield the parts, as copies: changing a batch in place does not change the source."""
@@ -121,7 +93,7 @@ class ArrayPipeline:
 
         def take(column: Any) -> Any:
             if isinstance(column, torch.Tensor):
-                here = index if self._on_cpu else index.to(column.device)
+                here = index if self.reads_cpu_memory else index.to(column.device)
                 return column.index_select(0, here)
             return _as_tensor(column[array])
 
@@ -144,6 +116,7 @@ class ExamplePipeline:
     def __init__(
         self, dataset: Any, order: IndexOrder, cut: Cutter, collate: Collate, options: LoaderOptions
     ) -> None:
+        self.equal_size = order.equal_size
         self._dataset = _PartDataset(dataset, collate)
         self._order = order
         self._cut = cut
@@ -153,11 +126,6 @@ class ExamplePipeline:
     def steps(self) -> int | None:
         """Parts per epoch."""
         return self._order.steps
-
-    @property
-    def batch_sizes(self) -> frozenset[int] | None:
-        """The sizes that the order gives."""
-        return self._order.batch_sizes
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; examples of skipped parts are not loaded."""
@@ -214,10 +182,12 @@ class StreamPipeline:
         length: int | None,
         peek: Callable[[], list[Any]],
     ) -> None:
+        self.equal_size = batch_size if drop_remainder else None
         self._stream = stream
         self._batch_size = batch_size
         self._drop_remainder = drop_remainder
-        self._cut_batch = _CutBatch(cut, collate)
+        self._cut = cut
+        self._collate = collate
         self._options = options
         self._length = length
         self._peek = peek
@@ -230,11 +200,6 @@ class StreamPipeline:
         whole, rest = divmod(self._length, self._batch_size)
         return whole + (1 if rest and not self._drop_remainder else 0)
 
-    @property
-    def batch_sizes(self) -> frozenset[int] | None:
-        """The batch size if a remainder is dropped, else None."""
-        return frozenset({self._batch_size}) if self._drop_remainder else None
-
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; the first `skip` parts are read and dropped."""
 
@@ -245,7 +210,7 @@ class StreamPipeline:
                 epoch,
                 batch_size=self._batch_size,
                 drop_last=self._drop_remainder,
-                collate_fn=self._cut_batch,
+                collate_fn=functools.partial(_cut_batch, self._cut, self._collate),
             )
 
         if self._options.num_workers:
@@ -257,7 +222,7 @@ class StreamPipeline:
     def spare(self) -> Batches | None:
         """Make batches of size zero from an example of the source."""
         for example in self._peek():
-            return self._cut_batch.empty(example)
+            return collate_parts([example], 0, self._cut(0).sizes, self._collate)
         return None
 
 
@@ -272,6 +237,7 @@ class FunctionPipeline:
     """
 
     reads_cpu_memory = False
+    equal_size = None  # unknown
 
     def __init__(
         self,
@@ -289,11 +255,6 @@ class FunctionPipeline:
     def steps(self) -> int | None:
         """Parts per epoch; None if the iterable has no length."""
         return None if self._length is None else -(-self._length // self._replicas)
-
-    @property
-    def batch_sizes(self) -> frozenset[int] | None:
-        """None: the sizes are unknown."""
-        return None
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; the first `skip` parts are read and dropped."""
@@ -315,6 +276,9 @@ class FunctionPipeline:
                 dealt.append(emptied(dealt[0], sizes[0]))
                 sizes.append(0)
             yield Part(tuple(dealt), tuple(sizes), tuple(sizes))
+
+
+Pipeline = ArrayPipeline | ExamplePipeline | StreamPipeline | FunctionPipeline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -362,20 +326,11 @@ class _PartDataset(Dataset[Part]):
         return examples
 
 
-class _CutBatch:
-    """A collate_fn for DataLoader that makes the worker's part of a global batch."""
-
-    def __init__(self, cut: Cutter, collate: Collate) -> None:
-        self._cut = cut
-        self._collate = collate
-
-    def __call__(self, examples: list[Any]) -> Part:
-        cut = self._cut(len(examples))
-        batches = collate_parts(examples, cut.start, cut.sizes, self._collate)
-        return Part(batches, cut.sizes, cut.examples, len(examples))
-
-    def empty(self, example: Any) -> Batches:
-        return collate_parts([example], 0, self._cut(0).sizes, self._collate)
+def _cut_batch(cutter: Cutter, collate: Collate, examples: list[Any]) -> Part:
+    """Make the worker's part of a global batch."""
+    cut = cutter(len(examples))
+    batches = collate_parts(examples, cut.start, cut.sizes, collate)
+    return Part(batches, cut.sizes, cut.examples, len(examples))
 
 
 def collate_parts(

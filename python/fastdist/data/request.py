@@ -61,20 +61,6 @@ class Request:
     batch_sampler: Iterable[Sequence[Any]] | None = None
     loading: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def batch_size(self) -> int:
-        """The global batch size.
-
-        Raises:
-            TypeError: it was not given.
-        """
-        if self.global_batch_size is None:
-            raise TypeError(
-                "global_batch_size: expected an int, got None; it is optional only for a "
-                "DataLoader that makes batches"
-            )
-        return self.global_batch_size
-
 
 def checked(request: Request) -> Request:
     """Check all arguments, and replace a DataLoader by its dataset and settings.

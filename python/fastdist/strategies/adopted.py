@@ -22,20 +22,25 @@ from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.communicators import ReplicaCommunicators
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
+from fastdist.training.buffers import (
+    BufferedModule,
+    BufferSync,
+    buffered_modules,
+    specs_of,
+)
 from fastdist.training.contributions import Accumulation, ReducedParameter
 from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.gradients import GradientSync
-from fastdist.training.in_sync import require_in_sync
-from fastdist.training.lazy_modules import when_initialized
 from fastdist.training.module_structure import structure_of
 from fastdist.training.modules import (
     broadcast_state,
     is_materialized,
     named_buffers,
     named_parameters,
+    require_in_sync,
     require_same_structure,
     sparse_parameters,
+    when_initialized,
 )
 from fastdist.training.optimizer_steps import OptimizerSteps
 from fastdist.training.outside import OutsideParameters
@@ -230,7 +235,9 @@ class AdoptedModules:
         if self.sync is not None:
             self.sync.close()
             self.sync = None
-        self._buffers = BufferSync(list(self._buffered()), self._buffer_places, self._buffers)
+        self._buffers = BufferSync(
+            list(self._buffered()), self._buffer_places, self._buffers.examples
+        )
         if communicators is not None:
             self.sync = GradientSync(
                 communicators.gradients,
@@ -262,6 +269,8 @@ class AdoptedModules:
         if replicas > 1:
             self._steps.begin(has_one_copy=False)
         for model in self._models:
+            for buffered in model.buffered:
+                buffered.seen, buffered.is_written = None, False
             for reduced in model.parameters:
                 if (parameter := reduced.ref()) is not None:
                     parameter.grad = None
@@ -282,11 +291,12 @@ class AdoptedModules:
     def _buffered_module(self, module: nn.Module) -> BufferedModule:
         """Describe a module with buffers; one that is known keeps its place."""
         known = (buffered for model in self._models for buffered in model.buffered)
-        place = next((buffered.place for buffered in known if buffered.ref() is module), None)
-        if place is None:
-            place = self._buffer_places
+        found = next((buffered for buffered in known if buffered.ref() is module), None)
+        if found is None:
             self._buffer_places += 1
-        return BufferedModule.of(place, module)
+            return BufferedModule.of(self._buffer_places - 1, module)
+        found.specs = specs_of(module)
+        return found
 
     def _reduced(self) -> Iterator[ReducedParameter]:
         """Yield every parameter once, as part of the first model that contains it."""

@@ -21,15 +21,20 @@ from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.tpu.mesh import Mesh
 from fastdist.tpu.optimizer_states import make_states
 from fastdist.tpu.padding import tensors_in
-from fastdist.tpu.tensor_hooks import copy_hooks
-from fastdist.training.in_sync import require_in_sync
+from fastdist.training.contributions import GradientHook
 from fastdist.training.modules import (
     broadcast_state,
     is_materialized,
     named_buffers,
     named_parameters,
+    require_in_sync,
     require_same_structure,
 )
+
+_TENSOR_HOOKS = {
+    "_backward_hooks": torch.Tensor.register_hook,
+    "_post_accumulate_grad_hooks": torch.Tensor.register_post_accumulate_grad_hook,
+}
 
 
 class AdoptedModules:
@@ -40,6 +45,7 @@ class AdoptedModules:
         hosts: a communicator with one rank per process of the mesh; None if there is one process.
 
     Attributes:
+        parameters: the parameters, each once, with their names.
         held: ids of the parameters whose gradients differ between replicas.
         has_batch_norm: True if a module normalizes over batches.
     """
@@ -49,10 +55,10 @@ class AdoptedModules:
         self.local_replica_ids = tuple(mesh.local)
         self._hosts = hosts
         self.roots: list[nn.Module] = []
+        self.parameters: list[tuple[str, nn.Parameter]] = []
         self.held: set[int] = set()
         self._mesh = mesh
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._parameters: list[tuple[str, nn.Parameter]] = []
         self._buffers: list[torch.Tensor] = []
         self._locals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # buffer, stacked values
         self._local_gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -69,7 +75,12 @@ class AdoptedModules:
             FastdistError: the modules differ between processes.
         """
         named = [*named_parameters(roots), *named_buffers(roots)]
-        _require_materialized(named)
+        for name, tensor in named:
+            if not is_materialized(tensor):
+                raise UnsupportedError(
+                    f"{name} belongs to a lazy module and has no shape yet: call the model once "
+                    "before it is adopted, so that it makes its parameters"
+                )
         self._move(named)
         known = set(map(id, self.roots))
         self.roots += [root for root in roots if id(root) not in known]
@@ -96,7 +107,7 @@ class AdoptedModules:
             moved = nn.Parameter(moved, tensor.requires_grad)
         if tensor.grad is not None:
             moved.grad = self._mesh.replicate(tensor.grad)
-        copy_hooks(tensor, moved)
+        _copy_hooks(tensor, moved)
         moved.__dict__.update(tensor.__dict__)
         torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]
 
@@ -106,11 +117,11 @@ class AdoptedModules:
         if structure != self._structure:
             self._structure = structure
             self._look()
-            self._move([*self._parameters, *named_buffers(self.roots)])
+            self._move([*self.parameters, *named_buffers(self.roots)])
         self._push_components()
 
     def _look(self) -> None:
-        self._parameters = named_parameters(self.roots)
+        self.parameters = named_parameters(self.roots)
         apart = local_components(self.roots) if self.num_replicas_in_sync > 1 else set()
         named = named_buffers(self.roots)
         self._buffers = [buffer for _, buffer in named if id(buffer) not in apart]
@@ -122,11 +133,6 @@ class AdoptedModules:
             if id(buffer) in apart and (known is None or known[0] is not buffer):
                 rows = buffer.detach().cpu().expand(len(self.local_replica_ids), *buffer.shape)
                 self._locals[id(buffer)] = buffer, self._mesh.stack(rows.contiguous())
-
-    @property
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters, each once, with their names."""
-        return self._parameters
 
     # --- around a run ---------------------------------------------------------------------------
 
@@ -140,7 +146,7 @@ class AdoptedModules:
                 tensor.data = enter(tensor)
             for buffer, stacked in self._locals.values():
                 buffer.data = enter(stacked, True)
-            for _, parameter in self._parameters:
+            for _, parameter in self.parameters:
                 if parameter.grad is None:
                     continue
                 known = self._local_gradients.get(id(parameter))
@@ -166,7 +172,7 @@ class AdoptedModules:
                 self._locals[key] = buffer, stacked
                 buffer.data = self._mesh.shared(stacked[0])
                 made.append(stacked)
-            for _, parameter in self._parameters:
+            for _, parameter in self.parameters:
                 if parameter.grad is None:
                     self.held.discard(id(parameter))
                 elif id(parameter) in self.held:
@@ -180,7 +186,7 @@ class AdoptedModules:
         return made
 
     def _replicated(self) -> Iterator[torch.Tensor]:
-        for _, parameter in self._parameters:
+        for _, parameter in self.parameters:
             yield parameter
         yield from self._buffers
         for optimizer in self._optimizers:
@@ -191,7 +197,7 @@ class AdoptedModules:
 
     def tensor_ids(self) -> set[int]:
         """Return the ids of all tensors that `leave` converts."""
-        grads = [id(p.grad) for _, p in self._parameters if p.grad is not None]
+        grads = [id(p.grad) for _, p in self.parameters if p.grad is not None]
         own = [id(buffer) for buffer, _ in self._locals.values()]
         return {*map(id, self._replicated()), *grads, *own}
 
@@ -201,7 +207,7 @@ class AdoptedModules:
             return lambda: None
         with torch.no_grad():
             kept = [(tensor, tensor.detach()) for tensor in self._replicated()]
-            gradients = [(parameter, parameter.grad) for _, parameter in self._parameters]
+            gradients = [(parameter, parameter.grad) for _, parameter in self.parameters]
         stacked = dict(self._locals)
 
         def restore() -> None:
@@ -235,17 +241,17 @@ class AdoptedModules:
         key = id(variable)
         if key not in self._components:
             self._components[key] = [
-                _component(variable, value) for value in self._values(variable)
+                Variable(
+                    value,
+                    synchronization=variable.synchronization,
+                    aggregation=variable.aggregation,
+                )
+                for value in self.components(variable)
             ]
         return self._components[key]
 
-    def components(self, thing: nn.Parameter | Variable) -> list[torch.Tensor]:
-        """Return the tensor of a parameter, or a variable's copies, one per replica."""
-        if isinstance(thing, Variable):
-            return self._values(thing)
-        return [thing]
-
-    def _values(self, variable: Variable) -> list[torch.Tensor]:
+    def components(self, variable: Variable) -> list[torch.Tensor]:
+        """Return copies of a variable's values on the devices, one per replica, on the CPU."""
         known = self._locals.get(id(variable.component))
         if known is None:
             value = variable.component.detach().cpu()
@@ -276,7 +282,7 @@ class AdoptedModules:
         replicas: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.local_replica_ids]
         shared = {id(buffer) for buffer in self._buffers}
         buffers = [(n, b) for n, b in named_buffers(self.roots) if id(b) in shared]
-        for name, tensor in [*self._parameters, *buffers]:
+        for name, tensor in [*self.parameters, *buffers]:
             for replica, row in zip(replicas, self._mesh.rows(tensor), strict=False):
                 replica.append((name, row))
         require_in_sync(self._hosts, replicas)
@@ -299,19 +305,13 @@ def _ids_in(roots: Sequence[nn.Module]) -> list[int]:
     return found
 
 
-def _require_materialized(named: Sequence[tuple[str, torch.Tensor]]) -> None:
-    for name, tensor in named:
-        if not is_materialized(tensor):
-            raise UnsupportedError(
-                f"{name} belongs to a lazy module and has no shape yet: call the model once "
-                "before it is adopted, so that it makes its parameters"
-            )
-
-
-def _component(variable: Variable, value: torch.Tensor) -> Variable:
-    return Variable(
-        value, synchronization=variable.synchronization, aggregation=variable.aggregation
-    )
+def _copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Register the hooks that users have put on `source` on `target` too."""
+    for name, register in _TENSOR_HOOKS.items():
+        hooks = (getattr(source, name) or {}) if is_materialized(source) else {}
+        for hook in hooks.values():
+            if not isinstance(hook, GradientHook):
+                register(target, hook)  # type: ignore[no-untyped-call]
 
 
 def _is_on_devices(value: object) -> bool:

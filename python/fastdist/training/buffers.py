@@ -25,7 +25,7 @@ from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.modules import is_materialized
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BufferedModule:
     """A module with buffers.
 
@@ -35,46 +35,32 @@ class BufferedModule:
         ref: a weak reference to the module.
         specs: shape and dtype of each buffer; replicas that have released the module contribute
             zeros of these shapes.
+        seen: the buffers' versions at the last check; None until a `BufferSync` watches the module.
+        is_written: True if forward has written the buffers since they were averaged.
     """
 
     place: int
     ref: weakref.ref[nn.Module]
     specs: tuple[tuple[torch.Size, torch.dtype], ...]
+    seen: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
+    is_written: bool = False
 
     @classmethod
     def of(cls, place: int, module: nn.Module) -> BufferedModule:
         """Describe a module as it is now."""
-        specs = tuple((buffer.shape, buffer.dtype) for buffer in _materialized(module))
-        return cls(place, weakref.ref(module), specs)
+        return cls(place, weakref.ref(module), specs_of(module))
 
-
-@dataclass(slots=True)
-class _Watched:
-    """A module with buffers, and the versions of its buffers at the last check."""
-
-    buffered: BufferedModule
-    seen: list[tuple[weakref.ref[torch.Tensor], int]]
-    is_written: bool = False
-
-    @classmethod
-    def of(cls, buffered: BufferedModule) -> _Watched:
-        """Watch a module from now on."""
-        module = buffered.ref()
-        return cls(buffered, [] if module is None else _stamps(module))
-
-    @property
-    def place(self) -> int:
-        return self.buffered.place
-
-    def module(self) -> nn.Module | None:
-        return self.buffered.ref()
+    def look(self) -> None:
+        """Record the present versions of the buffers as seen."""
+        module = self.ref()
+        self.seen = [] if module is None else _stamps(module)
 
     def buffers(self, device: torch.device) -> list[torch.Tensor]:
-        """Return its buffers; zeros in their place if the module was released."""
-        module = self.module()
+        """Return the buffers; zeros in their place if the module was released."""
+        module = self.ref()
         if module is not None:
             return _materialized(module)
-        return [torch.zeros(s, dtype=d, device=device) for s, d in self.buffered.specs]
+        return [torch.zeros(s, dtype=d, device=device) for s, d in self.specs]
 
 
 class BufferSync:
@@ -83,7 +69,7 @@ class BufferSync:
     Args:
         modules: the same list on all replicas; a replica may have released some modules.
         places: the number of places of modules.
-        before: the sync that this one replaces, with its buffers that are not averaged yet.
+        examples: the initial value of the attribute.
 
     Attributes:
         examples: number of examples of each replica in the runs since buffers were averaged; None
@@ -91,17 +77,17 @@ class BufferSync:
     """
 
     def __init__(
-        self, modules: Sequence[BufferedModule], places: int, before: BufferSync | None = None
+        self,
+        modules: Sequence[BufferedModule],
+        places: int,
+        examples: tuple[int, ...] | None = None,
     ) -> None:
         self.places = places
-        self.examples: tuple[int, ...] | None = None if before is None else before.examples
-        known = {} if before is None else {watched.place: watched for watched in before._modules}
-        self._modules: list[_Watched] = [
-            _Watched.of(buffered)
-            if (watched := known.get(buffered.place)) is None
-            else _Watched(buffered, watched.seen, watched.is_written)
-            for buffered in modules
-        ]
+        self.examples = examples
+        self._modules = modules
+        for buffered in modules:
+            if buffered.seen is None:
+                buffered.look()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def keep(self) -> None:
@@ -117,9 +103,7 @@ class BufferSync:
                 buffer.copy_(kept)
         self._kept = None
         for buffered in self._modules:
-            module = buffered.module()
-            if module is not None:
-                buffered.seen = _stamps(module)
+            buffered.look()
 
     def _weight(self, replica: int) -> float:
         return 1.0 if self.examples is None else float(self.examples[replica])
@@ -157,14 +141,14 @@ class BufferSync:
         alive = self.floating()
         device = alive[0].device if alive else torch.device("cpu")
         with torch.no_grad():
-            for watched in self._modules:
-                total = total_of[watched.place]
-                own = self._weight(communicator.rank) if watched.is_written else 0.0
-                watched.is_written = False
+            for buffered in self._modules:
+                total = total_of[buffered.place]
+                own = self._weight(communicator.rank) if buffered.is_written else 0.0
+                buffered.is_written = False
                 if not total > 0.0:
                     continue
-                buffers = watched.buffers(device)
-                if writers_of[watched.place] < communicator.world_size:
+                buffers = buffered.buffers(device)
+                if writers_of[buffered.place] < communicator.world_size:
                     _share_counts(communicator, buffers, own / total)
                 for buffer in buffers:
                     if id(buffer) in parts or not buffer.is_floating_point():
@@ -174,9 +158,7 @@ class BufferSync:
                     else:
                         buffer.zero_()
                     parts[id(buffer)] = buffer
-                module = watched.module()
-                if module is not None:
-                    watched.seen = _stamps(module)
+                buffered.look()
         if not parts:
             return None
         work: Work = communicator.all_reduce(list(parts.values()), "sum", async_op=True)
@@ -188,7 +170,7 @@ class BufferSync:
         self.restore()
         written = []
         for buffered in self._modules:
-            module = buffered.module()
+            module = buffered.ref()
             if buffered.is_written and module is not None:
                 written += _floating(module)
             buffered.is_written = False
@@ -196,22 +178,29 @@ class BufferSync:
 
     def floating(self) -> list[torch.Tensor]:
         """Return all buffers that may be averaged."""
-        modules = (buffered.module() for buffered in self._modules)
+        modules = (buffered.ref() for buffered in self._modules)
         alive = [module for module in modules if module is not None]
         return list({id(b): b for module in alive for b in _floating(module)}.values())
 
     def _note_written(self) -> None:
         # torch's batch_norm bumps only the version of num_batches_tracked, not of its statistics.
         for buffered in self._modules:
-            module = buffered.module()
+            module = buffered.ref()
             if module is None:
                 continue
-            now = _stamps(module)
-            if len(now) != len(buffered.seen) or any(
-                a() is not b() or v != w for (a, v), (b, w) in zip(now, buffered.seen, strict=True)
+            now, seen = _stamps(module), buffered.seen
+            if (
+                seen is None
+                or len(now) != len(seen)
+                or any(a() is not b() or v != w for (a, v), (b, w) in zip(now, seen, strict=True))
             ):
                 buffered.is_written |= self._kept is None
                 buffered.seen = now
+
+
+def specs_of(module: nn.Module) -> tuple[tuple[torch.Size, torch.dtype], ...]:
+    """Return the shape and dtype of each buffer of a module."""
+    return tuple((buffer.shape, buffer.dtype) for buffer in _materialized(module))
 
 
 def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:

@@ -7,7 +7,7 @@ weighted when they are computed, since they are sent along with a batch that has
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -92,7 +92,6 @@ class Contributions:
         self._replicas = replicas
         self._accumulation = accumulation
         self._reduction = reduction
-        self._watched: set[int] = set()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def watch(self, i: int) -> None:
@@ -100,17 +99,16 @@ class Contributions:
 
         Every trainable parameter must be watched.
         """
-        self._watched.add(i)
         if self._reduction == "sum":
             self._watch_before(i, self._before_gradient)
         elif self._accumulation.weighs_early:
             self._watch_before(i, self._weighted)
 
-    def hold(self) -> None:
+    def hold(self, watched: Iterable[int]) -> None:
         """Prepare for `no_sync`: gradients are weighted as they are computed from now on."""
         if self._reduction == "mean" and not self._accumulation.weighs_early:
             self._accumulation.weighs_early = True
-            for i in sorted(self._watched):
+            for i in watched:
                 self._watch_before(i, self._weighted)
 
     def close(self) -> None:
@@ -235,8 +233,7 @@ _USES_OF_ONE_TENSOR = _uses(torch.ones(1))
 
 
 @_disable_dynamo
-def call_weakly(method: Any, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
+def call_weakly(method: Any, *given: Any) -> Any:
     """Call a weakly bound method; torch's hooks would keep a strategy alive forever."""
     found = method()
-    result: torch.Tensor | None = None if found is None else found(i, gradient)
-    return result
+    return None if found is None else found(*given)

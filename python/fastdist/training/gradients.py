@@ -120,24 +120,22 @@ class GradientSync:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
         self._next = 0  # next bucket to send
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._hooked: set[int] = set()
+        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self.watch()
 
     def watch(self) -> None:
         """Register hooks on trainable parameters without a hook, such as newly unfrozen ones."""
         for i, parameter in self._unhooked():
-            self._hooked.add(i)
             after = GradientHook(call_weakly, weakref.WeakMethod(self._on_gradient), i)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            self._hooks[i] = parameter.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
             self._contributions.watch(i)
 
     def _unhooked(self) -> Iterator[tuple[int, torch.nn.Parameter]]:
         """Yield the trainable parameters without a hook, with their indices."""
-        if len(self._hooked) == len(self._parameters):
+        if len(self._hooks) == len(self._parameters):
             return
         for i, reduced in enumerate(self._parameters):
-            parameter = None if i in self._hooked else reduced.ref()
+            parameter = None if i in self._hooks else reduced.ref()
             if parameter is not None and _is_trainable(parameter):
                 yield i, parameter
 
@@ -145,7 +143,7 @@ class GradientSync:
     def held(self) -> Iterator[None]:
         """Return a context manager whose gradients are sent by the next backward outside."""
         accumulation = self._accumulation  # another sync may take over while this is open
-        self._contributions.hold()
+        self._contributions.hold(sorted(self._hooks))
         accumulation.is_held = True
         try:
             yield
@@ -200,7 +198,7 @@ class GradientSync:
     def close(self) -> None:
         """Remove the hooks."""
         self._contributions.close()
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     def require_reduced(self) -> None:

@@ -61,15 +61,13 @@ class GraphedStep:
             calls = self._calls[key] = self._calls.get(key, 0) + 1
             if calls <= _WARM_UP_CALLS or not self._has_room():
                 return self._step(*args, **kwargs)
-            self._graphs[key] = self._captured(given)
+            own_args, own_kwargs = map_structure(_copied, given)
+            replay = self._capture(lambda: self._step(*own_args, **own_kwargs))
+            self._graphs[key] = _tensors_of((own_args, own_kwargs)), replay
         inputs, replay = self._graphs[key]
         for own, theirs in zip(inputs, _tensors_of(given), strict=True):
             own.copy_(theirs)
         return map_structure(_copied, replay())
-
-    def _captured(self, given: Any) -> tuple[list[torch.Tensor], Replay]:
-        args, kwargs = map_structure(_copied, given)
-        return _tensors_of((args, kwargs)), self._capture(lambda: self._step(*args, **kwargs))
 
     def _has_room(self) -> bool:
         if len(self._graphs) < _MAX_GRAPHS:

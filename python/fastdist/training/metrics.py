@@ -185,13 +185,6 @@ def _reset(metric: Any, reset: Callable[[], None]) -> None:
         reset()
 
 
-def _plain_reduce(metric: Any, plain: type) -> Any:
-    stripped: Any = object.__new__(plain)
-    own = metric.__dict__.items()
-    stripped.__dict__.update((k, v) for k, v in own if not k.startswith("_fastdist"))
-    return stripped.__reduce_ex__(1)  # later protocols check the object's class
-
-
 def _gathered(*_: Any, **__: Any) -> None:
     """Return a marker for `join_states` in the argument `dist_sync_fn` of torchmetrics."""
 
@@ -265,10 +258,7 @@ def _metric_class(plain: Any) -> type:
                 with _alone():
                     self.reset()
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _plain_reduce(self, plain)
-
-    return _named_as(plain, Adopted)
+    return _like(plain, Adopted)
 
 
 def _collection_class(plain: Any) -> type:
@@ -308,13 +298,19 @@ def _collection_class(plain: Any) -> type:
                 self._groups = {i: list(names) for i, (_, names) in enumerate(alike)}
                 self.__dict__[_GROUPED] = True
 
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _plain_reduce(self, plain)
-
-    return _named_as(plain, Adopted)
+    return _like(plain, Adopted)
 
 
-def _named_as(plain: type, kind: type) -> type:
+def _like(plain: type, kind: type) -> type:
+    """Give an adopted class the names of its original; copies and pickles have the original."""
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        stripped: Any = object.__new__(plain)
+        own = self.__dict__.items()
+        stripped.__dict__.update((k, v) for k, v in own if not k.startswith("_fastdist"))
+        return stripped.__reduce_ex__(1)  # later protocols check the object's class
+
+    kind.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(kind, name, getattr(plain, name))
     return kind

@@ -1,4 +1,7 @@
-"""Finds modules made in a strategy's scope by torch's registration hooks, and synchronizes them."""
+"""Finds the modules made in a strategy's scope by torch's registration hooks.
+
+Names, compares, hashes and broadcasts the tensors of modules.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
@@ -76,27 +80,23 @@ class ModuleRecorder:
 
 def named_parameters(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     """Return every parameter once, with its name; several roots add a prefix to the names."""
-    return list(_once(_named(roots, nn.Module.named_parameters)))
+    return _named(roots, nn.Module.named_parameters)
 
 
 def named_buffers(roots: Sequence[nn.Module]) -> list[tuple[str, torch.Tensor]]:
     """Return every buffer once, named as by `named_parameters`."""
-    return list(_once(_named(roots, nn.Module.named_buffers)))
+    return _named(roots, nn.Module.named_buffers)
 
 
 def _named(
     roots: Sequence[nn.Module], names: Callable[..., Iterator[tuple[str, T]]]
-) -> Iterator[tuple[str, T]]:
+) -> list[tuple[str, T]]:
+    found: dict[int, tuple[str, T]] = {}
     for i, root in enumerate(roots):
-        yield from names(root, prefix=f"{type(root).__name__}[{i}]" if len(roots) > 1 else "")
-
-
-def _once(named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    seen: set[int] = set()
-    for name, tensor in named:
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+        prefix = f"{type(root).__name__}[{i}]" if len(roots) > 1 else ""
+        for name, tensor in names(root, prefix=prefix):
+            found.setdefault(id(tensor), (name, tensor))
+    return list(found.values())
 
 
 def sparse_parameters(roots: Sequence[nn.Module]) -> set[int]:
@@ -138,6 +138,53 @@ def require_same_structure(
             )
 
 
+def require_in_sync(
+    workers: Communicator | None, replicas: Sequence[Sequence[tuple[str, torch.Tensor]]]
+) -> None:
+    """Compare hashes of named tensors over all replicas. Every worker must call.
+
+    Args:
+        workers: connects all processes; None if this is the only process.
+        replicas: for each local replica, its tensors with their names.
+
+    Raises:
+        FastdistError: the tensors differ; the message names the first tensor that differs, and
+            the replicas that differ from replica 0.
+    """
+    digests = [{name: tensor_digest(tensor) for name, tensor in named} for named in replicas]
+    if workers is not None:
+        digests = [rows for worker in workers.all_gather_object(digests) for rows in worker]
+    for name, digest in digests[0].items():
+        differing = tuple(r for r, rows in enumerate(digests) if rows.get(name, digest) != digest)
+        if differing:
+            raise FastdistError(
+                f"replicas are out of sync: {name} differs on replicas {list(differing)} from "
+                f"replica 0. Was it changed on one replica only?",
+                differing,
+            )
+
+
+def when_initialized(roots: Sequence[nn.Module], then: Callable[[nn.Module], None]) -> None:
+    """Call `then(module)` for each lazy module in `roots` when it has made its parameters.
+
+    The call happens once per module, in the thread that runs its first forward, before the module
+    computes with the parameters.
+    """
+    for root in roots:
+        for module in root.modules():
+            if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+                _call_once(module, then)
+
+
+def _call_once(module: nn.Module, then: Callable[[nn.Module], None]) -> None:
+    def initialized(module: nn.Module, inputs: Any) -> None:
+        handle.remove()
+        then(module)
+
+    # Hooks run in order of registration: the module's own hook, which initializes it, runs first.
+    handle = module.register_forward_pre_hook(initialized)
+
+
 def broadcast_state(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
     """Broadcast the values of rank 0 to every rank. Every rank must call."""
     ready = [tensor.detach() for tensor in tensors if is_materialized(tensor)]
@@ -157,6 +204,12 @@ def tensor_digest(tensor: torch.Tensor) -> bytes:
     # A tensor of one element may have any strides, and flattening keeps them.
     flat = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
     return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
+
+
+def value_stamp(tensor: torch.Tensor) -> object:
+    """Return a stamp that changes with the tensor's values and with `requires_grad`."""
+    address = tensor.data_ptr() if is_materialized(tensor) else None
+    return tensor._version, address, tensor.requires_grad
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.optim.optimizer import (
 from fastdist.errors import FastdistError
 from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.context import ReplicaContext, state
-from fastdist.training.contributions import GradientReduction
+from fastdist.training.contributions import GradientReduction, call_weakly
 from fastdist.training.gradients import GradientSync
 from fastdist.training.step_record import StepRecord
 
@@ -58,7 +59,9 @@ class OptimizerSteps:
             return
         self._has_begun = True
         self._has_one_copy = has_one_copy
-        before = register_optimizer_step_pre_hook(_weakly(self._before_step))
+        before = register_optimizer_step_pre_hook(
+            functools.partial(call_weakly, weakref.WeakMethod(self._before_step))
+        )
         after = register_optimizer_step_post_hook(_after_step)
         for hook in (before, after):
             weakref.finalize(self, hook.remove)
@@ -179,15 +182,3 @@ class OptimizerSteps:
 @_disable_dynamo
 def _after_step(*_: object) -> None:
     enter(Phase.USER if state.replica is None else Phase.FORWARD)
-
-
-def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that a registry of the wrapper does not keep its object alive."""
-    known = weakref.WeakMethod(method)
-
-    @_disable_dynamo
-    def call(*args: Any) -> Any:
-        found = known()
-        return None if found is None else found(*args)
-
-    return call

@@ -9,7 +9,7 @@ from fastdist.ps.client.items import Item
 from fastdist.ps.client.requests import Pending
 from fastdist.ps.client.sharded import Pulled, ShardedVariable
 from fastdist.ps.wire.frames import Array
-from fastdist.training.tensor_stamps import value_stamp
+from fastdist.training.modules import value_stamp
 
 _COUNTABLE = 1 << 24
 _MAY_SATURATE = "num_batches_tracked"  # a count this large has no effect; jobs should not end

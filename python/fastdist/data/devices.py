@@ -47,9 +47,6 @@ class DeviceCopy:
 
     Copies to CUDA devices use pinned memory and a separate stream, so that they overlap with
     computation; `receive` makes the current streams wait for the copy, not the host.
-
-    Args:
-        devices: the devices of the local replicas.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

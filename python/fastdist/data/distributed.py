@@ -171,8 +171,8 @@ class DistributedDataset(Generic[B]):
                     f"the state was saved with {name}={state[name]!r}, this dataset has "
                     f"{name}={value!r}: its steps hold other examples"
                 )
-        position = _Position(int(state["epoch"]), int(state["step"]), left=bool(state["left"]))
-        self._position = position
+        epoch, step, left = int(state["epoch"]), int(state["step"]), bool(state["left"])
+        self._position = _Position(epoch, step, left=left)
 
     def divide_anew(self, layout: InputLayout) -> None:
         """Cut the global batches of later iterators for other replicas; the position is kept.

@@ -30,12 +30,8 @@ class LoaderOptions:
 def load(dataset: Any, options: LoaderOptions, epoch: int, **batching: Any) -> Iterator[Any]:
     """Iterate over one epoch of the dataset; loader processes start during this call.
 
-    Args:
-        dataset: map-style or iterable, as DataLoader accepts it.
-        options: the options of all epochs.
-        epoch: the number of the epoch.
-        batching: sampler, batch_size, drop_last and collate_fn; without a batch_size, the items
-            of the dataset are returned unchanged.
+    `batching` may hold sampler, batch_size, drop_last and collate_fn; without a batch_size, the
+    items of the dataset are returned unchanged.
     """
     # With the global generator, the loader's draws would change the random numbers of the training
     # step.

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastdist.data.drawing import epoch_seed, with_own_draws
+from fastdist.data.streams import length_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,10 +80,7 @@ class SampledOrder:
     @property
     def steps(self) -> int | None:
         """The length of the batch sampler; None if it has no length."""
-        try:
-            return len(self.batch_sampler)  # type: ignore[arg-type]
-        except TypeError:
-            return None
+        return length_of(self.batch_sampler)
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
         """Yield the batch sampler's batches without the first `skip`."""

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, IterableDataset
 from fastdist.data.batches import Collate, count_examples, emptied
 from fastdist.data.drawing import epoch_seed, streams_by_position, with_own_draws
 from fastdist.data.loading import LoaderOptions, load
-from fastdist.data.order import IndexOrder, fingerprint
+from fastdist.data.order import IndexOrder, RangeOrder, fingerprint
 from fastdist.data.sharding import Cut, Cutter
 from fastdist.data.streams import IterableStream
 from fastdist.replicas.per_replica import leaves, map_structure
@@ -52,13 +52,7 @@ class Part:
 
 
 class ArrayPipeline:
-    """Slices arrays that are in memory.
-
-    Args:
-        columns: a structure of tensors and numpy arrays of equal length in axis 0.
-        order: the order of the rows.
-        cut: cuts a batch for the local replicas.
-    """
+    """Slices a structure of tensors and numpy arrays of equal length in axis 0."""
 
     def __init__(self, columns: Any, order: IndexOrder, cut: Cutter) -> None:
         self._columns = map_structure(_column, columns)
@@ -103,12 +97,7 @@ class ArrayPipeline:
 class ExamplePipeline:
     """Loads examples of a map-style dataset, in loader processes if there are any.
 
-    Args:
-        dataset: has `__getitem__`, or `__getitems__` for many indices at once.
-        order: the order of the indices.
-        cut: cuts a batch for the local replicas.
-        collate: makes a batch from a list of examples.
-        options: options of the DataLoader.
+    The dataset has `__getitem__`, or `__getitems__` for many indices at once.
     """
 
     reads_cpu_memory = False
@@ -152,12 +141,13 @@ class ExamplePipeline:
             position += len(indices)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class StreamPipeline:
     """Reads a stream of examples to the end, batch by batch, and keeps the local replicas' part.
 
     Resuming reads the consumed examples again and drops them.
 
-    Args:
+    Attributes:
         stream: the examples; may divide them among loader processes by `get_worker_info`.
         batch_size: examples per batch, before it is cut.
         drop_remainder: True to leave out a last batch with fewer examples.
@@ -169,110 +159,96 @@ class StreamPipeline:
             of a batch of size zero.
     """
 
+    stream: IterableDataset[Any]
+    batch_size: int
+    drop_remainder: bool
+    cut: Cutter
+    collate: Collate
+    options: LoaderOptions
+    length: int | None
+    peek: Callable[[], list[Any]]
+
     reads_cpu_memory = False
 
-    def __init__(
-        self,
-        stream: IterableDataset[Any],
-        batch_size: int,
-        drop_remainder: bool,
-        cut: Cutter,
-        collate: Collate,
-        options: LoaderOptions,
-        length: int | None,
-        peek: Callable[[], list[Any]],
-    ) -> None:
-        self.equal_size = batch_size if drop_remainder else None
-        self._stream = stream
-        self._batch_size = batch_size
-        self._drop_remainder = drop_remainder
-        self._cut = cut
-        self._collate = collate
-        self._options = options
-        self._length = length
-        self._peek = peek
+    @property
+    def equal_size(self) -> int | None:
+        """The batch size if a remainder is dropped, else None."""
+        return self.batch_size if self.drop_remainder else None
 
     @property
     def steps(self) -> int | None:
         """Parts per epoch; None if the length is unknown or several processes read the stream."""
-        if self._options.num_workers > 1 or self._length is None:
+        if self.options.num_workers > 1 or self.length is None:
             return None
-        whole, rest = divmod(self._length, self._batch_size)
-        return whole + (1 if rest and not self._drop_remainder else 0)
+        return RangeOrder(self.length, self.batch_size, self.drop_remainder, seed=None).steps
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; the first `skip` parts are read and dropped."""
 
         def start() -> Iterator[Part]:
             return load(
-                self._stream,
-                self._options,
+                self.stream,
+                self.options,
                 epoch,
-                batch_size=self._batch_size,
-                drop_last=self._drop_remainder,
-                collate_fn=functools.partial(_cut_batch, self._cut, self._collate),
+                batch_size=self.batch_size,
+                drop_last=self.drop_remainder,
+                collate_fn=functools.partial(_cut_batch, self.cut, self.collate),
             )
 
-        if self._options.num_workers:
+        if self.options.num_workers:
             parts = start()
         else:
-            parts = with_own_draws(start, epoch_seed(self._options.seed, epoch))
+            parts = with_own_draws(start, epoch_seed(self.options.seed, epoch))
         return itertools.islice(parts, skip, None)
 
     def spare(self) -> Batches | None:
         """Make batches of size zero from an example of the source."""
-        for example in self._peek():
-            return collate_parts([example], 0, self._cut(0).sizes, self._collate)
+        for example in self.peek():
+            return collate_parts([example], 0, self.cut(0).sizes, self.collate)
         return None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class FunctionPipeline:
     """Deals the per-replica batches of an iterable to the local replicas, in order.
 
-    Args:
+    Attributes:
         batches: per-replica batches, iterated anew in every epoch.
         length: the number of batches; None if unknown.
         replicas: number of local replicas.
         seed: ints that, with the epoch, seed what the iterable draws.
     """
 
+    batches: IterableStream
+    length: int | None
+    replicas: int
+    seed: tuple[int, ...]
+
     reads_cpu_memory = False
     equal_size = None  # unknown
-
-    def __init__(
-        self,
-        batches: IterableStream,
-        length: int | None,
-        replicas: int,
-        seed: tuple[int, ...],
-    ) -> None:
-        self._batches = batches
-        self._length = length
-        self._replicas = replicas
-        self._seed = seed
 
     @property
     def steps(self) -> int | None:
         """Parts per epoch; None if the iterable has no length."""
-        return None if self._length is None else -(-self._length // self._replicas)
+        return None if self.length is None else -(-self.length // self.replicas)
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; the first `skip` parts are read and dropped."""
-        seed = epoch_seed(self._seed, epoch)
-        return self._deal(with_own_draws(lambda: iter(self._batches), seed), skip)
+        seed = epoch_seed(self.seed, epoch)
+        return self._deal(with_own_draws(lambda: iter(self.batches), seed), skip)
 
     def spare(self) -> Batches | None:
         """Make batches of size zero from the iterable's first batch."""
-        for batch in self._batches.peek():
-            return (emptied(batch, count_examples(batch)),) * self._replicas
+        for batch in self.batches.peek():
+            return (emptied(batch, count_examples(batch)),) * self.replicas
         return None
 
     def _deal(self, batches: Iterator[Any], skip: int) -> Iterator[Part]:
-        for _ in itertools.islice(batches, skip * self._replicas):
+        for _ in itertools.islice(batches, skip * self.replicas):
             pass
-        while dealt := list(itertools.islice(batches, self._replicas)):
+        while dealt := list(itertools.islice(batches, self.replicas)):
             sizes = [count_examples(batch) for batch in dealt]
-            while len(dealt) < self._replicas:
+            while len(dealt) < self.replicas:
                 dealt.append(emptied(dealt[0], sizes[0]))
                 sizes.append(0)
             yield Part(tuple(dealt), tuple(sizes), tuple(sizes))
@@ -338,13 +314,8 @@ def collate_parts(
 ) -> Batches:
     """Make a batch of each size, from consecutive examples that begin at position `start`.
 
-    Batches of size zero have the dtypes and shapes of the others.
-
-    Args:
-        examples: at least one example, even if all sizes are zero.
-        start: the position of the first example.
-        sizes: the number of examples of each batch.
-        collate: makes a batch from a list of examples.
+    Batches of size zero have the dtypes and shapes of the others, so there must be at least one
+    example, even if all sizes are zero.
     """
     made: list[Any] = []
     for size in sizes:

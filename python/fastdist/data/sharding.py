@@ -85,10 +85,7 @@ def resolve_policy(
 ) -> AutoShardPolicy:
     """Replace AUTO by FILE or DATA, and check FILE.
 
-    Args:
-        policy: the policy that was given.
-        num_files: the number of files; None if the source is not `Files`.
-        num_workers: the number of workers.
+    `num_files` is None if the source is not `Files`.
 
     Raises:
         ValueError: FILE was given, but the source is not `Files` or has fewer files than workers.

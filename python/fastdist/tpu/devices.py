@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 from fastdist.cluster.tpu import TPUClusterResolver
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError, UnsupportedError
-from fastdist.tpu.mesh import Mesh, RuntimeDevices, start_runtime
+from fastdist.tpu.mesh import Mesh, start_runtime
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slice:
-    """The devices of a TPU slice.
-
-    Attributes:
-        mesh: all devices.
-        hosts: a communicator with one rank per host; None if there is one host.
-    """
-
-    mesh: Mesh
-    hosts: Communicator | None
-
-
-def find_slice(resolver: TPUClusterResolver | None) -> Slice:
+def find_slice(resolver: TPUClusterResolver | None) -> tuple[Mesh, Communicator | None]:
     """Find the devices of PJRT. Every host of a slice must call.
 
     Args:
         resolver: names the hosts; None reads the environment if there are several hosts.
+
+    Returns:
+        All devices, and a communicator with one rank per host; None if there is one host.
 
     Raises:
         ImportError: torch_xla is not installed.
@@ -44,28 +33,22 @@ def find_slice(resolver: TPUClusterResolver | None) -> Slice:
     if devices.kind == "CPU" and not asked:
         raise UnsupportedError(_not_found(asked, resolver, "PJRT fell back to the CPU"))
     is_whole = len(devices.own) == devices.count
-    if resolver is None and is_whole:
-        return Slice(Mesh(), None)
-    if resolver is None:
+    if resolver is None and not is_whole:
         resolver = TPUClusterResolver()
-    if is_whole != (resolver.num_hosts == 1):
-        raise ClusterConfigError(_other_hosts(devices, resolver))
+    if resolver is not None and is_whole != (resolver.num_hosts == 1):
+        raise ClusterConfigError(
+            f"PJRT finds {devices.count} {devices.kind} devices, {len(devices.own)} of them on "
+            f"this host; expected devices of {resolver.num_hosts} hosts, which {resolver.source} "
+            "names. Start the program on every host of the slice, in the environment of its TPU VM"
+        )
     if is_whole:
-        return Slice(Mesh(), None)
+        return Mesh(), None
     hosts = init(cluster=resolver)
     everyone: list[tuple[int, ...]] = hosts.all_gather_object(devices.own)
     if len({len(own) for own in everyone}) > 1:
         counts = ", ".join(f"{len(own)} on host {host}" for host, own in enumerate(everyone))
         raise ClusterConfigError(f"all hosts must have equally many devices, got {counts}")
-    return Slice(Mesh(everyone), hosts)
-
-
-def _other_hosts(devices: RuntimeDevices, resolver: TPUClusterResolver) -> str:
-    return (
-        f"PJRT finds {devices.count} {devices.kind} devices, {len(devices.own)} of them on this "
-        f"host; expected devices of {resolver.num_hosts} hosts, which {resolver.source} names. "
-        "Start the program on every host of the slice, in the environment of its TPU VM"
-    )
+    return Mesh(everyone), hosts
 
 
 def _not_found(asked: str | None, resolver: TPUClusterResolver | None, why: str) -> str:

@@ -225,7 +225,7 @@ class SpmdEngine(Engine):
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the tensors of all ranks along axis 0; a host tensor is equal on its ranks."""
         if not _is_on_host(tensor):
-            return self._gathered(tensor)
+            return self._mesh.enter(self._mesh.leave_joined(tensor))
         own = torch.cat([tensor] * self._here)
         if self._comparison is not None:
             return self._comparison.joined(own)
@@ -249,9 +249,6 @@ class SpmdEngine(Engine):
         reduced = self._mesh.all_reduce(known, flat, scale)
         parts = torch.split(reduced, [tensor.numel() for tensor in tensors])
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._mesh.enter(self._mesh.leave_joined(tensor))
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
         _require_xla(tensor)

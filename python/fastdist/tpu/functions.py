@@ -101,7 +101,7 @@ class ReplicaFunctions(TorchFunctionMode):
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if name in _RANDOM_FUNCTIONS and kwargs.get("generator") is None:
-            if name in _MAKERS and kwargs.get("device") is None and not _has_tensor(args):
+            if name in _MAKERS and kwargs.get("device") is None and not any(map(_is_tensor, args)):
                 kwargs = kwargs | {"device": self._mesh.device}
             elif not name.endswith("_"):
                 args = tuple(self._here(value) for value in args)
@@ -167,7 +167,7 @@ class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "bernoulli":
             chance = args[0] if len(args) == 1 else torch.full_like(args[0], args[1])
             return (self._uniform(chance) < chance).to(chance.dtype)
-        if name == "normal" and any(isinstance(value, torch.Tensor) for value in args):
+        if name == "normal" and any(map(_is_tensor, args)):
             mean, deviation = args
             like = torch.as_tensor(mean + deviation * 0)
             return mean + deviation * self._own(lambda t: t.normal_(), torch.empty_like(like))
@@ -211,10 +211,6 @@ def _reads(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _has_tensor(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(value, torch.Tensor) for value in args)
 
 
 _READS = frozenset(

@@ -75,9 +75,11 @@ class TracedGradients:
         finally:
             for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad
-        weight = self._weight()
         with torch.no_grad():
-            self._take(parameters, [_weighted(grad, weight) for grad in fresh])
+            if self._padding is not None and self._reduction == "mean":
+                weight = self._padding.weight
+                fresh = [None if grad is None else grad * weight for grad in fresh]
+            self._take(parameters, fresh)
         return result
 
     def _take(self, parameters: list[torch.nn.Parameter], fresh: list[torch.Tensor | None]) -> None:
@@ -126,15 +128,6 @@ class TracedGradients:
     @property
     def _size(self) -> int:
         return self._communicator.world_size
-
-    def _weight(self) -> torch.Tensor | None:
-        if self._padding is None or self._reduction == "sum":
-            return None
-        return self._padding.weight
-
-
-def _weighted(grad: torch.Tensor | None, weight: torch.Tensor | None) -> torch.Tensor | None:
-    return grad if grad is None or weight is None else grad * weight
 
 
 def _buffer_sync(roots: Sequence[nn.Module]) -> BufferSync:

@@ -11,6 +11,7 @@ is uneven.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -155,9 +156,7 @@ def _sum_or_mean(
     total = kept.sum(axes, keepdim=keep, dtype=dtype)
     if getattr(func, "__name__", "") == "sum":
         return total
-    others = 1
-    for axis in axes:
-        others *= value.shape[axis]
+    others = math.prod(value.shape[axis] for axis in axes)
     return total / (padding.count.clamp(min=1) * (others / padding.rows)).to(total.dtype)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from fastdist.training.patched import replaced
 
 # A program contains all traces since the last program, of any thread: one run at a time.
 _run_lock = threading.RLock()
-_no_tracers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class TracedRuns:
@@ -110,7 +109,11 @@ class TracedRuns:
             if self._mesh.size > 1 or padded:
                 args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)
             state.replica = self._context(examples, padding)
-            with self._tracers(padding):
+            with contextlib.ExitStack() as tracers:
+                if self._gradients is not None:
+                    tracers.enter_context(self._gradients.tracing(padding))
+                if self._functions is not None:
+                    tracers.enter_context(self._functions)
                 result = fn(*args, **kwargs)
             is_one = isinstance(result, torch.Tensor)
             result = collected(result) if is_one else map_structure(collected, result)
@@ -132,13 +135,6 @@ class TracedRuns:
             weight: Any = padding.weight
             context.weight = weight
         return context
-
-    def _tracers(self, padding: Padding | None) -> contextlib.AbstractContextManager[Any]:
-        if self._functions is None:
-            return _no_tracers
-        if self._gradients is None:
-            return self._functions
-        return _both(self._gradients.tracing(padding), self._functions)
 
     def _execute(
         self,
@@ -260,14 +256,6 @@ class TracedRuns:
             self._counts[key] = stack(own(counts)), stack(own(weights))
         count, weight = (self._mesh.enter(tensor, True) for tensor in self._counts[key])
         return Padding(rows, count, weight, sizes)
-
-
-@contextlib.contextmanager
-def _both(
-    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
-) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 def _require_alike(padded: list[Stacked], examples: tuple[int, ...] | None) -> None:

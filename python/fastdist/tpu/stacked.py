@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,30 +16,22 @@ from fastdist.replicas.per_replica import PerReplica, map_structure
 from fastdist.tpu.mesh import Mesh
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Stacked:
     """The values of all replicas of a mesh as one tensor; the content of a `PerReplica`.
 
-    Args:
+    Attributes:
         tensor: shape (replicas, …), row i on device i.
         sizes: the unpadded length of axis 0 of each replica's value; None if values are not padded.
     """
 
-    __slots__ = ("sizes", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, sizes: tuple[int, ...] | None = None) -> None:
-        self.tensor = tensor
-        self.sizes = sizes
+    tensor: torch.Tensor
+    sizes: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         shape = tuple(self.tensor.shape[1:])
         padded = "" if self.sizes is None else f", of which {self.sizes} rows count"
         return f"<{self.tensor.shape[0]} tensors of shape {shape}, {self.tensor.dtype}{padded}>"
-
-    def parts(self, rows: Sequence[torch.Tensor], replicas: range) -> list[torch.Tensor]:
-        """Return the values of these replicas from their rows, without padding."""
-        if self.sizes is None:
-            return list(rows)
-        return [row[: self.sizes[i]] for row, i in zip(rows, replicas, strict=True)]
 
 
 def is_stacked(value: Any) -> bool:

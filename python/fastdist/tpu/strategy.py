@@ -73,9 +73,7 @@ class TPUStrategy(Strategy):
             raise ValueError(
                 f'gradient_reduction must be "mean" or "sum", got {gradient_reduction!r}'
             )
-        found = find_slice(resolver)
-        self._mesh = found.mesh
-        self._hosts = found.hosts
+        self._mesh, self._hosts = find_slice(resolver)
         replicas = self._mesh.size
         worker, workers = (0, 1)
         if self._hosts is not None:
@@ -148,7 +146,7 @@ class TPUStrategy(Strategy):
 
     def _reduce_leaf(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
         if isinstance(value, Variable):
-            value = PerReplica(tuple(self._adopted.components(value)))
+            value = PerReplica(self.local_results(value))
         if not is_stacked(value) or (value.values[0].sizes is not None and axis is not None):
             values: list[Any] = list(self.local_results(value))
             if len(values) != len(self.devices):
@@ -216,7 +214,10 @@ class TPUStrategy(Strategy):
         if is_stacked(value):
             stacked = value.values[0]
             rows = [row.squeeze(0) for row in self._mesh.rows(stacked.tensor)]
-            return tuple(stacked.parts(rows, self._mesh.local))
+            if stacked.sizes is None:
+                return tuple(rows)
+            pairs = zip(rows, self._mesh.local, strict=True)
+            return tuple(row[: stacked.sizes[replica]] for row, replica in pairs)
         return value.values if type(value) is PerReplica else (value,)
 
     def update(

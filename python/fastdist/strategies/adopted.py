@@ -22,12 +22,7 @@ from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.communicators import ReplicaCommunicators
 from fastdist.strategies.options import CommunicationOptions
-from fastdist.training.buffers import (
-    BufferedModule,
-    BufferSync,
-    buffered_modules,
-    specs_of,
-)
+from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
 from fastdist.training.contributions import Accumulation, ReducedParameter
 from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.gradients import GradientSync
@@ -295,7 +290,7 @@ class AdoptedModules:
         if found is None:
             self._buffer_places += 1
             return BufferedModule.of(self._buffer_places - 1, module)
-        found.specs = specs_of(module)
+        found.specs = BufferedModule.of(found.place, module).specs
         return found
 
     def _reduced(self) -> Iterator[ReducedParameter]:

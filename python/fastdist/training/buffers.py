@@ -48,7 +48,8 @@ class BufferedModule:
     @classmethod
     def of(cls, place: int, module: nn.Module) -> BufferedModule:
         """Describe a module as it is now."""
-        return cls(place, weakref.ref(module), specs_of(module))
+        specs = tuple((buffer.shape, buffer.dtype) for buffer in _materialized(module))
+        return cls(place, weakref.ref(module), specs)
 
     def look(self) -> None:
         """Record the present versions of the buffers as seen."""
@@ -113,9 +114,6 @@ class BufferSync:
 
         A replica weighs as much as its examples, or 1; it weighs 0 where it has written nothing.
 
-        Args:
-            replica: the number of this replica.
-
         Returns:
             A tensor of shape [2, places]: the weights, and 1 for each module that was written. The
             caller sums it over replicas and passes the sum to `send`.
@@ -178,8 +176,7 @@ class BufferSync:
 
     def floating(self) -> list[torch.Tensor]:
         """Return all buffers that may be averaged."""
-        modules = (buffered.ref() for buffered in self._modules)
-        alive = [module for module in modules if module is not None]
+        alive = [module for b in self._modules if (module := b.ref()) is not None]
         return list({id(b): b for module in alive for b in _floating(module)}.values())
 
     def _note_written(self) -> None:
@@ -196,11 +193,6 @@ class BufferSync:
             ):
                 buffered.is_written |= self._kept is None
                 buffered.seen = now
-
-
-def specs_of(module: nn.Module) -> tuple[tuple[torch.Size, torch.dtype], ...]:
-    """Return the shape and dtype of each buffer of a module."""
-    return tuple((buffer.shape, buffer.dtype) for buffer in _materialized(module))
 
 
 def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:

@@ -28,12 +28,9 @@ class ReducedParameter:
 
     Attributes:
         name: the parameter's name, for messages.
-        ref: a weak reference to the parameter.
         model: the number of the parameter's model.
         place: the parameter's number among the parameters of all models; the same on all replicas.
         shape: its shape; replicas that have released it contribute zeros of this shape.
-        dtype: its dtype.
-        is_sparse: True if its gradients are sparse.
     """
 
     name: str
@@ -143,9 +140,7 @@ class Contributions:
     def take(self, i: int, device: torch.device) -> torch.Tensor:
         """Return the gradient of a parameter, in memory that may be reduced in place.
 
-        Args:
-            i: the parameter.
-            device: where to make zeros for a parameter that this replica has released.
+        For a parameter that this replica has released, make zeros on `device`.
         """
         reduced = self._parameters[i]
         parameter = reduced.ref()

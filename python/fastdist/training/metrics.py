@@ -105,7 +105,7 @@ def _keep_lists(metric: Any) -> None:
 def adopt_metrics(roots: Sequence[nn.Module], strategy: _Strategy) -> None:
     """Adapt the metrics inside modules to a strategy of several replicas."""
     for module in metrics_in(roots):
-        if not is_adopted(module):
+        if _STRATEGY not in module.__dict__:
             _adopt(module, strategy)
 
 
@@ -113,11 +113,6 @@ def metrics_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the metrics and collections inside modules."""
     kinds = _kinds()
     return [module for root in roots for module in root.modules() if isinstance(module, kinds)]
-
-
-def is_adopted(module: nn.Module) -> bool:
-    """Return True for a metric or collection that belongs to a strategy."""
-    return _STRATEGY in module.__dict__
 
 
 def _adopt(metric: Any, strategy: _Strategy) -> None:

@@ -106,8 +106,11 @@ class KubernetesClusterResolver(ClusterResolver):
     def _addresses(self, selectors: Sequence[str]) -> list[str]:
         addresses = []
         for selector in selectors:
-            pods = self._pods(selector)
-            for pod in sorted(pods, key=lambda pod: _numbers_as_numbers(pod.metadata.name)):
+            if self._namespace is None:
+                pods = self._client.list_pod_for_all_namespaces(label_selector=selector)
+            else:
+                pods = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
+            for pod in sorted(pods.items, key=lambda pod: _numbers_as_numbers(pod.metadata.name)):
                 if pod.status.phase != "Running" or not pod.status.pod_ip:
                     raise ClusterConfigError(
                         f"pod {pod.metadata.name!r} of {selector!r} is in phase "
@@ -116,14 +119,6 @@ class KubernetesClusterResolver(ClusterResolver):
                 ip = pod.status.pod_ip
                 addresses.append(f"[{ip}]:{self._port}" if ":" in ip else f"{ip}:{self._port}")
         return addresses
-
-    def _pods(self, selector: str) -> Sequence[Any]:
-        if self._namespace is None:
-            listed = self._client.list_pod_for_all_namespaces(label_selector=selector)
-        else:
-            listed = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
-        pods: Sequence[Any] = listed.items
-        return pods
 
 
 class IndexedJobClusterResolver(SimpleClusterResolver):

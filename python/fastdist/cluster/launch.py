@@ -123,11 +123,6 @@ def note_launch(launch: Launch) -> None:
     _Noted.launch = launch
 
 
-def own_launcher(environ: Environ = os.environ) -> str:
-    """Return the "ip:port" at which this rank's launcher answers questions; "" if it does not."""
-    return environ.get(LAUNCHER_VARIABLE, "")
-
-
 def without_rank(environ: Environ) -> dict[str, str]:
     """Return the environment without the variables that make a process a rank."""
     return {

@@ -32,7 +32,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -119,7 +119,6 @@ class _Member:
     Attributes:
         line: its connection.
         pid_fd: becomes readable when the process ends; its children may keep the connection open.
-        number: counts the members in the order in which they came.
         world: the number of the world of which it is a rank; 0 before the first.
         rank: its rank there.
         progress: how far it has come, while it waits for the next world; None otherwise.
@@ -130,7 +129,6 @@ class _Member:
 
     line: Line
     pid_fd: int
-    number: int
     world: int = 0
     rank: int = 0
     progress: int | None = None
@@ -152,8 +150,7 @@ class Roster:
         self.name = f"fastdist-roster-{secrets.token_hex(16)}"
         self._least = least
         self._most = most
-        self._members: list[_Member] = []
-        self._came = 0
+        self._members: list[_Member] = []  # in the order in which they came
         self._world = 0
         self._size = 0  # of this world
         # When the first world begins without those that are missing.
@@ -231,14 +228,10 @@ class Roster:
         except OSError:  # it has ended already, or is another user's
             connection.close()
             return
-        self._came += 1
-        member = _Member(Line(connection), pid_fd, self._came)
+        member = _Member(Line(connection), pid_fd)
         self._members.append(member)
-        self._watch(connection.fileno(), lambda: self._receive(member))
-        self._watch(pid_fd, lambda: self._lose(member))
-
-    def _watch(self, fd: int, act: Callable[[], None]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, act)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(member))
+        self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._lose(member))
 
     def _receive(self, member: _Member) -> None:
         try:
@@ -334,7 +327,7 @@ class Roster:
         self._last_call_s = self._gathered_s = None
         self._world += 1
         self._size = len(waiting)
-        waiting.sort(key=lambda member: (-(member.progress or 0), member.number))
+        waiting.sort(key=lambda member: -(member.progress or 0))  # of equals, who came first
         for rank, member in enumerate(waiting):
             member.world, member.rank = self._world, rank
             member.progress, member.is_told, member.ends_s = None, False, None

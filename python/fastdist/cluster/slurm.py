@@ -95,13 +95,10 @@ def step_of(environ: Environ) -> int | None:
 def task_runs(environ: Environ) -> tuple[str, list[tuple[int, int]]]:
     """Return the variable with the tasks of each node, and its pairs (tasks, nodes) in order."""
     variable = first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    text = environ.get(variable, "")
     try:
-        return variable, parse_tasks_per_node(text)
-    except ValueError:
-        raise ClusterConfigError(
-            f"{variable}={text!r}; expected tasks per node, as '4(x2),3'"
-        ) from None
+        return variable, parse_tasks_per_node(environ.get(variable, ""))
+    except ValueError as error:
+        raise ClusterConfigError(f"{variable}: {error}") from None
 
 
 def _addresses(environ: Environ, rank: int, size: int, port_base: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastdist.cluster.address import canonical_address
@@ -12,6 +12,7 @@ Tasks = Sequence[str | None] | Mapping[int, str | None]
 """The addresses of a job's tasks, in order or by index; None for an unknown address."""
 
 _JOBS = ("chief", "worker", "ps", "evaluator")
+_ONE_OF_JOBS = ", ".join(_JOBS)
 # More than any cluster has; a wrong digit must not fill the memory.
 MOST_TASKS = 1 << 20
 
@@ -79,7 +80,7 @@ class ClusterSpec:
             ClusterConfigError: clusters have no job of this name.
         """
         if job not in _JOBS:
-            raise ClusterConfigError(f"unknown job {job!r}; expected {_one_of_jobs()}, in {self}")
+            raise ClusterConfigError(f"unknown job {job!r}; expected {_ONE_OF_JOBS}, in {self}")
         return dict(self._jobs).get(job, ())
 
     def num_tasks(self, job: str) -> int:
@@ -157,7 +158,7 @@ def _checked(cluster: Mapping[str, Tasks]) -> tuple[tuple[str, tuple[str | None,
         )
     for job in cluster:
         if job not in _JOBS:
-            raise _refusal(f"unknown job {job!r}; expected {_one_of_jobs()}", cluster)
+            raise _refusal(f"unknown job {job!r}; expected {_ONE_OF_JOBS}", cluster)
     try:
         jobs = {job: _addresses(job, cluster[job]) for job in _JOBS if job in cluster}
         _check_addresses_differ(jobs)
@@ -191,29 +192,22 @@ def _addresses(job: str, tasks: object) -> tuple[str | None, ...]:
 
 def _check_addresses_differ(jobs: Mapping[str, tuple[str | None, ...]]) -> None:
     tasks: dict[tuple[str, int], str] = {}
-    for task, address in _known_addresses(jobs):
-        try:
-            canonical = canonical_address(address)
-        except ValueError as error:
-            raise ValueError(f"{task}: {error}") from None
-        other = tasks.setdefault(canonical, task)
-        if other != task:
-            raise ValueError(f"{other} and {task} have the same address {address!r}")
-
-
-def _known_addresses(jobs: Mapping[str, tuple[str | None, ...]]) -> Iterator[tuple[str, str]]:
     for job, addresses in jobs.items():
         for index, address in enumerate(addresses):
-            if address is not None:
-                yield f"{job} {index}", address
+            if address is None:
+                continue
+            task = f"{job} {index}"
+            try:
+                canonical = canonical_address(address)
+            except ValueError as error:
+                raise ValueError(f"{task}: {error}") from None
+            other = tasks.setdefault(canonical, task)
+            if other != task:
+                raise ValueError(f"{other} and {task} have the same address {address!r}")
 
 
 def _refusal(problem: str, cluster: object) -> ClusterConfigError:
     return ClusterConfigError(f"{problem}, in the cluster spec {cluster!r}")
-
-
-def _one_of_jobs() -> str:
-    return ", ".join(_JOBS)
 
 
 def _shown(jobs: Mapping[str, tuple[str | None, ...]]) -> str:

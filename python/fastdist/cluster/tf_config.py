@@ -99,21 +99,16 @@ def _parsed(config: object) -> tuple[ClusterSpec, str, int]:
     task_type = task.get("type")
     if not isinstance(task_type, str):
         raise ValueError(f"task type: {task_type!r}; expected a string")
-    jobs = {
-        job: _indexed(tasks) if isinstance(tasks, dict) else tasks for job, tasks in cluster.items()
-    }
-    return ClusterSpec(jobs), task_type, _index(task.get("index"))
+    for job, tasks in cluster.items():
+        if isinstance(tasks, dict):  # a sparse job, whose indexes are strings in JSON
+            cluster[job] = {_index(index): address for index, address in tasks.items()}
+    return ClusterSpec(cluster), task_type, _index(task.get("index"))
 
 
 def _object(value: object, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name}: {value!r}; expected an object")
     return value
-
-
-def _indexed(tasks: dict[str, Any]) -> dict[int, Any]:
-    """Convert a sparse job, whose indexes are strings in JSON."""
-    return {_index(index): address for index, address in tasks.items()}
 
 
 def _index(value: object) -> int:

@@ -25,7 +25,7 @@ from typing import Any
 import fastdist._core as _core
 from fastdist._version import __version__
 from fastdist.cluster.address import split_address
-from fastdist.cluster.launch import own_launcher
+from fastdist.cluster.launch import LAUNCHER_VARIABLE
 from fastdist.cluster.own_address import own_address
 from fastdist.collectives.engines.agent_round import agree_on_name
 from fastdist.collectives.engines.layout import Layout
@@ -112,7 +112,8 @@ def arrive(
         listener = _core.Listener(ip)
     except (OSError, ValueError) as error:
         raise ClusterConfigError(f"rendezvous: {error}") from None
-    own = machine_id(), ip, listener.port, __version__, secrets.token_hex(16), own_launcher()
+    launcher = os.environ.get(LAUNCHER_VARIABLE, "")
+    own = machine_id(), ip, listener.port, __version__, secrets.token_hex(16), launcher
     return Arrival(world_size, *own), listener
 
 

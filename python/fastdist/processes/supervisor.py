@@ -61,8 +61,7 @@ def supervise(job: Job) -> Outcome:
         closing(Sessions()) as sessions,
     ):
         supervisor = _Supervisor(job, signals, selector, sessions)
-        supervisor.start()
-        supervisor.wait()
+        supervisor.run()
         return supervisor.report()
 
 
@@ -112,12 +111,10 @@ class _Supervisor:
         if job.ends_with_stdin:
             selector.register(0, selectors.EVENT_READ, self._on_stdin)
 
-    def start(self) -> None:
+    def run(self) -> None:
+        """Start the tasks; return when no process of any group is left."""
         for number in range(len(self._job.tasks)):
             self._processes.append(self._start(number))
-
-    def wait(self) -> None:
-        """Return when no process of any group is left."""
         while self._restarting or any(process.status is None for process in self._processes):
             self._run_once()
         if self._sessions.has_strays() and self._stopped_at_s is None:

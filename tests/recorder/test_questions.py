@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from fastdist.recorder import elsewhere, observation, place
-from fastdist.recorder.encoding import decode, encode
+from fastdist.recorder.encoding import decode, encode, read, write
 from fastdist.recorder.jobs import jobs_here
-from fastdist.recorder.machines import Machine, Machines, read_machines
+from fastdist.recorder.machines import Machine, Machines
 from fastdist.recorder.questions import NoAnswerError, answer, ask
 from synthetic_records import write_records
 
@@ -131,12 +131,11 @@ def test_silence_ends_in_time() -> None:
 def test_machines_are_noted(tmp_path: Path) -> None:
     machines = (Machine((0, 2), "10.0.0.1", "10.0.0.1:9"), Machine((1,), "fe80::1", ""))
     noted = Machines.of_job("key", machines)
-    noted.write(tmp_path / "x")
-    assert read_machines(tmp_path / "x") == noted
-    assert noted.without([2]) == [machines[1]]
-    assert read_machines(tmp_path / "y") is None
+    write(tmp_path / "x", noted)
+    assert read(Machines, tmp_path / "x") == noted
+    assert read(Machines, tmp_path / "y") is None
     (tmp_path / "x").write_text("[1, 2]")
-    assert read_machines(tmp_path / "x") is None
+    assert read(Machines, tmp_path / "x") is None
     assert noted.key not in ("key", Machines.of_job("other", machines).key)
 
 
@@ -193,7 +192,7 @@ def test_a_machine_without_a_launcher(records: Path) -> None:
     """The answer says where to ask, as for ranks of torchrun."""
     found = next(place.record_paths())
     machines = (Machine((0,), "10.0.0.1", "10.0.0.1:9"), Machine((1,), "10.0.0.2", ""))
-    Machines.of_job("key", machines).write(found.machines)
+    write(found.machines, Machines.of_job("key", machines))
     (job,) = jobs_here()[0]
     seen = elsewhere.observe_everywhere(job, 0.01)
     assert [each.why for each in seen.unreached] == [
@@ -201,7 +200,7 @@ def test_a_machine_without_a_launcher(records: Path) -> None:
     ]
     assert (seen.missing, seen.unreached[0].is_cut) == ((1,), False)
     lost = replace(machines[1], launcher="192.0.2.1:9")  # an address for documents
-    Machines.of_job("key", (machines[0], lost)).write(found.machines)
+    write(found.machines, Machines.of_job("key", (machines[0], lost)))
     began_s = time.monotonic()
     seen = elsewhere.observe_everywhere(job, 0.01)
     assert time.monotonic() - began_s < 20

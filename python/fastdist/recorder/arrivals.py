@@ -34,18 +34,12 @@ def arrivals(ranks: Sequence[ObservedRank], most: int) -> list[Arrivals]:
         for call in each.records.calls:
             if not call.signature.is_pairwise:
                 by_call.setdefault((call.member.key, call.sequence), {})[each.rank] = call
-    key = _key_of_most(by_call)
+    if not by_call:
+        return []
+    every = (call for calls in by_call.values() for call in calls.values())
+    key = max(every, key=lambda call: (call.member.size, call.entered_s)).member.key
     chosen = sorted(sequence for k, sequence in by_call if k == key)[-most:]
     return [_arrivals(by_call[key, sequence]) for sequence in chosen]
-
-
-def _key_of_most(by_call: dict[tuple[int, int], dict[int, Call]]) -> int:
-    sizes = {key: next(iter(calls.values())).member.size for (key, _), calls in by_call.items()}
-    last_s: dict[int, float] = {}
-    for (key, _), calls in by_call.items():
-        newest_s = max(call.entered_s for call in calls.values())
-        last_s[key] = max(last_s.get(key, 0.0), newest_s)
-    return max(sizes, key=lambda key: (sizes[key], last_s[key]), default=0)
 
 
 def _arrivals(calls: dict[int, Call]) -> Arrivals:

@@ -77,10 +77,6 @@ class Collector:
         self._changes_s = changes if is_known else None
 
 
-def _is_alive(pid: int) -> bool:
-    return state_of(pid) not in "ZX"
-
-
 def _descends_from_this(pid: int) -> bool:
     try:
         return os.getpid() in ancestors(pid)
@@ -123,7 +119,7 @@ class _Follower:
         self._known = ended["number"]
         self.timeline.calls += [traced(file.call(each), self._epoch_s) for each in new]
         self._running = [traced(file.call(each), self._epoch_s) for each in file.calls[~has_ended]]
-        if _is_alive(int(header["pid"])):
+        if state_of(int(header["pid"])) not in "ZX":
             self._read_s = time.monotonic()
         for begin in file.phases(self._phases):
             self._end_phase(begin[0])

@@ -13,6 +13,8 @@ from fastdist.recorder.machines import Machine
 from fastdist.recorder.observation import INTERVAL_S, Observation, ObservedRank, observe
 from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
 from fastdist.recorder.ring import Call
+from fastdist.recorder.servers import Found
+from fastdist.recorder.signatures import Signature
 from fastdist.recorder.timeline import Lateness, RankTimeline, find_late, traced
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
 from fastdist.recorder.words import at, how_it_died, names, seconds, verb
@@ -77,23 +79,19 @@ class _Case:
         waits = [w for w in self.waits if w.behind & set(ranks) and w.rank not in ranks]
         if not waits:
             return ""
-        oldest = min(waits, key=lambda wait: wait.since_s)
+        oldest = min(waits, key=lambda wait: wait.call.entered_s)
         who = sorted({wait.rank for wait in waits})
         them = verb(ranks, "it", "them")
         call = f"{oldest.call.signature}{at(oldest.call.site)}"
         where = f"for {them} {'there' if call == told else 'in ' + call}"
         if not {each.rank for each in self.live} & set(who):
             return f"; {names(who)}, which waited {where}, ended too"
-        age_s = self.age_s(oldest.since_s)
+        age_s = self.age_s(oldest.call.entered_s)
         text = f"; {names(who)} {verb(who, 'waits', 'wait')} {where}, for {seconds(age_s)}"
         others = {w.rank for w in self.waits if w.behind} - {*who, *ranks}
         if others:
             text += f", and {names(others)} in turn {verb(others, 'waits', 'wait')} for others"
         return text
-
-
-_Found = tuple[Kind, str, Sequence[int], str]
-_Rule = Callable[[_Case], "_Found | None"]
 
 
 def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = False) -> Diagnosis:
@@ -110,17 +108,15 @@ def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = Fal
     seen = observe_everywhere(job, interval_s) if everywhere else observe(job, interval_s)
     if any(each.records.task for each in seen.ranks):
         seen = seen if servers.goes_on(seen) else with_stacks_everywhere(seen)
-        kind, sentence, ranks, line = servers.judge(seen)
-        return Diagnosis(kind, sentence, tuple(ranks), line, seen)
-    case = _judge(seen)
-    if not case.dead and not _goes_on(case):
-        case = _judge(with_stacks_everywhere(case.seen))
-    for rule in _RULES:
-        found = rule(case)
-        if found is not None:
-            kind, sentence, ranks, line = found
-            return Diagnosis(kind, sentence, tuple(sorted(ranks)), line, case.seen)
-    raise AssertionError("the last rule fits all")
+        found = servers.judge(seen)
+    else:
+        case = _judge(seen)
+        if not case.dead and not _goes_on(case):
+            seen = with_stacks_everywhere(seen)
+            case = _judge(seen)
+        found = next(told for rule in _RULES if (told := rule(case)) is not None)
+    kind, sentence, ranks, line = found
+    return Diagnosis(kind, sentence, tuple(sorted(ranks)), line, seen)
 
 
 def _judge(seen: Observation) -> _Case:
@@ -133,7 +129,7 @@ def _judge(seen: Observation) -> _Case:
 # --- rules, in order of certainty ---------------------------------------------------------------
 
 
-def _other_call(case: _Case) -> _Found | None:
+def _other_call(case: _Case) -> Found | None:
     """Ranks made different calls with the same number, and the calls failed."""
     together: dict[tuple[int, int], dict[int, Call]] = {}
     for each in case.seen.ranks:
@@ -147,7 +143,7 @@ def _other_call(case: _Case) -> _Found | None:
     return _mismatch_in_words(case)
 
 
-def _disagreement(calls: dict[int, Call], groups: list[list[int]]) -> _Found:
+def _disagreement(calls: dict[int, Call], groups: list[list[int]]) -> Found:
     usual, *others = groups
     odd = others[-1]
     theirs, ours = calls[odd[0]], calls[usual[0]]
@@ -163,7 +159,7 @@ def _disagreement(calls: dict[int, Call], groups: list[list[int]]) -> _Found:
     return Kind.OTHER_CALL, sentence, ranks, theirs.site
 
 
-def _mismatch_in_words(case: _Case) -> _Found | None:
+def _mismatch_in_words(case: _Case) -> Found | None:
     """The calls look alike, but their ranks ended with a mismatch, such as of lists of arrays."""
     if case.circle:
         return None
@@ -179,14 +175,13 @@ def _mismatch_in_words(case: _Case) -> _Found | None:
 
 def _alike(calls: dict[int, Call]) -> list[list[int]]:
     """Group ranks whose calls agree, the largest group first."""
-    groups: dict[object, list[int]] = {}
+    groups: dict[Signature, list[int]] = {}
     for rank, call in sorted(calls.items()):
-        signature = call.signature
-        groups.setdefault((signature.packed, signature.count), []).append(rank)
+        groups.setdefault(call.signature, []).append(rank)
     return sorted(groups.values(), key=lambda group: (-len(group), group))
 
 
-def _other_order(case: _Case) -> _Found | None:
+def _other_order(case: _Case) -> Found | None:
     """Ranks wait for each other in a circle."""
     if len(case.circle) < 2 or _was_killed_in(case, case.circle):
         return None
@@ -200,17 +195,13 @@ def _other_order(case: _Case) -> _Found | None:
 
 def _wait_in_words(case: _Case, wait: Wait) -> str:
     call = wait.call
-    key, sequence, op = call.member.key, call.sequence, call.signature.op
     same = {wait.rank}
     if not call.signature.is_pairwise:
-        same |= {w.rank for w in case.waits if _is_call(w.call, key, sequence)}
+        collectives = [each for each in case.waits if not each.call.signature.is_pairwise]
+        place = call.member.key, call.sequence
+        same |= {w.rank for w in collectives if (w.call.member.key, w.call.sequence) == place}
     waits = verb(same, "waits", "wait")
-    return f"{names(same)} {waits} for {names(wait.behind)} in {op}{at(call.site)}"
-
-
-def _is_call(call: Call, key: int, sequence: int) -> bool:
-    is_same = (call.member.key, call.sequence) == (key, sequence)
-    return is_same and not call.signature.is_pairwise
+    return f"{names(same)} {waits} for {names(wait.behind)} in {call.signature.op}{at(call.site)}"
 
 
 def _was_killed_in(case: _Case, ranks: Sequence[int]) -> bool:
@@ -220,11 +211,11 @@ def _was_killed_in(case: _Case, ranks: Sequence[int]) -> bool:
     return any(each.rank in ranks and each.running for each in case.dead)
 
 
-def _dead(case: _Case) -> _Found | None:
+def _dead(case: _Case) -> Found | None:
     """Ranks have ended, and the others do not go on without them."""
     if not case.dead:
         return None
-    if case.live and case.dead and _all_advance(case.live):
+    if case.live and all(each.has_advanced for each in case.live):
         return None  # the others go on
     late = _timed_out(case)
     if late is not None:
@@ -264,10 +255,9 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
             sentence + f": {verb(ranks, 'its records are', 'their records are')} gone, as after "
             "an end without an exception" + case.those_who_wait(ranks)
         )
-    if first.ending is not None and first.ending.error:
-        error = f"{first.ending.error}: {first.ending.message}".removesuffix(": ")
-        return f"{sentence}: {error}{at(first.ending.line)}"
     sentence += how_it_died(first)
+    if first.ending is not None and first.ending.error:
+        return sentence
     if 1 < len(ranks) < len(case.dead):
         sentence += "; which of them ended first cannot be told"
     call, told = first.last_call, ""
@@ -284,7 +274,7 @@ def _last_line(rank: ObservedRank) -> str:
     return rank.last_call.site if rank.last_call else ""
 
 
-def _timed_out(case: _Case) -> _Found | None:
+def _timed_out(case: _Case) -> Found | None:
     """All have ended because ranks came too late for the timeout of a call."""
     if case.live:
         return None
@@ -299,7 +289,7 @@ def _timed_out(case: _Case) -> _Found | None:
     return Kind.USER, sentence, sorted(late), ""
 
 
-def _stopped(case: _Case) -> _Found | None:
+def _stopped(case: _Case) -> Found | None:
     """Ranks are stopped by a signal or a debugger."""
     stopped = [each for each in case.live if each.is_stopped]
     if case.ends:
@@ -319,7 +309,7 @@ def _stopped(case: _Case) -> _Found | None:
     return Kind.STOPPED, sentence + case.those_who_wait(ranks, told), ranks, line
 
 
-def _slow(case: _Case) -> _Found | None:
+def _slow(case: _Case) -> Found | None:
     """Calls go on, or no call is older than usual."""
     if not case.live or not _goes_on(case):
         return None
@@ -353,9 +343,7 @@ def _late(ranks: Sequence[ObservedRank]) -> Lateness | None:
 
 
 def _goes_on(case: _Case) -> bool:
-    if any(each.is_dead or each.is_stopped for each in case.seen.ranks):
-        return False
-    if len(case.circle) > 1:
+    if any(each.is_dead or each.is_stopped for each in case.seen.ranks) or len(case.circle) > 1:
         return False
     moving = [case.seen.rank(rank) for rank in case.ends] or case.live
     if all(each is not None and each.has_advanced for each in moving):
@@ -369,7 +357,7 @@ def _is_overdue(case: _Case, wait: Wait) -> bool:
     """True if a call is older than 5 s or than 5 times the p99 of its line, or was given up."""
     if not wait.call.is_running:
         return True
-    age_s = case.age_s(wait.since_s)
+    age_s = case.age_s(wait.call.entered_s)
     if age_s > _YOUNG_S:
         return True
     rank = case.seen.rank(wait.rank)
@@ -377,11 +365,7 @@ def _is_overdue(case: _Case, wait: Wait) -> bool:
     return unusual_s is not None and age_s > max(unusual_s, 1.0)
 
 
-def _all_advance(ranks: Sequence[ObservedRank]) -> bool:
-    return all(each.has_advanced for each in ranks)
-
-
-def _busy_elsewhere(case: _Case) -> _Found | None:
+def _busy_elsewhere(case: _Case) -> Found | None:
     """Ranks have not come to the call in which the others wait."""
     late = [each for rank in sorted(case.ends) if (each := case.seen.rank(rank)) is not None]
     if not late and not any(wait.behind for wait in case.waits):
@@ -396,13 +380,13 @@ def _busy_elsewhere(case: _Case) -> _Found | None:
         if ranks:
             first = case.seen.rank(ranks[0])
             assert first is not None
-            return kind, _complaint(case, ranks, occupations[ranks[0]]), ranks, first.line
+            return kind, _complaint(case, first, ranks, occupations[first.rank]), ranks, first.line
     return None
 
 
-def _complaint(case: _Case, ranks: Sequence[int], occupation: Occupation) -> str:
-    first = case.seen.rank(ranks[0])
-    assert first is not None
+def _complaint(
+    case: _Case, first: ObservedRank, ranks: Sequence[int], occupation: Occupation
+) -> str:
     sentence = f"{names(ranks)} {verb(ranks, occupation.one, occupation.several)}"
     sentence += at(first.line)
     call = first.last_call
@@ -411,14 +395,11 @@ def _complaint(case: _Case, ranks: Sequence[int], occupation: Occupation) -> str
         sentence += f", {seconds(case.age_s(first.idle_since_s))} after {told}"
     elif call is not None and not first.line:
         sentence += f" in {told}"
-    return sentence + (case.those_who_wait(ranks, told) or _nobody_waits(case, ranks))
+    sentence += case.those_who_wait(ranks, told)
+    return sentence + ("; no rank waits for another" if len(ranks) > 1 and not case.waits else "")
 
 
-def _nobody_waits(case: _Case, ranks: Sequence[int]) -> str:
-    return "; no rank waits for another" if len(ranks) > 1 and not case.waits else ""
-
-
-def _unreachable(case: _Case) -> _Found | None:
+def _unreachable(case: _Case) -> Found | None:
     """The ranks that the others wait for are on machines that cannot be reached."""
     cut = {rank for each in _cut(case) for rank in each.ranks}
     return _out_of_reach(case, sorted(cut & case.ends)) if cut & case.ends else None
@@ -428,7 +409,7 @@ def _cut(case: _Case) -> list[Machine]:
     return [each.machine for each in case.seen.unreached if each.is_cut]
 
 
-def _out_of_reach(case: _Case, ranks: Sequence[int]) -> _Found:
+def _out_of_reach(case: _Case, ranks: Sequence[int]) -> Found:
     ips = [each.ip for each in _cut(case) if set(each.ranks) & set(ranks)]
     where = ", ".join(ips[:8]) + (", …" if len(ips) > 8 else "")
     sentence = f"{names(ranks)} cannot be reached: nothing answers at {where}"
@@ -439,12 +420,12 @@ def _out_of_reach(case: _Case, ranks: Sequence[int]) -> _Found:
     return Kind.LINK, sentence + case.those_who_wait(ranks), ranks, ""
 
 
-def _in_progress(case: _Case) -> _Found | None:
+def _in_progress(case: _Case) -> Found | None:
     """All ranks have begun a call, which goes on."""
     whole = [wait for wait in case.waits if not wait.behind]
     if case.ends & {UNSEEN, *case.seen.missing} or not whole:
         return None
-    oldest = min(whole, key=lambda wait: wait.since_s)
+    oldest = min(whole, key=lambda wait: wait.call.entered_s)
     call = f"{oldest.call.signature}{at(oldest.call.site)}"
     rank = case.seen.rank(oldest.rank)
     keys = [member.key for member in rank.records.members] if rank is not None else []
@@ -453,22 +434,21 @@ def _in_progress(case: _Case) -> _Found | None:
             f"the ranks of {call} are threads of one process, which records do not tell apart"
         )
         return Kind.UNKNOWN, sentence, [], oldest.call.site
-    age_s = case.age_s(oldest.since_s)
+    age_s = case.age_s(oldest.call.entered_s)
     sentence = (
         f"slow, not stuck: all ranks have begun {call}, which has gone on for {seconds(age_s)}"
     )
     return Kind.SLOW, sentence, [], oldest.call.site
 
 
-def _unseen(case: _Case) -> _Found:
+def _unseen(case: _Case) -> Found:
     """The cause is not on this machine, has just left, or cannot be told."""
     known = {each.records.rank for each in case.seen.job.ranks}
     gone = known - {each.rank for each in case.seen.ranks}
-    if case.ends and case.ends <= gone:
-        ranks = sorted(case.ends)
+    ranks = sorted(case.ends)
+    if ranks and case.ends <= gone:
         return Kind.DEAD, _obituary(case, ranks), ranks, ""
-    if case.ends:
-        ranks = sorted(case.ends)
+    if ranks:
         named = [rank for rank in ranks if rank != UNSEEN]
         sentence = f"{names(ranks)} cannot be seen from here{case.those_who_wait(ranks)}"
         return Kind.UNKNOWN, sentence, named, ""
@@ -478,7 +458,7 @@ def _unseen(case: _Case) -> _Found:
 _MOST_CERTAIN_FIRST = (
     *(Kind.MEMORY, Kind.FILES, Kind.LINK, Kind.GPU, Kind.DATA, Kind.THREADS, Kind.USER),
 )
-_RULES: tuple[_Rule, ...] = (
+_RULES: tuple[Callable[[_Case], Found | None], ...] = (
     _other_call,
     _other_order,
     _dead,

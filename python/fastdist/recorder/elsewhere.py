@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from fastdist.cluster.address import split_address
-from fastdist.recorder.encoding import decode, encode
+from fastdist.recorder.encoding import decode, encode, read
 from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import Job, jobs_here
-from fastdist.recorder.machines import Machine, Machines, read_machines
+from fastdist.recorder.machines import Machine, Machines
 from fastdist.recorder.observation import (
     INTERVAL_S,
     Observation,
@@ -72,7 +72,8 @@ def answer_to(job: str, about: str) -> str:
 def observe_everywhere(job: Job, interval_s: float) -> Observation:
     """Look at a job twice, on its other machines too, within about two seconds."""
     machines = _machines_of(job.id)
-    others = machines.without(_ranks_of(job)) if machines is not None else []
+    here = {each.records.rank for each in job.ranks}
+    others = [] if machines is None else [m for m in machines.machines if not here & set(m.ranks)]
     if machines is None or not others:
         return observe(job, interval_s)
     with ThreadPoolExecutor(min(len(others), _MOST_AT_ONCE)) as pool:
@@ -158,17 +159,8 @@ def _ask(
 
 
 def _machines_of(job: str) -> Machines | None:
-    for found in record_paths():
-        who = identity(found.path)
-        if who is not None and who.job == job:
-            machines = read_machines(found.machines)
-            if machines is not None:
-                return machines
-    return None
-
-
-def _ranks_of(job: Job) -> list[int]:
-    return [each.records.rank for each in job.ranks]
+    own = (each for each in record_paths() if (who := identity(each.path)) and who.job == job)
+    return next((found for each in own if (found := read(Machines, each.machines))), None)
 
 
 def _without_old_calls(rank: ObservedRank) -> ObservedRank:

@@ -1,7 +1,8 @@
-"""Encodes what was observed as JSON, and decodes it by the types of its fields."""
+"""Encodes what was observed as JSON, and decodes it by the types of its fields; also in files."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import types
@@ -30,6 +31,20 @@ def decode(kind: type[_T], text: str | bytes) -> _T:
         return found
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
+
+
+def write(path: Path, value: Any) -> None:
+    """Write what `encode` takes to a file, where there is memory for it."""
+    with contextlib.suppress(OSError):
+        path.write_text(encode(value), "utf-8")
+
+
+def read(kind: type[_T], path: Path) -> _T | None:
+    """Read a value of this class from a file of `write`; None if it is not there."""
+    try:
+        return decode(kind, path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _plain(value: Any) -> Any:

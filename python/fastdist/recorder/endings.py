@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastdist.errors import CollectiveMismatchError, FastdistError
-from fastdist.recorder.encoding import decode, encode
+from fastdist.recorder.encoding import write
 from fastdist.recorder.frames import Frame, Stack
 from fastdist.recorder.place import record_paths
 from fastdist.recorder.system import out_of_memory_kills
@@ -48,7 +47,7 @@ def write_ending(path: Path, error: BaseException) -> None:
         error.ranks if isinstance(error, FastdistError) else (),
         _valid(Stack(tuple(frames), is_main=True).user_line),
     )
-    _write(path, ending)
+    write(path, ending)
 
 
 def _message(error: BaseException) -> str:
@@ -62,11 +61,8 @@ def _message(error: BaseException) -> str:
 def note_killed(pid: int, number: int) -> None:
     """Note that a signal has killed a process, before the other ranks of its job ended.
 
-    Records alone do not tell which of the ranks ended first that waited for nobody.
-
-    Args:
-        pid: the process; nothing happens if it has no records.
-        number: the signal.
+    Records alone do not tell which of the ranks ended first that waited for nobody. Nothing happens
+    if the process has no records.
     """
     try:
         name = signal.Signals(number).name
@@ -76,20 +72,7 @@ def note_killed(pid: int, number: int) -> None:
         name += ", perhaps by the kernel: memory has run out here before"
     for found in record_paths():
         if found.is_here and found.pid == pid:
-            _write(found.ending, Ending("", f"killed by {name}", (), "", was_first=True))
-
-
-def _write(path: Path, ending: Ending) -> None:
-    with contextlib.suppress(OSError):
-        path.write_text(encode(ending), "utf-8")
-
-
-def read_ending(path: Path) -> Ending | None:
-    """Read what ended a process; None if the process could not write it."""
-    try:
-        return decode(Ending, path.read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
+            write(found.ending, Ending("", f"killed by {name}", (), "", was_first=True))
 
 
 def _valid(text: str) -> str:

@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fastdist.recorder.endings import Ending, read_ending
+from fastdist.recorder.encoding import read
+from fastdist.recorder.endings import Ending
 from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import Job, RecordedRank
 from fastdist.recorder.machines import Machine
@@ -79,6 +80,12 @@ class ObservedRank:
     def running(self) -> tuple[Call, ...]:
         """The calls that have not ended."""
         return tuple(call for call in self.records.calls if call.is_running)
+
+    @property
+    def waiting(self) -> list[Call]:
+        """The calls that had not ended at either moment."""
+        before = {call.number for call in self.before.calls if call.is_running}
+        return [call for call in self.running if call.number in before]
 
     @property
     def has_advanced(self) -> bool:
@@ -203,13 +210,13 @@ def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
     """Look at the ranks of a job that are on this machine, twice."""
     notes: list[str] = []
     first = [_look(each, []) for each in job.ranks]
-    if any(look is not None and not look.is_dead for look in first):
+    if any(look and not (look.process and look.process.is_dead) for look in first):
         time.sleep(interval_s)
     ranks = []
     for each, before in zip(job.ranks, first, strict=True):
         now = _look(each, notes)
         if before is not None and now is not None:
-            ending = read_ending(each.place.ending)
+            ending = read(Ending, each.place.ending)
             pair = now.records, before.records, now.process, before.process
             ranks.append(ObservedRank(each.place, *pair, ending, _starved(now, before)))
     return Observation(job, tuple(ranks), _missing(job, ranks), time.monotonic(), tuple(notes))
@@ -274,10 +281,6 @@ class _Look:
 
     records: Records
     process: Process | None
-
-    @property
-    def is_dead(self) -> bool:
-        return self.process is not None and self.process.is_dead
 
 
 def _look(rank: RecordedRank, notes: list[str]) -> _Look | None:

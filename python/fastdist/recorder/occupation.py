@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from fastdist.recorder.frames import Stack
 from fastdist.recorder.kinds import Kind
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.phases import Phase
@@ -24,7 +23,7 @@ _SWAP = re.compile(r"^(swap|do_swap|shrink_|mem_cgroup|try_to_free|throttle_dire
 _SLEEP = re.compile(r"nanosleep")
 _CHILD = re.compile(r"^(do_wait|kernel_wait|pidfd)")
 
-_BUSY_SHARE = 0.5  # of a core
+BUSY_SHARE = 0.5  # of a core
 _FAULTS_PER_S = 200
 _STALLED_SHARE = 0.1
 
@@ -53,7 +52,7 @@ def is_outside_calls(rank: ObservedRank) -> bool:
     thread = rank.main_thread
     if thread is None or rank.is_dead or rank.is_stopped or rank.gave_up is not None:
         return False
-    if rank.main_cpu_share > _BUSY_SHARE:
+    if rank.main_cpu_share > BUSY_SHARE:
         return True
     waits_in = thread.waits_in
     return bool(waits_in) and not _FUTEX.match(waits_in) and not _NETWORK.match(waits_in)
@@ -137,32 +136,22 @@ def _threads(rank: ObservedRank) -> Occupation | None:
 
 def _others(rank: ObservedRank) -> str:
     """Return ": another thread is at load.py:3 in read", for the threads in user code."""
-    lines = list(dict.fromkeys(_user_lines(rank.stacks)))
-    if not lines:
-        return ""
-    return f" (another thread is{', another'.join(map(at, lines[:3]))})"
-
-
-def _user_lines(stacks: tuple[Stack, ...]) -> Iterator[str]:
-    for stack in stacks:
-        if not stack.is_main and stack.user_line:
-            yield stack.user_line
+    lines = dict.fromkeys(stack.user_line for stack in rank.stacks if not stack.is_main)
+    told = [at(line) for line in lines if line][:3]
+    return f" (another thread is{', another'.join(told)})" if told else ""
 
 
 def _user(rank: ObservedRank) -> Occupation:
-    what = f"in {_place(rank)}, {_how(rank)}"
+    place = rank.records.phase.name.lower() if rank.records.phase else "user code"
+    what = f"in {place}, {_how(rank)}"
     return Occupation(
         Kind.USER, f"has not arrived: it is {what}", f"have not arrived: they are {what}"
     )
 
 
-def _place(rank: ObservedRank) -> str:
-    return str(rank.records.phase.name.lower()) if rank.records.phase else "user code"
-
-
 def _how(rank: ObservedRank) -> str:
     thread = rank.main_thread
-    if rank.cpu_share > _BUSY_SHARE or thread is None:
+    if rank.cpu_share > BUSY_SHARE or thread is None:
         return f"computing on {rank.cpu_share:.1f} cores"
     if _SLEEP.search(thread.waits_in):
         return "asleep"

@@ -20,7 +20,6 @@ class RecordPath:
     """The file of a process's records.
 
     Attributes:
-        path: the file.
         namespace: the process ids that `pid` is one of, by the number of their Linux namespace.
         pid: the process.
     """

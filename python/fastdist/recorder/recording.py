@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import fastdist._core as _core
 from fastdist._version import __version__
+from fastdist.recorder.encoding import write
 from fastdist.recorder.machines import Machine, Machines
 from fastdist.recorder.place import RecordPath, new_path, record_paths
 from fastdist.recorder.ring import identity
@@ -63,8 +64,7 @@ def record(
     elif is_job:
         _core.set_recorded_job(communicator.rank, communicator.size, job)
     if machines and _Own.place is not None and (is_first or is_job):
-        with contextlib.suppress(OSError):
-            Machines.of_job(key, machines).write(_Own.place.machines)
+        write(_Own.place.machines, Machines.of_job(key, machines))
     communicator.record(
         int.from_bytes(digest.digest()[:8], "little"), engine.removesuffix("Engine").lower()
     )

@@ -156,7 +156,6 @@ class Records:
         usual: how long recorded calls that have ended took, by site.
     """
 
-    path: Path
     pid: int
     started: int
     began_s: float
@@ -241,7 +240,6 @@ class Snapshot:
     """
 
     def __init__(self, path: Path, data: bytes, again: bytes) -> None:
-        self.path = path
         self.header = _header(path, data)
         self.clock = _Clock(self.header)
         self.members = _members(data, int(self.header["communicators"]))
@@ -297,7 +295,6 @@ def _records(file: Snapshot) -> Records:
     calls = file.calls
     kept = calls[(calls["done"] == 0) | (np.arange(len(calls)) >= len(calls) - _KEPT)]
     return Records(
-        path=file.path,
         pid=int(header["pid"]),
         started=int(header["started"]),
         began_s=int(header["monotonic_ns"]) / 1e9,

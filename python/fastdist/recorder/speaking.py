@@ -10,7 +10,8 @@ import time
 import fastdist._core as _core
 from fastdist.errors import PeerFailureError
 from fastdist.recorder.diagnosis import diagnose
-from fastdist.recorder.endings import note_killed, read_ending
+from fastdist.recorder.encoding import read
+from fastdist.recorder.endings import Ending, note_killed
 from fastdist.recorder.jobs import Job, job_of
 from fastdist.recorder.kinds import Kind
 from fastdist.recorder.place import record_paths
@@ -76,7 +77,7 @@ def _quote() -> str:
     own = _core.recorded_job()
     found = []
     for place in record_paths():
-        ending = read_ending(place.ending)
+        ending = read(Ending, place.ending)
         if ending is None or ending.error == PeerFailureError.__name__:
             continue
         who = identity(place.path)
@@ -87,11 +88,9 @@ def _quote() -> str:
 
 
 def obituary(pid: int, number: int) -> str:
-    """Say what a process did that was killed, and who waited for it; "" if that cannot be told.
+    """Say what a process did whose death has ended its job, and who waited for it.
 
-    Args:
-        pid: the process, whose death has ended its job.
-        number: the signal that killed it, which is noted for later questions too.
+    Returns "" if that cannot be told. Notes the signal that killed it for later questions, too.
     """
     note_killed(pid, number)
     try:

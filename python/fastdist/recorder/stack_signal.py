@@ -15,6 +15,8 @@ from typing import Any
 SIGNAL = signal.SIGRTMAX - 7
 """The signal that asks for the stack."""
 
+_files: list[Any] = []  # that faulthandler writes to
+
 
 def write_on_signal(path: Path) -> None:
     """Let this process write its stack to a file when `SIGNAL` comes.
@@ -24,11 +26,5 @@ def write_on_signal(path: Path) -> None:
     if signal.getsignal(SIGNAL) != signal.SIG_DFL:
         return
     file = path.open("ab", buffering=0)
-    _Kept.files.append(file)
+    _files.append(file)
     faulthandler.register(SIGNAL, file=file, all_threads=False, chain=False)
-
-
-class _Kept:
-    """Files that faulthandler writes to."""
-
-    files: list[Any] = []  # noqa: RUF012

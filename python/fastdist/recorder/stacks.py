@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,7 @@ def stacks_of(
     return found | signalled, missing
 
 
-def _by_py_spy(pids: Iterable[int], end_s: float) -> dict[int, list[Stack]]:
-    pids = list(pids)
+def _by_py_spy(pids: Collection[int], end_s: float) -> dict[int, list[Stack]]:
     program = _py_spy()
     if program is None or len(pids) > _MOST_PY_SPIES:
         return {}

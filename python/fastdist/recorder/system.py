@@ -53,7 +53,6 @@ class Thread:
 class Connection:
     """A TCP connection of a process."""
 
-    local: str
     remote: str
     unsent_bytes: int
     retransmissions: int
@@ -106,12 +105,7 @@ class Process:
 
 
 def look_at(pid: int, started: int) -> Process:
-    """Look at a process.
-
-    Args:
-        pid: the process.
-        started: its start in clock ticks since boot; a later process with this id is another.
-    """
+    """Look at a process that began so many clock ticks after boot; a later one is another."""
     now_s = time.monotonic()
     try:
         fields = stat(pid)
@@ -157,7 +151,12 @@ def state_of(pid: int) -> str:
 
 def out_of_memory_kills() -> int:
     """Count the processes of this one's cgroup that the kernel has ended for want of memory."""
-    return _Look(Path("/proc/self")).out_of_memory_kills()
+    for folder in cgroups(_read(Path("/proc/self/cgroup")), "memory"):
+        for file in (folder / "memory.events", folder / "memory.oom_control"):
+            found = re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE)
+            if found:
+                return int(found[1])
+    return 0
 
 
 def cgroups(memberships: str, controller: str, mount: Path = _CGROUPS) -> Iterator[Path]:
@@ -247,7 +246,8 @@ class _Look:
     def threads(self) -> Iterator[Thread]:
         """Yield the threads, the main thread first."""
         try:
-            tids = sorted(map(int, os.listdir(self.folder / "task")), key=self._order)
+            tids = sorted(map(int, os.listdir(self.folder / "task")))
+            tids.sort(key=lambda tid: str(tid) != self.folder.name)  # the main thread is first
         except OSError as error:
             self._note("task", error)
             return
@@ -257,9 +257,6 @@ class _Look:
             thread = self._thread(tid)
             if thread is not None:
                 yield thread
-
-    def _order(self, tid: int) -> tuple[bool, int]:
-        return str(tid) != self.folder.name, tid  # the main thread has the process's number
 
     def _thread(self, tid: int) -> Thread | None:
         task = f"task/{tid}"
@@ -287,14 +284,6 @@ class _Look:
             return self.files().get(argument, ""), 0
         return "", argument if number == _FUTEX_CALL else 0
 
-    def out_of_memory_kills(self) -> int:
-        for folder in cgroups(self.text("cgroup"), "memory"):
-            for file in (folder / "memory.events", folder / "memory.oom_control"):
-                found = re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE)
-                if found:
-                    return int(found[1])
-        return 0
-
     def memory_stall(self) -> float:
         files = [folder / "memory.pressure" for folder in cgroups(self.text("cgroup"), "memory")]
         for file in [*files, Path("/proc/pressure/memory")]:
@@ -315,8 +304,7 @@ class _Look:
                     continue
                 unsent, retransmissions = int(words[4].split(":")[0], 16), int(words[6], 16)
                 if unsent or retransmissions:
-                    ends = _address(words[1]), _address(words[2])
-                    yield Connection(*ends, unsent, retransmissions)
+                    yield Connection(_address(words[2]), unsent, retransmissions)
 
     def _note(self, name: str, error: OSError) -> None:
         self.notes.append(f"{self.folder}/{name}: {error.strerror}")

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fastdist.recorder.ring import Call
@@ -20,10 +20,6 @@ class Span:
     phase: str
     begin_s: float
     end_s: float
-
-    def overlap_s(self, begin_s: float, end_s: float) -> float:
-        """Return how long the span lasts between two times."""
-        return max(0.0, min(self.end_s, end_s) - max(self.begin_s, begin_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +54,9 @@ class TracedCall:
 
 
 def traced(call: Call, epoch_s: float = 0.0) -> TracedCall:
-    """Return a recorded call for a timeline; one that has not ended is taken to have failed.
+    """Return a recorded call for a timeline, on whose clock the monotonic clock began at `epoch_s`.
 
-    Args:
-        call: the call.
-        epoch_s: the monotonic clock's zero, on the timeline's clock.
+    A call that has not ended is taken to have failed.
     """
     done_s = time.monotonic() if call.done_s is None else call.done_s
     there_s = call.entered_s if call.there_s is None else call.there_s
@@ -123,7 +117,6 @@ class Lateness:
     """A rank that came last, and what that cost the others.
 
     Attributes:
-        rank: the rank.
         count: how many collectives waited for it.
         share: of the collectives in which any rank was waited for.
         cost_s: seconds that the other ranks waited for it, in the mean, per such collective.
@@ -155,16 +148,14 @@ _DOING = {"data": "waiting for data", "user": "in user code", "saving": "saving 
 
 
 def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Lateness]:
-    """Return which ranks the others waited for, beginning with the most expensive one.
+    """Return which ranks the others waited for at least `least_s`, the most expensive one first.
 
-    Args:
-        ranks: the ranks. Several may have the same number, one after the other.
-        least_s: seconds; shorter waits do not count.
+    Several ranks may have the same number, one after the other.
     """
     waits: dict[int, list[float]] = defaultdict(list)
     reasons: dict[int, Counter[str]] = defaultdict(Counter)
     sites: dict[int, Counter[str]] = defaultdict(Counter)
-    before = [_CallsBefore(timeline) for timeline in ranks]
+    before_s = [_ends_before(timeline) for timeline in ranks]
     for calls in _collectives(ranks):
         last, call = max(calls, key=lambda each: each[1].entered_s)
         others = [call.entered_s - each.entered_s for place, each in calls if place != last]
@@ -173,8 +164,11 @@ def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Late
             continue
         waits[last].append(cost_s)
         sites[last][call.site] += 1
-        since = max(before[last].end_s(call), call.entered_s - max(others))
-        reasons[last].update(_phases_between(ranks[last].spans, since, call.entered_s))
+        since_s = max(before_s[last][id(call)], call.entered_s - max(others))
+        for span in ranks[last].spans:
+            overlap_s = min(span.end_s, call.entered_s) - max(span.begin_s, since_s)
+            if (overlap_us := int(1e6 * overlap_s)) > 0:
+                reasons[last][span.phase] += overlap_us
     total = sum(map(len, waits.values()))
     late = [
         Lateness(
@@ -190,18 +184,14 @@ def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Late
     return sorted(late, key=lambda each: -each.cost_s * each.count)
 
 
-class _CallsBefore:
-    """The moments at which the calls before each call of a rank had ended."""
-
-    def __init__(self, timeline: RankTimeline) -> None:
-        self._ends: dict[int, float] = {}
-        latest = 0.0
-        for call in sorted(timeline.calls, key=lambda each: each.entered_s):
-            self._ends[id(call)] = latest
-            latest = max(latest, call.done_s)
-
-    def end_s(self, call: TracedCall) -> float:
-        return self._ends[id(call)]
+def _ends_before(timeline: RankTimeline) -> dict[int, float]:
+    """Return when the calls before each call of a rank had ended, by the call's `id`."""
+    ends = {}
+    latest_s = 0.0
+    for call in sorted(timeline.calls, key=lambda each: each.entered_s):
+        ends[id(call)] = latest_s
+        latest_s = max(latest_s, call.done_s)
+    return ends
 
 
 def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, TracedCall]]]:
@@ -217,16 +207,6 @@ def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, Trac
     for calls in found.values():
         if len({place for place, _ in calls}) == calls[0][1].size > 1:  # not ranks that are threads
             yield calls
-
-
-def _phases_between(spans: Iterable[Span], begin_s: float, end_s: float) -> dict[str, int]:
-    """Return the microseconds of each phase between two times."""
-    found: dict[str, int] = {}
-    for span in spans:
-        overlap = int(1e6 * span.overlap_s(begin_s, end_s))
-        if overlap:
-            found[span.phase] = found.get(span.phase, 0) + overlap
-    return found
 
 
 def align(ranks: Sequence[RankTimeline], reference: RankTimeline) -> None:
@@ -246,20 +226,16 @@ def align(ranks: Sequence[RankTimeline], reference: RankTimeline) -> None:
             for call in timeline.calls
             if call.is_collective and (key := (call.communicator, call.sequence)) in theirs
         ]
-        if differences:
-            _shift(timeline, statistics.median(differences))
-
-
-def _shift(timeline: RankTimeline, by_s: float) -> None:
-    timeline.spans = [
-        Span(span.phase, span.begin_s + by_s, span.end_s + by_s) for span in timeline.spans
-    ]
-    timeline.calls = [
-        replace(
-            call,
-            entered_s=call.entered_s + by_s,
-            there_s=call.there_s + by_s,
-            done_s=call.done_s + by_s,
-        )
-        for call in timeline.calls
-    ]
+        by_s = statistics.median(differences) if differences else 0.0
+        timeline.spans = [
+            Span(span.phase, span.begin_s + by_s, span.end_s + by_s) for span in timeline.spans
+        ]
+        timeline.calls = [
+            replace(
+                call,
+                entered_s=call.entered_s + by_s,
+                there_s=call.there_s + by_s,
+                done_s=call.done_s + by_s,
+            )
+            for call in timeline.calls
+        ]

@@ -22,7 +22,6 @@ class Wait:
     """A rank in a call that has not ended, or in which the rank ended.
 
     Attributes:
-        rank: who waits.
         behind: ranks that have not begun the call; empty if all have.
     """
 
@@ -30,19 +29,9 @@ class Wait:
     call: Call
     behind: frozenset[int]
 
-    @property
-    def since_s(self) -> float:
-        """The moment at which the call began, on the monotonic clock."""
-        return self.call.entered_s
-
 
 def waits_of(ranks: Sequence[ObservedRank], missing: Sequence[int]) -> list[Wait]:
-    """Find out who waits for whom.
-
-    Args:
-        ranks: the ranks whose records are here.
-        missing: the others.
-    """
+    """Find out who waits for whom; `missing`: the ranks whose records are not here."""
     table = _Progress(ranks, missing)
     return [
         Wait(each.rank, call, table.behind(each, call)) for each in ranks for call in _waiting(each)
@@ -52,8 +41,7 @@ def waits_of(ranks: Sequence[ObservedRank], missing: Sequence[int]) -> list[Wait
 def _waiting(rank: ObservedRank) -> Iterator[Call]:
     """Yield the calls in which a rank has waited at both moments, or which it has given up."""
     if not rank.is_dead:
-        before = {call.number for call in rank.before.calls if call.is_running}
-        yield from (call for call in rank.running if call.number in before)
+        yield from rank.waiting
         if rank.gave_up is not None:
             yield rank.gave_up
     elif rank.last_call is not None and (rank.last_call.is_failed or rank.last_call.is_running):
@@ -67,9 +55,8 @@ class _Progress:
         self._missing = missing
         self._world_size = max((each.records.world_size for each in ranks), default=0)
         self._ranks: dict[int, dict[int, int]] = {}  # by key, the job's ranks by the communicator's
-        self._last: dict[
-            tuple[int, int], int
-        ] = {}  # the last collective, by key and the job's rank
+        # The last collective, by key and the job's rank.
+        self._last: dict[tuple[int, int], int] = {}
         self._in_lane: dict[tuple[int, int, int], list[Call]] = {}
         for each in ranks:
             for member in each.records.members:

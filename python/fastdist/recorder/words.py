@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 
@@ -67,16 +68,15 @@ def columns(rows: Sequence[Sequence[str]], pad: Callable[[str, int], str] = str.
     return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
 
 
-def how_it_ended(status: int) -> str:
-    """Describe the status of a zombie, as `os.waitpid` gives it."""
-    number = status & 0x7F
-    return f"by signal {signal_name(number)}" if number else f"with exit code {status >> 8}"
-
-
 def how_it_died(rank: ObservedRank) -> str:
-    """Describe the end of a rank without an exception: ", killed by SIGKILL"."""
-    if rank.ending is not None:
-        return f", {rank.ending.message}"
+    """Describe the end of a rank: ", killed by SIGKILL", ": ValueError: … at train.py:9"."""
+    ending = rank.ending
+    if ending is not None and ending.error:
+        return f": {ending.error}: {ending.message}".removesuffix(": ") + at(ending.line)
+    if ending is not None:
+        return f", {ending.message}"
     if rank.process is not None and rank.process.status is not None:
-        return f", ended {how_it_ended(rank.process.status)}"
+        code = os.waitstatus_to_exitcode(rank.process.status)
+        how = f"by signal {signal_name(-code)}" if code < 0 else f"with exit code {code}"
+        return f", ended {how}"
     return " without an exception, as after kill -9 or a crash"

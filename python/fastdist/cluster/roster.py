@@ -117,7 +117,6 @@ class _Member:
     """A process that has connected.
 
     Attributes:
-        line: its connection.
         pid_fd: becomes readable when the process ends; its children may keep the connection open.
         world: the number of the world of which it is a rank; 0 before the first.
         rank: its rank there.

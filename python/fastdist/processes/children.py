@@ -42,13 +42,7 @@ class Children:
         environments: Sequence[Mapping[str, str]],
         **options: Any,
     ) -> None:
-        """Start a process for each environment.
-
-        Args:
-            names: names of the processes, for messages.
-            command: the command of all processes.
-            environments: environment variables of each process.
-            options: further arguments for `subprocess.Popen`.
+        """Start a process for each environment; see `fastdist.processes.process.start`.
 
         Raises:
             StartError: a process could not be started; the others have been killed.

@@ -20,6 +20,7 @@ _NAMES = {  # torch's, where they differ
     "reduce_scatter": "reduce_scatter_single",
     "all_to_all": "all_to_all_single",
 }
+_NO_NAME = "undefined"
 _SITE = re.compile(r"(.*):(\d+) in (.*)")
 
 Groups = Mapping[str, Mapping[int, int]]  # by communicator, the job's ranks by those in it
@@ -40,22 +41,14 @@ def write_flight_records(folder: Path, ranks: Sequence[RankTimeline]) -> None:
         entries = [_entry(i, call, groups) for i, call in enumerate(timeline.calls)]
         record = {
             "version": _VERSION,
-            "pg_config": _config(timeline, groups),
+            "pg_config": {
+                name: {"name": name, "desc": _NO_NAME, "ranks": str(sorted(groups[name].values()))}
+                for name in dict.fromkeys(call.communicator for call in timeline.calls)
+            },
             "pg_status": {},
             "entries": entries,
         }
         (folder / f"{PREFIX}{timeline.rank}").write_bytes(pickle.dumps(record))
-
-
-def _config(timeline: RankTimeline, groups: Groups) -> dict[str, dict[str, str]]:
-    names = dict.fromkeys(call.communicator for call in timeline.calls)
-    return {
-        name: {"name": name, "desc": _NO_NAME, "ranks": str(sorted(groups[name].values()))}
-        for name in names
-    }
-
-
-_NO_NAME = "undefined"
 
 
 def _entry(number: int, call: TracedCall, groups: Groups) -> dict[str, Any]:

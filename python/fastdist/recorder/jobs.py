@@ -85,10 +85,7 @@ def job_of(pid: int) -> Job:
 
 
 def jobs_here(only: str | None = None) -> tuple[list[Job], list[str]]:
-    """Find the jobs whose records are there, dead ones too.
-
-    Args:
-        only: the id of the only job to read.
+    """Find the jobs whose records are there, dead ones too, or the one with the id `only`.
 
     Returns:
         The jobs, live ones first and the youngest first; and what could not be read.

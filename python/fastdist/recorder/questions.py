@@ -39,14 +39,7 @@ class NoAnswerError(Exception):
 def ask(
     address: tuple[str, int], key: str, job: str, about: str, end_s: float
 ) -> tuple[str, float]:
-    """Ask a launcher about a job.
-
-    Args:
-        address: where it listens.
-        key: the job's key.
-        job: the id of the job.
-        about: what is asked.
-        end_s: when to give up, on the monotonic clock.
+    """Ask a launcher about a job, until `end_s` on the monotonic clock.
 
     Returns:
         The answer, and how many seconds this machine's monotonic clock is ahead of the launcher's.

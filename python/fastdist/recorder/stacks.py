@@ -74,8 +74,7 @@ def _by_py_spy(pids: Collection[int], end_s: float) -> dict[int, list[Stack]]:
 
 
 def _py_spy() -> str | None:
-    beside = Path(sys.executable).parent / "py-spy"
-    return shutil.which("py-spy") or (str(beside) if os.access(beside, os.X_OK) else None)
+    return shutil.which("py-spy") or shutil.which("py-spy", path=Path(sys.executable).parent)
 
 
 def _parse_py_spy(pid: int, dumped: Sequence[Mapping[str, Any]]) -> list[Stack]:

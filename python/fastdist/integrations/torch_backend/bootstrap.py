@@ -8,6 +8,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import communicator_of
 from fastdist.errors import ClusterConfigError
 
 _MOST_SHOWN = 1000  # letters of another rank's reason
@@ -16,14 +18,7 @@ _POLL_S = 0.05
 
 
 class StoreBootstrap:
-    """A bootstrap for `fastdist.init` over a torch store. Every rank makes the same calls.
-
-    Args:
-        store: a store that only this group uses.
-        rank: this rank.
-        size: the number of ranks.
-        timeout_s: seconds to wait for the other ranks.
-    """
+    """A bootstrap over a torch store that only this group uses. Every rank makes the same calls."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self._store = store
@@ -63,7 +58,7 @@ class StoreBootstrap:
             given_up = self._store.get(self._given_up) if has_given_up else None
             objects = [json.loads(bytes(self._store.get(key))) for key in keys]
         except RuntimeError as error:
-            raise self._failure(keys, _first_line(error)) from None
+            raise self._failure(keys, str(error).partition("\n")[0]) from None
         if given_up is not None:
             rank, reason = json.loads(bytes(given_up))
             shown = "".join(c if c.isprintable() else " " for c in str(reason)[:_MOST_SHOWN])
@@ -118,11 +113,18 @@ def tcp_store_of(store: Any) -> Any:
     return None
 
 
-def host_of(store: Any) -> str | None:
-    """Return the host of the TCPStore under a store, or None if there is none."""
+def communicator_in_store(
+    store: Any, rank: int, size: int, timeout_s: float
+) -> tuple[Communicator, int]:
+    """Make a communicator of ranks that meet in a store; a rank that fails tells the others.
+
+    Returns:
+        The communicator, and the number of its ranks on this machine.
+    """
+    bootstrap = StoreBootstrap(store, rank, size, timeout_s)
     tcp = tcp_store_of(store)
-    return None if tcp is None else str(tcp.host)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+    try:
+        return communicator_of(bootstrap, timeout_s, None if tcp is None else str(tcp.host))
+    except BaseException as error:
+        bootstrap.give_up(error)
+        raise

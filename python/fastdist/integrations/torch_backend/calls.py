@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # its methods have other signatures
 else:
     _ProcessGroup = c10d.ProcessGroup
 
+Tensors = list[torch.Tensor]
+
 # What torch passes for calls without options.
 _AllToAllOptions = c10d.AllToAllOptions()
 _AllgatherOptions = c10d.AllgatherOptions()
@@ -61,18 +63,6 @@ _ReduceScatterOptions = c10d.ReduceScatterOptions()
 _ScatterOptions = c10d.ScatterOptions()
 
 _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-
-class Job:
-    """The facts about the job's ranks that this process knows."""
-
-    most_ranks_here = 0  # of all groups, on this machine
-
-    @classmethod
-    def has_idle_cores(cls) -> bool:
-        """Return True if this machine has more cores than its ranks use."""
-        cores = len(os.sched_getaffinity(0))
-        return cores > cls.most_ranks_here * torch.get_num_threads()
 
 
 class Left:
@@ -168,6 +158,8 @@ class Calls(_ProcessGroup):
         timeout_s: seconds that each call waits for other ranks.
     """
 
+    _most_ranks_here = 0  # of all groups, on this machine
+
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._timeout_s = timeout_s
@@ -177,9 +169,10 @@ class Calls(_ProcessGroup):
         self._comm: Any = Left(rank, size, "is not connected: call reconfigure first")
         self._messages: Any = self._comm
 
-    def _begin(self, comm: Communicator) -> None:
-        """Make calls on a communicator from now on."""
+    def _begin(self, comm: Communicator, ranks_here: int) -> None:
+        """Make calls on a communicator from now on, with so many of its ranks on this machine."""
         assert comm.engine.compiled is not None
+        Calls._most_ranks_here = max(Calls._most_ranks_here, ranks_here)
         self._made = 0
         self._completers = {}
         self._comm, self._messages = comm, _core.Messages(comm.engine.compiled).calls()
@@ -196,10 +189,7 @@ class Calls(_ProcessGroup):
 
     def _completer(self, *lane: Any) -> Completer:
         """Return the thread that completes futures of collectives, or of one rank's messages."""
-        made = self._completers.get(lane)
-        if made is None:
-            made = self._completers.setdefault(lane, Completer())
-        return made
+        return self._completers.get(lane) or self._completers.setdefault(lane, Completer())
 
     def _make(
         self,
@@ -255,10 +245,16 @@ class Calls(_ProcessGroup):
         """
         if not written or not written[0].is_cpu:
             return True
-        return _caller().f_code is not _BACKWARD or Job.has_idle_cores()
+        return _caller().f_code is not _BACKWARD or Calls._has_idle_cores()
+
+    @staticmethod
+    def _has_idle_cores() -> bool:
+        """Return True if this machine has more cores than its ranks use."""
+        cores = len(os.sched_getaffinity(0))
+        return cores > Calls._most_ranks_here * torch.get_num_threads()
 
     @_collective
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = _AllreduceOptions) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = _AllreduceOptions) -> Any:
         """Reduce a tensor in place over all ranks; several count as tensors of as many ranks."""
         if len(tensors) > 1:
             return self._all_reduce_several(tensors, opts)
@@ -270,7 +266,7 @@ class Calls(_ProcessGroup):
         scale_in_place([plain], factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
-    def _all_reduce_several(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+    def _all_reduce_several(self, tensors: Tensors, opts: Any) -> Any:
         given, count = [to_read(t.detach()) for t in tensors], len(tensors)
         total = torch.empty_like(given[0])
         op, factor, finish = self._reduction(opts, tensors, [total], None, count)
@@ -287,9 +283,7 @@ class Calls(_ProcessGroup):
         return Done([tensor])
 
     @_collective
-    def allreduce_coalesced(
-        self, tensors: list[torch.Tensor], opts: Any = _AllreduceCoalescedOptions
-    ) -> Any:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _AllreduceCoalescedOptions) -> Any:
         """Reduce tensors in place over all ranks."""
         plain, finish = all_to_write(tensors)
         op, factor, finish = self._reduction(opts, tensors, plain, finish)
@@ -297,21 +291,20 @@ class Calls(_ProcessGroup):
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
     @_collective
-    def reduce(self, tensors: list[torch.Tensor], opts: Any = _ReduceOptions) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any = _ReduceOptions) -> Any:
         """Reduce a tensor in place on the root."""
         tensor = _one(tensors)
         plain, finish = to_write(tensor)
         op, factor, finish = self._reduction(opts, tensors, [plain], finish)
         root = opts.rootRank
-        if self._comm.rank != root:
-            return self._make(
-                opts, tensors, None, self._comm.reduce, scaled(plain, factor), op, root
-            )
-        scale_in_place([plain], factor)
+        if self._comm.rank == root:
+            scale_in_place([plain], factor)
+        else:
+            plain, finish = scaled(plain, factor), None
         return self._make(opts, tensors, finish, self._comm.reduce, plain, op, root)
 
     @_collective
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = _BroadcastOptions) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any = _BroadcastOptions) -> Any:
         """Copy one of the root's tensors to all tensors of all ranks."""
         plain, finish = to_write(tensors[opts.rootTensor])
         if len(tensors) > 1:
@@ -322,10 +315,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def allgather(
-        self,
-        outputs: list[list[torch.Tensor]],
-        inputs: list[torch.Tensor],
-        opts: Any = _AllgatherOptions,
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _AllgatherOptions
     ) -> Any:
         """Copy the tensors of all ranks, which may differ in size, into a list on each."""
         if len(inputs) > 1:
@@ -339,9 +329,7 @@ class Calls(_ProcessGroup):
             opts, received, finish, self._comm.all_gather, plain, out=flat, splits=splits
         )
 
-    def _all_gather_several(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
-    ) -> Any:
+    def _all_gather_several(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
         """Copy several tensors of each rank into one list for each of them."""
         size, first = self._comm.world_size, outputs[0]
         lengths = {len(received) for received in outputs}
@@ -352,22 +340,13 @@ class Calls(_ProcessGroup):
             )
         flat, finish = joined_to_write(first)
         others = [copying(*pair) for more in outputs[1:] for pair in zip(first, more, strict=True)]
+        finish = all_of([finish, *others])
         received = [tensor for each in outputs for tensor in each]
-        return self._make(
-            opts,
-            received,
-            all_of([finish, *others]),
-            self._comm.all_gather,
-            joined(inputs),
-            out=flat,
-        )
+        return self._make(opts, received, finish, self._comm.all_gather, joined(inputs), out=flat)
 
     @_collective
     def allgather_coalesced(
-        self,
-        outputs: list[list[torch.Tensor]],
-        inputs: list[torch.Tensor],
-        opts: Any = _AllgatherOptions,
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _AllgatherOptions
     ) -> Any:
         """Do `allgather` for several tensors; outputs[i] has the tensors of rank i."""
         pairs = [joined_to_write([of_rank[i] for of_rank in outputs]) for i in range(len(inputs))]
@@ -388,10 +367,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def all_gather_single_coalesced(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        opts: Any = _AllgatherOptions,
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _AllgatherOptions
     ) -> Any:
         """Do `all_gather_single` for several tensors."""
         plain, finish = all_to_write(outputs)
@@ -401,12 +377,7 @@ class Calls(_ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @_collective
-    def gather(
-        self,
-        outputs: list[list[torch.Tensor]],
-        inputs: list[torch.Tensor],
-        opts: Any = _GatherOptions,
-    ) -> Any:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _GatherOptions) -> Any:
         """Copy the tensors of all ranks into a list on the root."""
         plain = to_read(_one(inputs)).reshape(-1)
         root = opts.rootRank
@@ -417,12 +388,7 @@ class Calls(_ProcessGroup):
         return self._make(opts, received, finish, self._comm.gather, plain, root, out=flat)
 
     @_collective
-    def scatter(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[list[torch.Tensor]],
-        opts: Any = _ScatterOptions,
-    ) -> Any:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _ScatterOptions) -> Any:
         """Give each rank its tensor of the root's list."""
         plain, finish = to_write(_one(outputs))
         root = opts.rootRank
@@ -435,10 +401,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def reduce_scatter(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[list[torch.Tensor]],
-        opts: Any = _ReduceScatterOptions,
+        self, outputs: Tensors, inputs: list[Tensors], opts: Any = _ReduceScatterOptions
     ) -> Any:
         """Reduce a list of tensors, which may differ in size, and give each rank its own."""
         given = self._one_each(_one(inputs), "inputs")
@@ -450,26 +413,19 @@ class Calls(_ProcessGroup):
     def _reduce_scatter(
         self,
         opts: Any,
-        outputs: list[torch.Tensor],
-        plain: list[torch.Tensor],
+        outputs: Tensors,
+        plain: Tensors,
         finish: Finish,
-        given: list[torch.Tensor],
+        given: Tensors,
         splits: Sequence[int] | None = None,
     ) -> Any:
         op, factor, finish = self._reduction(opts, outputs, plain, finish)
-        flat = [scaled(t.view(-1), factor) for t in given]
-        out = [t.view(-1) for t in plain]
-        is_one = len(flat) == 1  # errors then name a tensor, not a list
-        return self._make(
-            opts,
-            outputs,
-            finish,
-            self._comm.reduce_scatter,
-            flat[0] if is_one else flat,
-            op,
-            out=out[0] if is_one else out,
-            splits=splits,
-        )
+        flat: Any = [scaled(t.view(-1), factor) for t in given]
+        out: Any = [t.view(-1) for t in plain]
+        if len(flat) == 1:  # errors then name a tensor, not a list
+            flat, out = flat[0], out[0]
+        call = self._comm.reduce_scatter
+        return self._make(opts, outputs, finish, call, flat, op, out=out, splits=splits)
 
     @_collective
     def reduce_scatter_single(
@@ -483,10 +439,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def reduce_scatter_single_coalesced(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        opts: Any = _ReduceScatterOptions,
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _ReduceScatterOptions
     ) -> Any:
         """Do `reduce_scatter_single` for several tensors."""
         plain, finish = all_to_write(outputs)
@@ -516,12 +469,7 @@ class Calls(_ProcessGroup):
     alltoall_base = all_to_all_single
 
     @_collective
-    def alltoall(
-        self,
-        outputs: list[torch.Tensor],
-        inputs: list[torch.Tensor],
-        opts: Any = _AllToAllOptions,
-    ) -> Any:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _AllToAllOptions) -> Any:
         """Send tensor i to rank i."""
         given = self._one_each(inputs, "inputs")
         received = self._one_each(outputs, "outputs")
@@ -533,7 +481,7 @@ class Calls(_ProcessGroup):
 
     def average(self, tensor: torch.Tensor, compress: Compression) -> Any:
         """Average a tensor in place over all ranks, compressed; return its future."""
-        options = _ASYNC if not tensor.is_cpu or Job.has_idle_cores() else _SYNC
+        options = _ASYNC if not tensor.is_cpu or self._has_idle_cores() else _SYNC
         call = self._comm.all_reduce
         work = self._make(options, [tensor], None, call, tensor, "mean", compress=compress)
         future = (work or Done([tensor])).get_future()
@@ -548,7 +496,7 @@ class Calls(_ProcessGroup):
     # Messages. On GPUs, NCCL has no tags.
 
     @_collective
-    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Any:
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         """Send a tensor to a rank."""
         plain = to_read(_one(tensors))
         if plain.is_cpu:
@@ -556,7 +504,7 @@ class Calls(_ProcessGroup):
         return self._make(_ASYNC, tensors, None, self._comm.send, plain, dst)
 
     @_collective
-    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
         """Receive a tensor from a rank."""
         plain, finish = to_write(_one(tensors))
         if plain.is_cpu:
@@ -564,7 +512,7 @@ class Calls(_ProcessGroup):
         return self._make(_ASYNC, tensors, finish, self._comm.recv, plain, src)
 
     @_collective
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         """Receive a tensor from the rank that sends first."""
         plain, finish = to_write(_one(tensors))
         if not plain.is_cpu:
@@ -577,7 +525,7 @@ class Calls(_ProcessGroup):
         plain: torch.Tensor,
         peer: int,
         tag: int,
-        tensors: list[torch.Tensor],
+        tensors: Tensors,
         finish: Finish,
     ) -> Done | Pending:
         if tag < 0:
@@ -594,7 +542,7 @@ class Calls(_ProcessGroup):
             finish()
         return Done(tensors, getattr(work, "source", -1))
 
-    def _one_each(self, tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    def _one_each(self, tensors: Tensors, name: str) -> Tensors:
         if len(tensors) != self._comm.world_size:
             raise ValueError(
                 f"{name} must be one tensor for each of the {self._comm.world_size} ranks, got "
@@ -629,14 +577,8 @@ def _caller() -> FrameType:
     return frame
 
 
-class _Options:
-    """The options of a call for which torch passes none."""
-
-    def __init__(self, is_async: bool) -> None:
-        self.asyncOp = is_async
-
-
-_ASYNC, _SYNC = _Options(True), _Options(False)
+# The options of calls for which torch passes none.
+_ASYNC, _SYNC = SimpleNamespace(asyncOp=True), SimpleNamespace(asyncOp=False)
 _ANY_RANK = -1
 _BACKWARD = graph._engine_run_backward.__code__
 _BLOCKING = {

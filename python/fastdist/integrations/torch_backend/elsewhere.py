@@ -13,15 +13,7 @@ from torch._C import _distributed_c10d as c10d
 def group_of_other_backend(
     name: str, device: str, store: Any, rank: int, size: int, timeout: timedelta
 ) -> Any:
-    """Make a process group of one of torch's backends for one type of device.
-
-    Args:
-        name: the backend, "nccl" or "gloo".
-        device: the type of device.
-        store: the group's store.
-        rank: this rank.
-        size: the number of ranks.
-        timeout: the group's timeout.
+    """Make a process group of torch's "nccl" or "gloo" for one type of device.
 
     Raises:
         ValueError: another backend is named.

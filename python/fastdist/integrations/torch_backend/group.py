@@ -10,12 +10,10 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError, distributed_c10d
 
-from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.init import communicator_of
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
-from fastdist.integrations.torch_backend.bootstrap import StoreBootstrap, host_of
-from fastdist.integrations.torch_backend.calls import Calls, Job, Left
+from fastdist.integrations.torch_backend.bootstrap import communicator_in_store
+from fastdist.integrations.torch_backend.calls import Calls, Left
 from fastdist.integrations.torch_backend.elsewhere import group_of_other_backend
 from fastdist.integrations.torch_backend.handles import Handle, communicator_of_handles
 from fastdist.integrations.torch_backend.work import Done
@@ -64,15 +62,10 @@ class ProcessGroupFastdist(Calls):
             DistBackendError: a rank did not arrive in time.
         """
         made = cls(store, rank, size, timeout_s, name)
-        bootstrap = StoreBootstrap(store, rank, size, timeout_s)
         try:
-            comm, ranks_here = communicator_of(bootstrap, timeout_s, host_of(store))
-        except BaseException as error:
-            bootstrap.give_up(error)
-            if not isinstance(error, FastdistError):
-                raise
+            made._begin(*communicator_in_store(store, rank, size, timeout_s))
+        except FastdistError as error:
             raise DistBackendError(str(error)) from error
-        made._join(comm, ranks_here)
         return made
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float, name: str) -> None:
@@ -82,16 +75,6 @@ class ProcessGroupFastdist(Calls):
         self._group_desc = ""
         self._others: dict[str, Any] = {}
         self._handle = Handle.of_group(store)
-
-    def _join(self, comm: Communicator, ranks_here: int) -> None:
-        """Make this rank's calls on a communicator from now on.
-
-        Args:
-            comm: the communicator.
-            ranks_here: the number of its ranks on this machine.
-        """
-        Job.most_ranks_here = max(Job.most_ranks_here, ranks_here)
-        self._begin(comm)
 
     # What torch asks a group.
 
@@ -256,7 +239,7 @@ class ProcessGroupFastdist(Calls):
         self.abort()
         self._others.clear()
         try:
-            self._join(
+            self._begin(
                 *communicator_of_handles(handles, self._handle, opts.uuid, self._store, timeout_s)
             )
         except FastdistError as error:

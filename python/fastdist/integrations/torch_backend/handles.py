@@ -17,9 +17,8 @@ from fastdist.cluster.launch import Launch
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.machine_rendezvous import machine_id
-from fastdist.collectives.init import communicator_of
 from fastdist.errors import ClusterConfigError
-from fastdist.integrations.torch_backend.bootstrap import StoreBootstrap, host_of, tcp_store_of
+from fastdist.integrations.torch_backend.bootstrap import communicator_in_store, tcp_store_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +91,7 @@ def communicator_of_handles(
         return Communicator(HostEngine.of_launch(launch, 0, timeout_s), timeout_s), size
     root = _store_of(first, own, store, timeout_s)
     shared = c10d.PrefixStore(f"fastdist/reconfigure/{first.name}/{uuid}/", root)
-    bootstrap = StoreBootstrap(shared, rank, size, timeout_s)
-    try:
-        return communicator_of(bootstrap, timeout_s, host_of(shared))
-    except BaseException as error:
-        bootstrap.give_up(error)
-        raise
+    return communicator_in_store(shared, rank, size, timeout_s)
 
 
 def _store_of(first: Handle, own: Handle, store: Any, timeout_s: float) -> Any:

@@ -48,13 +48,7 @@ def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 def reduction_of(
     op: Any, written: Sequence[torch.Tensor], finish: Finish, size: int
 ) -> tuple[Any, Any, Finish]:
-    """Map one of torch's reductions to the engines'.
-
-    Args:
-        op: torch's reduction.
-        written: the tensors that the engine writes, of one dtype.
-        finish: called when the engine has written them.
-        size: the number of ranks.
+    """Map one of torch's reductions to the engines', which will write tensors of one dtype.
 
     Returns:
         The engines' name, the factor of the inputs (or None), and a function to call afterwards,

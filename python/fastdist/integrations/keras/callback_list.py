@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
+import numpy as np
 
+from fastdist.collectives.communicator import Communicator
 from fastdist.integrations.keras.callbacks import is_chief_only
 from fastdist.integrations.keras.internals import is_default
+from fastdist.training.modules import broadcast_state
 
+_STOPS = ("stop_training", "stop_evaluating", "stop_predicting")
 _DRAWN_EVERY_S = 0.05  # Keras' progress bar draws at most this often
 
 
@@ -21,11 +26,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         callbacks: the user's callbacks; only the chief keeps those that write or draw.
         is_chief: True on replica 0.
         globalize: turns this replica's logs of a step into the logs of all replicas; a collective.
-        any_replica: returns, for each condition, True if it holds on any replica; a collective.
-        agree: makes the attributes `stop_*` of the model equal on all replicas, and returns True if
-            a condition holds on any replica; a collective.
-        share: gives all replicas what the chief's callbacks have restored; a collective.
-        share_rate: gives all replicas the chief's learning rate; a collective.
+        communicator: returns a context manager around communication of all replicas.
         add_progbar: show a progress bar on the chief.
         add_history: True in `fit`, whose bar shows no validation steps.
         verbose: 1 or "auto" for a bar that is drawn after steps too.
@@ -38,10 +39,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         *,
         is_chief: bool,
         globalize: Callable[[Any], Any],
-        any_replica: Callable[[list[bool]], list[bool]],
-        agree: Callable[[bool], bool],
-        share: Callable[[], None],
-        share_rate: Callable[[], None],
+        communicator: Callable[[], AbstractContextManager[Communicator]],
         add_progbar: bool,
         add_history: bool = False,
         verbose: Any,
@@ -49,24 +47,20 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     ) -> None:
         given = flat(callbacks)
         self._globalize = globalize
-        self._agree = agree
+        self._communicator = communicator
         self._has_bar = is_chief and add_progbar and verbose in ("auto", 1)
         self._drawn_at = 0.0
         self._is_due = False  # True if the bar is drawn after this step
         # Replicas may have different callbacks, and call the same collectives.
-        self._reads_train, self._reads_test, self._draws_train, self._draws_test, shares = (
-            any_replica(
-                [
-                    overrides(given, "on_batch_end", "on_train_batch_end"),
-                    overrides(given, "on_test_batch_end"),
-                    self._has_bar,
-                    self._has_bar and not add_history,
-                    any(map(is_chief_only, given)),
-                ]
+        self._reads_train, self._reads_test, self._draws_train, self._draws_test, self._shares = (
+            self._any_replica(
+                overrides(given, "on_batch_end", "on_train_batch_end"),
+                overrides(given, "on_test_batch_end"),
+                self._has_bar,
+                self._has_bar and not add_history,
+                any(map(is_chief_only, given)),
             )
         )
-        self._share = share if shares else None
-        self._share_rate = share_rate if shares else None
         own = given if is_chief else [c for c in given if not is_chief_only(c)]
         super().__init__(
             own,
@@ -85,8 +79,8 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks; then share what the chief's callbacks have restored."""
         super().on_train_begin(logs)
-        if self._share is not None:
-            self._share()
+        if self._shares:
+            self._share_chief()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; a new bar is drawn after the first step."""
@@ -111,29 +105,29 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks."""
         super().on_predict_batch_end(batch, logs)
-        self._agree(False)
+        self._agree()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; the chief's may have changed the learning rate."""
         super().on_epoch_end(epoch, logs)
-        if self._share_rate is not None:
+        if self._shares:
             self._share_rate()
-        self._agree(False)
+        self._agree()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Call the callbacks, and wait until the callbacks of all replicas have ended."""
         super().on_train_end(logs)
-        self._agree(False)
+        self._agree()
 
     def on_test_end(self, logs: Any = None) -> None:
         """Call the callbacks, as at the end of `fit`."""
         super().on_test_end(logs)
-        self._agree(False)
+        self._agree()
 
     def on_predict_end(self, logs: Any = None) -> None:
         """Call the callbacks, as at the end of `fit`."""
         super().on_predict_end(logs)
-        self._agree(False)
+        self._agree()
 
     def _read(self, logs: Any, are_read: bool) -> Any:
         """Return the logs of all replicas, if a callback reads them or the bar is due."""
@@ -146,6 +140,40 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         """Agree when to stop, and whether the bar is drawn after the next step."""
         wait_s = time.monotonic() - self._drawn_at
         self._is_due = self._agree(draws and self._has_bar and wait_s >= _DRAWN_EVERY_S)
+
+    # Collectives: every replica must call.
+
+    def _any_replica(self, *conditions: bool) -> list[bool]:
+        """Return, for each condition, True if it holds on any replica."""
+        found = np.array(conditions, np.uint8)
+        with self._communicator() as workers:
+            workers.all_reduce(found, "max")
+        return [bool(one) for one in found]
+
+    def _agree(self, condition: bool = False) -> bool:
+        """Stop all replicas if any wants to stop; return True if a condition holds on any."""
+        wanted = [bool(getattr(self.model, name, False)) for name in _STOPS]
+        *wanted, found = self._any_replica(*wanted, condition)
+        for name, is_wanted in zip(_STOPS, wanted, strict=True):
+            if is_wanted:
+                setattr(self.model, name, True)
+        return found
+
+    def _share_chief(self) -> None:
+        """Give all replicas what the chief's callbacks have restored."""
+        model = self.model
+        with self._communicator() as workers:
+            model._initial_epoch = workers.broadcast_object(model._initial_epoch)
+            optimizer = getattr(model, "optimizer", None)
+            variables = [*model.variables, *(optimizer.variables if optimizer else [])]
+            broadcast_state(workers, [variable.value for variable in variables])
+
+    def _share_rate(self) -> None:
+        """Give all replicas the chief's learning rate."""
+        rate = getattr(getattr(self.model, "optimizer", None), "_learning_rate", None)
+        if isinstance(rate, keras.Variable):
+            with self._communicator() as workers:
+                broadcast_state(workers, [rate.value])
 
 
 def flat(callbacks: Any) -> list[Any]:

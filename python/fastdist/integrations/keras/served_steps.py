@@ -140,14 +140,7 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
 
 
 def _joined_state(aggregation: str, before: Any, state: Any, count: int) -> Any:
-    """Return the value of a metric's variable for the first `count` functions of an epoch.
-
-    Args:
-        aggregation: of the variable.
-        before: the value for the functions before the last.
-        state: the value for the last function alone.
-        count: functions so far.
-    """
+    """Return a metric's variable for `count` functions: `before` for all but the last, `state`."""
     if aggregation == "sum":
         return before + state
     return before + (state - before) / count if aggregation == "mean" else state

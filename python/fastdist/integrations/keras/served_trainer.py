@@ -44,6 +44,7 @@ _NO_TRAIN_ON_BATCH = (
     "train_on_batch under ParameterServerStrategy: workers read their own batches; write "
     "fit(make_dataset, steps_per_epoch=1)"
 )
+_OF_STEPS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 # Arguments of fit that belong to data of the chief.
 _OF_ARRAYS = ("y", "batch_size", "validation_split", "class_weight", "sample_weight")
 
@@ -123,7 +124,12 @@ class ServedTrainer:
         if not model.compiled:
             return plain(make_dataset, **given)  # raises Keras' error
         _require_function(make_dataset, given)
-        _require_no_backups_of_keras(given.get("callbacks"))
+        callbacks = flat(given.get("callbacks"))
+        if any(isinstance(each, keras.callbacks.BackupAndRestore) for each in callbacks):
+            raise UnsupportedError(
+                "keras.callbacks.BackupAndRestore does not save the state that servers have of the "
+                "optimizer; use fastdist.keras.BackupAndRestore"
+            )
         self._require_servable()
         coordinator = self._strategy.coordinator() or ClusterCoordinator(self._strategy)
         self._coordinator = coordinator
@@ -134,7 +140,8 @@ class ServedTrainer:
                 coordinator,
                 make_dataset,
                 given["steps_per_epoch"],
-                _reads_steps(given.get("callbacks"), given.get("verbose", "auto")),
+                reads_logs=given.get("verbose", "auto") in ("auto", 1)
+                or overrides(callbacks, *_OF_STEPS),
             )
             history = plain(self._steps, **given)
         except Exception:
@@ -198,30 +205,11 @@ class ServedTrainer:
         separate_random_numbers(model)
         # In every fit and evaluate Keras registers them with torch again, as if they had changed.
         model._track_variables()
-        object.__setattr__(model, "_post_build", _nothing)
+        object.__setattr__(model, "_post_build", lambda: None)
         served = served_optimizer(model.optimizer, variables)
         model.optimizer.apply = ServedApply(model.optimizer, served, variables)
         self._strategy._adopt([model], [served])
         self._trained = {id(variable): variable.path for variable in variables}
-
-
-def _reads_steps(callbacks: Any, verbose: Any) -> bool:
-    """Return True if a callback or the progress bar reads the metrics of each step."""
-    methods = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-    return verbose in ("auto", 1) or overrides(flat(callbacks), *methods)
-
-
-def _require_no_backups_of_keras(callbacks: Any) -> None:
-    for callback in flat(callbacks):
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise UnsupportedError(
-                "keras.callbacks.BackupAndRestore does not save the state that servers have of the "
-                "optimizer; use fastdist.keras.BackupAndRestore"
-            )
-
-
-def _nothing() -> None:
-    return None
 
 
 def _require_function(make_dataset: object, given: dict[str, Any]) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset
@@ -42,10 +41,8 @@ from fastdist.integrations.keras.parts import (
 from fastdist.integrations.keras.steps import ReplicaSteps, Step
 from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
-from fastdist.training.modules import broadcast_state
 
 _ARRAYS = ("x", "y", "sample_weight")
-_STOPS = ("stop_training", "stop_evaluating", "stop_predicting")
 
 
 def _with_arguments_of_keras(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,10 +258,7 @@ class ReplicatedTrainer:
             given["callbacks"],
             is_chief=self._workers().rank == 0,
             globalize=self._global_logs,
-            any_replica=self._any_replica,
-            agree=self._agree_to_stop,
-            share=self._share_chief,
-            share_rate=self._share_learning_rate,
+            communicator=self._communicator,
             add_progbar=given["verbose"] != 0,
             add_history=add_history,
             verbose=given["verbose"],
@@ -304,7 +298,7 @@ class ReplicatedTrainer:
         logs = self.steps.train_or_test(function, data)
         return self._global_logs(logs) if self._reads_logs else logs
 
-    # --- what all replicas agree on -------------------------------------------------------------
+    # --- results of all replicas ----------------------------------------------------------------
 
     def get_metrics_result(self) -> Any:
         """Return the metrics of all replicas; in `run` those of this replica.
@@ -328,43 +322,6 @@ class ReplicatedTrainer:
         plain = results_of_metrics(self._model)
         with self._communicator() as workers:
             return global_logs(logs, self._model.metrics, plain, workers, self.steps.last_examples)
-
-    def _any_replica(self, conditions: list[bool]) -> list[bool]:
-        """Return, for each condition, True if it holds on any replica. Every replica must call."""
-        found = np.array(conditions, np.uint8)
-        with self._communicator() as workers:
-            workers.all_reduce(found, "max")
-        return [bool(one) for one in found]
-
-    def _agree_to_stop(self, condition: bool) -> bool:
-        """Stop all replicas after the same step if any wants to stop. Every replica must call.
-
-        Returns:
-            True if a condition holds on any replica.
-        """
-        model = self._model
-        wanted = [bool(getattr(model, name, False)) for name in _STOPS]
-        *wanted, found = self._any_replica([*wanted, condition])
-        for name, is_wanted in zip(_STOPS, wanted, strict=True):
-            if is_wanted:
-                setattr(model, name, True)
-        return found
-
-    def _share_chief(self) -> None:
-        """Give all replicas what the chief's callbacks have restored. Every replica must call."""
-        model = self._model
-        with self._communicator() as workers:
-            model._initial_epoch = workers.broadcast_object(model._initial_epoch)
-            optimizer = getattr(model, "optimizer", None)
-            variables = [*model.variables, *(optimizer.variables if optimizer else [])]
-            broadcast_state(workers, [variable.value for variable in variables])
-
-    def _share_learning_rate(self) -> None:
-        """Give all replicas the chief's learning rate. Every replica must call."""
-        rate = getattr(getattr(self._model, "optimizer", None), "_learning_rate", None)
-        if isinstance(rate, keras.Variable):
-            with self._communicator() as workers:
-                broadcast_state(workers, [rate.value])
 
     # --- saving ---------------------------------------------------------------------------------
 

@@ -81,7 +81,12 @@ def run(
         raise ValueError(
             f"expected ranks=, or workers= and ps=, got ranks={ranks}, workers={workers}, ps={ps}"
         )
-    roles = _roles(workers, ps)
+    if workers is None or ps is None:
+        roles = []
+    elif workers < 1 or ps < 1:
+        raise ValueError(f"expected at least one worker and one server, got {workers} and {ps}")
+    else:
+        roles = served_tasks(workers, ps)
     count = ranks if ranks is not None else len(roles)
     if count < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
@@ -132,16 +137,16 @@ class _Process:
 
 def _start(group: Any, index: int, bundle: Mapping[str, float], max_restarts: int) -> Any:
     other = {name: n for name, n in bundle.items() if name not in ("CPU", "GPU")}
-    options = {
-        "num_cpus": bundle["CPU"],
-        "num_gpus": bundle.get("GPU", 0),
-        "resources": other or None,
-        "max_restarts": max_restarts,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+    kind = ray.remote(_Process).options(
+        num_cpus=bundle["CPU"],
+        num_gpus=bundle.get("GPU", 0),
+        resources=other or None,
+        max_restarts=max_restarts,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(
             group, placement_group_bundle_index=index
         ),
-    }
-    return ray.remote(_Process).options(**options).remote()
+    )
+    return kind.remote()
 
 
 def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...], max_restarts: int) -> list[Any]:
@@ -149,7 +154,7 @@ def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...], max_restarts: in
     numbers: list[str] = []
     while True:
         numbers = _numbers(processes, numbers)
-        places = _places(processes)
+        places = _ask_all(processes, "place")
         pending = [
             process.call.remote(environment, call)
             for process, environment in zip(processes, _environments(places), strict=True)
@@ -168,18 +173,15 @@ def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...], max_restarts: in
 def _numbers(processes: Sequence[Any], ended: Sequence[str]) -> list[str]:
     """Return the processes' numbers, once Ray has restarted those that had these numbers."""
     while True:
-        found: list[str] = _ask_all([process.number for process in processes])
+        found: list[str] = _ask_all(processes, "number")
         if not set(found) & set(ended):
             return found
         time.sleep(0.1)
 
 
-def _places(processes: Sequence[Any]) -> list[tuple[str, str, int]]:
-    return _ask_all([process.place for process in processes])
-
-
-def _ask_all(methods: Sequence[Any]) -> list[Any]:
-    """Call methods of processes, also of those that Ray is restarting."""
+def _ask_all(processes: Sequence[Any], method: str) -> list[Any]:
+    """Call a method of processes, also of those that Ray is restarting."""
+    methods = [getattr(process, method) for process in processes]
     answers: list[Any] = ray.get([m.options(max_task_retries=-1).remote() for m in methods])
     return answers
 
@@ -229,20 +231,12 @@ def _first_error(pending: Sequence[Any]) -> Exception | None:
     return next(iter(causes + errors), None)
 
 
-def _roles(workers: int | None, ps: int | None) -> list[tuple[str, int]]:
-    if workers is None or ps is None:
-        return []
-    if workers < 1 or ps < 1:
-        raise ValueError(f"expected at least one worker and one server, got {workers} and {ps}")
-    return served_tasks(workers, ps)
-
-
 def _run_roles(
     processes: Sequence[Any], roles: Sequence[tuple[str, int]], call: tuple[Any, ...]
 ) -> Any:
     from fastdist.ps import Keys
 
-    places = _places(processes)
+    places = _ask_all(processes, "place")
     configs = tf_configs(roles, [f"{host}:{port}" for _, host, port in places])
     keys = Keys.make().to_json()
     calls = []

@@ -150,13 +150,7 @@ _TITLES = {
 
 
 class Calls(_ProcessGroup):
-    """The collectives of one rank. The process group inherits this, and defines `_other_group`.
-
-    Args:
-        rank: this rank.
-        size: the number of ranks.
-        timeout_s: seconds that each call waits for other ranks.
-    """
+    """The collectives of one rank. The process group inherits this, and defines `_other_group`."""
 
     _most_ranks_here = 0  # of all groups, on this machine
 

@@ -10,31 +10,19 @@ from torch.distributed import ReduceOp
 
 from fastdist.integrations.torch_backend.tensors import Finish
 
+_ALL: tuple[tuple[Any, str, Callable[..., torch.Tensor]], ...] = (
+    (ReduceOp.SUM, "sum", torch.add),
+    (ReduceOp.AVG, "mean", torch.add),
+    (ReduceOp.PRODUCT, "prod", torch.mul),
+    (ReduceOp.MIN, "min", torch.minimum),
+    (ReduceOp.MAX, "max", torch.maximum),
+    (ReduceOp.BAND, "and", torch.bitwise_and),
+    (ReduceOp.BOR, "or", torch.bitwise_or),
+    (ReduceOp.BXOR, "xor", torch.bitwise_xor),
+)
 # By hash: comparing two reductions takes as long as a small collective.
-_NAMES = {
-    hash(ReduceOp(kind)): name
-    for kind, name in (
-        (ReduceOp.SUM, "sum"),
-        (ReduceOp.AVG, "mean"),
-        (ReduceOp.PRODUCT, "prod"),
-        (ReduceOp.MIN, "min"),
-        (ReduceOp.MAX, "max"),
-        (ReduceOp.BAND, "and"),
-        (ReduceOp.BOR, "or"),
-        (ReduceOp.BXOR, "xor"),
-    )
-}
-
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "prod": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "and": torch.bitwise_and,
-    "or": torch.bitwise_or,
-    "xor": torch.bitwise_xor,
-}
+_NAMES = {hash(ReduceOp(kind)): name for kind, name, _ in _ALL}
+_COMBINE = {name: combine for _, name, combine in _ALL}
 
 
 def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:

@@ -130,7 +130,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._manager.restore(self._checkpoint)
         else:
             self._fit.position.note_step(batch)
-            if self._is_due(batch, self._checkpoint.step):
+            steps = self._checkpoint.step
+            is_due = batch == 0 if self._save_freq == "epoch" else steps % self._save_freq == 0
+            if is_due and steps > 0:
                 self._manager.save(self._checkpoint, async_op=True)
         if self._handler is not None:
             self._handler.save_if_preempted()
@@ -182,8 +184,3 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self.model._initial_epoch = None
         with contextlib.suppress(FileNotFoundError):  # there is no backup yet
             self.model._initial_epoch = self._strategy.restore(self._directory)["epoch"]
-
-    def _is_due(self, batch: int, steps: int) -> bool:
-        if self._save_freq == "epoch":
-            return batch == 0 and steps > 0
-        return steps > 0 and steps % self._save_freq == 0

@@ -21,13 +21,12 @@ State = dict[str, Any]
 
 
 class CallbackStates:
-    """The states of a list of callbacks.
+    """The states of one replica's callbacks.
 
     Numbers, strings, arrays, tensors and structures of them are saved. Arguments of a callback's
     constructor, which the program gives again, are saved only if they have changed since.
 
     Args:
-        callbacks: the callbacks of one replica.
         params: this `fit`'s arguments of `set_params`, which is called again after restoring.
     """
 

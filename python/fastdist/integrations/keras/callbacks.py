@@ -34,13 +34,9 @@ def chief_only(callback: Any) -> Any:
 
 def is_chief_only(callback: Any) -> bool:
     """Return True for a callback that acts on the chief alone."""
-    return getattr(callback, _CHIEF_ONLY, False) or isinstance(callback, _writers())
-
-
-def _writers() -> tuple[type, ...]:
     from keras import callbacks
 
-    return (
+    writers = (
         callbacks.BackupAndRestore,
         callbacks.CSVLogger,
         callbacks.ModelCheckpoint,
@@ -48,3 +44,4 @@ def _writers() -> tuple[type, ...]:
         callbacks.RemoteMonitor,
         callbacks.TensorBoard,
     )
+    return getattr(callback, _CHIEF_ONLY, False) or isinstance(callback, writers)

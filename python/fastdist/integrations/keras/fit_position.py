@@ -116,11 +116,11 @@ class FitPosition:
         return batches
 
     def _state_now(self) -> dict[str, Any]:
-        source = self._source
-        return {
-            "random": random_state(self._model),
-            "source": _state_of(source),
-        }
+        source, position = self._source, None
+        if source is not None:
+            is_dataset = isinstance(source, DistributedDataset)
+            position = source.position() if is_dataset else source.state_dict()
+        return {"random": random_state(self._model), "source": position}
 
 
 _NEVER = 1 << 62  # an epoch that no fit reaches
@@ -137,12 +137,6 @@ class _GeneratorState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
-
-
-def _state_of(source: Any) -> Any:
-    if source is None:
-        return None
-    return source.position() if isinstance(source, DistributedDataset) else source.state_dict()
 
 
 def _source(adapter: Any) -> Any:

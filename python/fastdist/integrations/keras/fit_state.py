@@ -41,7 +41,7 @@ class FitState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all replicas."""
-        metrics = [tensor.cpu() for tensor in values_of(self._metric_variables())]
+        metrics = [tensor.cpu() for tensor in values_of(variables_of(self._model.metrics))]
         with self._ranks.communicator() as workers:
             return {
                 "optimizer": values_of(self._optimizer_variables()),
@@ -57,7 +57,7 @@ class FitState:
         Raises:
             ValueError: it was saved with another optimizer or other metrics.
         """
-        optimizer, metrics = self._optimizer_variables(), self._metric_variables()
+        optimizer, metrics = self._optimizer_variables(), variables_of(self._model.metrics)
         with self._ranks.communicator() as workers:
             own_metrics = _own_metrics(state["metrics"], metrics, workers)
             require_same_shapes("optimizer", optimizer, state["optimizer"])
@@ -71,9 +71,6 @@ class FitState:
     def _optimizer_variables(self) -> list[Any]:
         optimizer = self._model.optimizer
         return [] if optimizer is None else list(optimizer.variables)
-
-    def _metric_variables(self) -> list[Any]:
-        return variables_of(self._model.metrics)
 
 
 def _own_metrics(

@@ -35,15 +35,12 @@ def global_logs(
     numbers = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
     own = {name: float(value) for name, value in results().items() if is_number(value)}
     candidates = sorted(own)
+    values = torch.tensor([own[name] for name in candidates], dtype=torch.float64)
+    matches = (numbers[:, None] == values).double()
     share = 1 / workers.world_size
-    matches = torch.zeros(len(names), len(candidates), dtype=torch.float64)
     if examples is not None:
         share = examples[workers.rank] / max(1, sum(examples))
-    if share:
-        for i, number in enumerate(numbers.tolist()):
-            for k, name in enumerate(candidates):
-                matches[i, k] = number == own[name]
-    else:  # metrics have not counted the borrowed example
+    if not share:  # metrics have not counted the borrowed example
         matches.fill_(1.0)
     means = numbers * share if share else torch.zeros_like(numbers)
     with combined(metrics, workers, [means, matches]):

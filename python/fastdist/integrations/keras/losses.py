@@ -47,11 +47,7 @@ def _checked(loss: Any) -> Any:
 
 
 class _SharedLoss:
-    """A compiled loss, scaled by this replica's share of the divisor of all replicas.
-
-    Args:
-        loss: the loss.
-    """
+    """A compiled loss, scaled by this replica's share of the divisor of all replicas."""
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss

@@ -24,12 +24,7 @@ def share_steps(model: Any, central: CentralParameters | None) -> None:
 
 
 class _SharedApply:
-    """The method `apply` of an optimizer, for all replicas together.
-
-    Args:
-        optimizer: the optimizer.
-        central: as for `share_steps`.
-    """
+    """The method `apply` of an optimizer, for all replicas together."""
 
     def __init__(self, optimizer: Any, central: CentralParameters | None) -> None:
         self._apply = optimizer.apply

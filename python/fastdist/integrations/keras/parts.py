@@ -6,7 +6,6 @@ Batches of arrays and of map-style DataLoaders are cut before they are loaded, o
 
 from __future__ import annotations
 
-import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
@@ -25,20 +24,15 @@ from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Part
 from fastdist.data.sharding import split_sizes
 from fastdist.integrations.keras.internals import ArrayDataAdapter, DataAdapter
+from fastdist.integrations.keras.steps import ReplicaSteps
 from fastdist.replicas.per_replica import select
 from fastdist.strategies.base import examples_of
-
-Note = Callable[[tuple[int, ...]], None]
 
 _SAMPLED_ROWS = 16  # rows of arrays that replicas compare
 
 
 class Cutter:
-    """Cuts global batches among replicas.
-
-    Args:
-        layout: the layout of the replicas.
-    """
+    """Cuts global batches among replicas."""
 
     def __init__(self, layout: InputLayout) -> None:
         self._replicas = layout.num_replicas
@@ -70,8 +64,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
         whole: the adapter of the global batches.
         layout: the layout of the replicas.
         workers: returns the communicator of all replicas.
-        begin: called before a pass over the data; gives all replicas one random state.
-        note: called with the examples of all replicas before each part is used.
+        steps: the steps that use the parts.
     """
 
     def __init__(
@@ -79,13 +72,11 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
         whole: Any,
         layout: InputLayout,
         workers: Callable[[], Communicator],
-        begin: Callable[[], None],
-        note: Note,
+        steps: ReplicaSteps,
     ) -> None:
         self._whole = whole
         self._workers = workers
-        self._begin = begin
-        self._note = note
+        self._steps = steps
         self._cut = Cutter(layout)
         self._agreement: Agreement = SameData(layout)
         self._is_arrays = isinstance(whole, ArrayDataAdapter)
@@ -103,7 +94,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        self._begin()
+        self._steps.begin_pass(self._workers())
         loader = self._whole.get_torch_dataloader()
         is_indexed = (
             isinstance(loader, DataLoader)
@@ -117,7 +108,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
 
     def _noted(self, parts: Iterator[Part]) -> Iterator[Any]:
         for part in parts:
-            self._note(part.examples)
+            self._steps.examples = part.examples
             yield part.batches[0]
 
     def _load_parts(self, loader: Any) -> Iterator[Part]:
@@ -136,12 +127,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
             generator=loader.generator,
         )
         batches = iter(own)  # draws from the random state now, as Keras' own iterator does
-        return self._joined(batches, sampler)
-
-    def _joined(self, batches: Iterator[Any], sampler: _PartSampler) -> Iterator[Part]:
-        for batch in batches:
-            examples, token = sampler.noted.pop(0)
-            yield Part((batch,), (), examples, token)
+        return (Part((batch,), (), *sampler.noted.pop(0)) for batch in batches)
 
     def _cut_batches(self, batches: Iterator[Any]) -> Iterator[Part]:
         for batch in batches:
@@ -174,22 +160,16 @@ class _PartSampler:
 
 
 class DistributedAdapter(DataAdapter):  # type: ignore[misc]
-    """A Keras data adapter of a distributed dataset, which is cut already.
+    """A Keras data adapter of a distributed dataset, which is cut already."""
 
-    Args:
-        dataset: the result of `strategy.distribute_dataset`.
-        layout: the layout of the replicas.
-        note: as for `PartAdapter`.
-    """
+    batch_size = has_partial_batch = partial_batch_size = None
 
-    batch_size = None
-    has_partial_batch = None
-    partial_batch_size = None
-
-    def __init__(self, dataset: DistributedDataset[Any], layout: InputLayout, note: Note) -> None:
+    def __init__(
+        self, dataset: DistributedDataset[Any], layout: InputLayout, steps: ReplicaSteps
+    ) -> None:
         self._dataset = dataset
         (self._replica,) = layout.local_replicas
-        self._note = note
+        self._steps = steps
 
     @property
     def num_batches(self) -> int | None:
@@ -207,7 +187,7 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
         for batch in self._dataset:
             examples = examples_of(batch)
             assert examples is not None
-            self._note(examples)
+            self._steps.examples = examples
             own = select(batch)
             yield own if examples[self._replica] else keras.tree.map_structure(_one_row, own)
 
@@ -215,16 +195,6 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
 def _one_row(leaf: Any) -> Any:
     """Return a row of zeros to compute with, for a batch without examples."""
     return leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def share_random_state(workers: Communicator) -> None:
-    """Give all replicas the chief's random state: all shuffle in the same order."""
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    torch_state, python_state, numpy_state = workers.broadcast_object(state)
-    if workers.rank:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def _require_same_arrays(workers: Communicator, dataset: Any, whole: Any) -> None:

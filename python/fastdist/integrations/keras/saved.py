@@ -12,12 +12,7 @@ from fastdist.checkpoints.checkpoint import Checkpoint
 
 
 class KerasCheckpoint(Checkpoint):
-    """A checkpoint of a Keras model, its part "model", and of other parts.
-
-    Args:
-        model: the model, which is built.
-        parts: as for `Checkpoint`.
-    """
+    """A checkpoint of a built Keras model, its part "model", and of other parts."""
 
     def __init__(self, model: Any, **parts: Any) -> None:
         super().__init__(model=ModelVariables(model), **parts)

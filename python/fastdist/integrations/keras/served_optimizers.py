@@ -64,12 +64,7 @@ def require_served(optimizer: Any) -> None:
 
 
 def served_optimizer(optimizer: Any, variables: Sequence[Any]) -> torch.optim.Optimizer:
-    """Return the optimizer of torch whose rule on servers is that of a Keras optimizer.
-
-    Args:
-        optimizer: one that `require_served` accepts.
-        variables: the variables to train.
-    """
+    """Return torch's optimizer with the rule of one of Keras that `require_served` accepts."""
     lr, decay = float(optimizer.learning_rate), optimizer.weight_decay or 0.0
     decayed = [v.value for v in variables if optimizer._use_weight_decay(v)]
     others = [v.value for v in variables if not optimizer._use_weight_decay(v)]
@@ -93,13 +88,7 @@ def served_optimizer(optimizer: Any, variables: Sequence[Any]) -> torch.optim.Op
 
 
 class ServedApply:
-    """The method `apply` of a Keras optimizer on a worker: servers take the step.
-
-    Args:
-        optimizer: Keras' optimizer, which gets no variables of its own.
-        served: the optimizer of torch, whose step the servers take.
-        variables: the variables that it trains.
-    """
+    """The method `apply` of a Keras optimizer on a worker: servers take the step of `served`."""
 
     def __init__(
         self, optimizer: Any, served: torch.optim.Optimizer, variables: Sequence[Any]

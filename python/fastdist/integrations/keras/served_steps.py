@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import keras
@@ -17,6 +18,7 @@ from fastdist.data.batches import count_examples
 from fastdist.integrations.keras.internals import DataAdapter, get_data_adapter
 from fastdist.integrations.keras.logs import flattened, is_number
 from fastdist.integrations.keras.metrics import variables_of
+from fastdist.integrations.keras.saved import values_of
 from fastdist.ps.coordinator.cluster_coordinator import ClusterCoordinator
 from fastdist.ps.coordinator.per_worker import get_worker_index
 from fastdist.ps.coordinator.remote_value import RemoteValue
@@ -147,13 +149,7 @@ def _joined_state(aggregation: str, before: Any, state: Any, count: int) -> Any:
 
 
 class WorkerBatches:
-    """The endless batches of one worker: after the last batch its dataset is made again.
-
-    Args:
-        make_dataset: makes an iterable over batches.
-        workers: the job's workers.
-        replicas: workers that take a step together.
-    """
+    """The endless batches of one worker: after the last batch its dataset is made again."""
 
     def __init__(self, make_dataset: MakeDataset, workers: int, replicas: int) -> None:
         self._make = make_dataset
@@ -194,31 +190,23 @@ class WorkerBatches:
                 f"such as a generator or a DataLoader; got {type(made).__name__}"
             )
         if not isinstance(made, (keras.utils.PyDataset, DataLoader)):
-            iterator = iter(made)
-            first = next(iterator, None)
+            batches = iter(made)
+            first = next(batches, None)
             if first is None:
                 return
-            made = _joined(first, iterator)
+            # Keras takes tuples from generators.
+            made = (tuple(b) if isinstance(b, list) else b for b in chain([first], batches))
         adapter = get_data_adapter(x=made)
         adapter.on_epoch_begin()
         yield from adapter.get_torch_dataloader()
         adapter.on_epoch_end()
 
 
-def _joined(first: Any, others: Iterator[Any]) -> Iterator[Any]:
-    """Yield batches as Keras takes them from generators: tuples."""
-    yield tuple(first) if isinstance(first, list) else first
-    for batch in others:
-        yield tuple(batch) if isinstance(batch, list) else batch
-
-
 def _shapes(batches: WorkerBatches) -> Any:
     """Return the next batch without its values, on a worker."""
-
-    def without_values(leaf: Any) -> Any:
-        return None if leaf is None else torch.empty_like(leaf, device="meta")
-
-    return keras.tree.map_structure(without_values, batches.peek())
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else torch.empty_like(leaf, device="meta"), batches.peek()
+    )
 
 
 def train_on_worker(
@@ -228,11 +216,7 @@ def train_on_worker(
     batch = next(batches)
     examples = (count_examples(batch),)
     numbers: dict[str, float] = strategy.run(_train, (model, PerReplica((batch,), examples)))
-    return numbers, [_array(variable) for variable in variables_of(model.metrics)]
-
-
-def _array(variable: Any) -> Any:
-    return variable.value.detach().cpu().numpy().copy()
+    return numbers, [v.cpu().numpy().copy() for v in values_of(variables_of(model.metrics))]
 
 
 def _train(model: Any, batch: Any) -> dict[str, float]:

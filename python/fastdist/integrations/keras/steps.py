@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 import zlib
 from collections.abc import Callable
@@ -9,8 +10,10 @@ from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 import torch
 
+from fastdist.collectives.communicator import Communicator
 from fastdist.integrations.keras.layers import separate_random_numbers
 from fastdist.integrations.keras.losses import share_losses
 from fastdist.integrations.keras.metrics import unchanged
@@ -21,10 +24,6 @@ from fastdist.strategies.replicated import ReplicatedStrategy
 
 class ReplicaSteps:
     """Runs the steps of a model in `strategy.run`.
-
-    Args:
-        model: a weak reference to the model.
-        strategy: its strategy.
 
     Attributes:
         examples: examples of each replica in the batch that the next step gets; None if unknown.
@@ -41,8 +40,17 @@ class ReplicaSteps:
         self._seeds = torch.Generator()  # of the steps
         self._seeded_from = -1
 
-    def seed(self) -> None:
-        """Derive the seeds of the next steps from the random state, unless it has not changed."""
+    def begin_pass(self, workers: Communicator) -> None:
+        """Give all replicas the chief's random state, so that all shuffle in the same order.
+
+        The seeds of the next steps are derived from it, unless it has not changed.
+        """
+        state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        torch_state, python_state, numpy_state = workers.broadcast_object(state)
+        if workers.rank:
+            torch.set_rng_state(torch_state)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
         found = zlib.crc32(torch.get_rng_state().numpy().data)
         if found != self._seeded_from:
             self._seeded_from = found

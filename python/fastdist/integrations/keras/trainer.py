@@ -23,7 +23,6 @@ from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import ReplicaCallbacks
 from fastdist.integrations.keras.extension import CALLS, refusal, require_parts
 from fastdist.integrations.keras.internals import (
-    DataAdapter,
     class_weight_to_sample_weights,
     get_data_adapter,
     results_of_metrics,
@@ -32,12 +31,7 @@ from fastdist.integrations.keras.internals import (
 )
 from fastdist.integrations.keras.logs import global_logs
 from fastdist.integrations.keras.metrics import combined
-from fastdist.integrations.keras.parts import (
-    Cutter,
-    DistributedAdapter,
-    PartAdapter,
-    share_random_state,
-)
+from fastdist.integrations.keras.parts import Cutter, DistributedAdapter, PartAdapter
 from fastdist.integrations.keras.steps import ReplicaSteps, Step
 from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
@@ -120,12 +114,9 @@ class ReplicatedTrainer:
         assert workers is not None
         return workers
 
-    @contextlib.contextmanager
-    def _communicator(self) -> Iterator[Communicator]:
+    def _communicator(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager around communication outside `run`."""
-        with self._strategy.communicator() as workers:
-            assert workers is not None
-            yield workers
+        return self._strategy.communicator()
 
     # --- fit, evaluate, predict -----------------------------------------------------------------
 
@@ -170,7 +161,18 @@ class ReplicatedTrainer:
         """Call one of Keras' methods with this replica's parts and callbacks."""
         data = self._parts(given, steps)
         if not isinstance(given["callbacks"], ReplicaCallbacks):  # those of fit, in its evaluation
-            given["callbacks"] = self._callbacks(given, data, steps, add_history)
+            given["callbacks"] = ReplicaCallbacks(
+                given["callbacks"],
+                is_chief=self._workers().rank == 0,
+                globalize=self._global_logs,
+                communicator=self._communicator,
+                add_progbar=given["verbose"] != 0,
+                add_history=add_history,
+                verbose=given["verbose"],
+                epochs=given.get("epochs", 1),
+                steps=steps or data.num_batches,
+                model=self._model,
+            )
         return self._plain(call)(data, **given)
 
     def train_on_batch(
@@ -202,7 +204,7 @@ class ReplicatedTrainer:
         with self._all_replicas():
             self._reads_logs = True
             try:
-                self._begin_pass()
+                self.steps.begin_pass(self._workers())
                 part, self.steps.examples = self._cut.batch(batch)
                 return self._plain(call)(*part, **options)
             finally:
@@ -224,11 +226,6 @@ class ReplicatedTrainer:
         with self._strategy.together():
             yield
 
-    def _begin_pass(self) -> None:
-        """Give all replicas the chief's random state, and derive the seeds of steps from it."""
-        share_random_state(self._workers())
-        self.steps.seed()
-
     def _parts(self, given: dict[str, Any], steps: int | None) -> Any:
         """Take the data out of arguments; return an adapter that yields this replica's parts."""
         names = (*_ARRAYS, "batch_size", "class_weight", "shuffle")
@@ -244,28 +241,9 @@ class ReplicatedTrainer:
                         f"{name} must not be given with a distributed dataset, whose batches have "
                         f"their own; got {type(value).__name__}"
                     )
-            return DistributedAdapter(x, self._layout, self._note)
+            return DistributedAdapter(x, self._layout, self.steps)
         whole = get_data_adapter(**data, steps_per_epoch=steps)
-        return PartAdapter(whole, self._layout, self._workers, self._begin_pass, self._note)
-
-    def _note(self, examples: tuple[int, ...]) -> None:
-        self.steps.examples = examples
-
-    def _callbacks(
-        self, given: dict[str, Any], data: DataAdapter, steps: int | None, add_history: bool
-    ) -> ReplicaCallbacks:
-        return ReplicaCallbacks(
-            given["callbacks"],
-            is_chief=self._workers().rank == 0,
-            globalize=self._global_logs,
-            communicator=self._communicator,
-            add_progbar=given["verbose"] != 0,
-            add_history=add_history,
-            verbose=given["verbose"],
-            epochs=given.get("epochs", 1),
-            steps=steps or data.num_batches,
-            model=self._model,
-        )
+        return PartAdapter(whole, self._layout, self._workers, self.steps)
 
     def _initialize_ddp(self) -> None:
         """Do not wrap the model in DDP, as Keras 3.16 does where torch has a process group."""

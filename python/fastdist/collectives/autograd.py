@@ -26,11 +26,18 @@ def as_tensor(value: Any) -> torch.Tensor:
     return tensor
 
 
+def as_floating(tensor: torch.Tensor) -> torch.Tensor:
+    """Convert integers and bools to torch's default dtype, for a mean."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    return tensor.to(torch.get_default_dtype())
+
+
 def all_reduce(communicator: Communicator | None, op: ReduceOp, value: Any) -> torch.Tensor:
     """Reduce over all ranks into a new tensor; None stands for a world of one."""
     tensor = as_tensor(value)
-    if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        tensor = tensor.to(torch.get_default_dtype())
+    if op == "mean":
+        tensor = as_floating(tensor)
     if tensor.requires_grad and op in ("sum", "mean"):
         return _AllReduce.apply(tensor, communicator, op)  # type: ignore[no-any-return,no-untyped-call]
     return _reduced(communicator, op, tensor)

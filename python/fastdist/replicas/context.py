@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +19,6 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import ReduceOp
 from fastdist.replicas.per_replica import map_structure
 
-MergeCall = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
 
 class Replicas(Protocol):
     """The interface of a strategy that contexts use."""
@@ -28,6 +27,8 @@ class Replicas(Protocol):
     local_replica_ids: tuple[int, ...]
     devices: tuple[torch.device, ...]
     has_servers: bool
+
+    def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
 
 class ReplicaContext:
@@ -57,7 +58,6 @@ class ReplicaContext:
         self,
         strategy: Replicas,
         communicator: Communicator | None,
-        merge: MergeCall,
         local_replica: int = 0,
         examples: tuple[int, ...] | None = None,
         weight: float = 1.0,
@@ -69,7 +69,6 @@ class ReplicaContext:
         self.examples = examples
         self.weight = weight
         self.communicator = communicator
-        self._merge = merge
 
     def __repr__(self) -> str:
         return (
@@ -94,10 +93,7 @@ class ReplicaContext:
             value: a tensor, a number, or a structure of tensors and numbers, which all replicas
                 pass with equal shapes and dtypes.
         """
-
-        def reduced(tensor: torch.Tensor) -> torch.Tensor:
-            return all_reduce(self.communicator, op, tensor)
-
+        reduced = partial(all_reduce, self.communicator, op)
         return map_structure(lambda leaf: self._weighted(reduced, leaf), value)
 
     @_disable_dynamo
@@ -115,10 +111,7 @@ class ReplicaContext:
         Raises:
             ValueError: the value is a scalar, or shapes differ in another dimension than `axis`.
         """
-
-        def gathered(tensor: torch.Tensor) -> torch.Tensor:
-            return all_gather(self.communicator, tensor, axis)
-
+        gathered = partial(all_gather, self.communicator, axis=axis)
         return map_structure(lambda leaf: self._weighted(gathered, leaf), value)
 
     def _weighted(self, collective: Callable[[torch.Tensor], torch.Tensor], leaf: Any) -> Any:
@@ -154,7 +147,7 @@ class ReplicaContext:
         Raises:
             FastdistError: a replica ended without calling; the message names the replica.
         """
-        return self._merge(fn, args, kwargs or {})
+        return self.strategy._merge(fn, args, kwargs or {})
 
 
 class _ThreadState(threading.local):

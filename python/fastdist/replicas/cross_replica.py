@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
-import numpy as np
 import torch
 
-from fastdist.collectives.autograd import all_gather, as_tensor, check_joinable
+from fastdist.collectives.autograd import all_gather, as_floating, as_tensor, check_joinable
 from fastdist.collectives.communicator import Communicator
+from fastdist.replicas.per_replica import VALUES
 
 CrossReplicaOp = Literal["sum", "mean", "min", "max"]
 Axes = int | tuple[int, ...] | None
@@ -42,7 +42,7 @@ def reduce_values(
     if op in ("min", "max"):
         return _extreme(workers, op, tensors, axes)
     if op == "mean":
-        tensors = [_floating(tensor) for tensor in tensors]
+        tensors = [as_floating(tensor) for tensor in tensors]
     if op == "mean" and axes is None:
         return _mean(workers, tensors, weights)
     count = float(len(tensors))
@@ -82,21 +82,18 @@ def _mean(
     tensors: Sequence[torch.Tensor],
     weights: Sequence[float] | None,
 ) -> torch.Tensor:
-    if weights is None:
-        replicas = len(tensors) * (1 if workers is None else workers.world_size)
-        total = _sum(tensors)
-        if workers is not None:
-            workers.all_reduce(total)
-        return total / replicas
-    # A replica without examples has no mean; its value, often NaN, must not count.
-    parts = [
-        tensor * weight if weight else torch.zeros_like(tensor)
-        for tensor, weight in zip(tensors, weights, strict=True)
-    ]
-    total = _sum(parts)
+    if weights is not None:
+        # A replica without examples has no mean; its value, often NaN, must not count.
+        tensors = [
+            tensor * weight if weight else torch.zeros_like(tensor)
+            for tensor, weight in zip(tensors, weights, strict=True)
+        ]
+    total = _sum(tensors)
     if workers is not None:
         workers.all_reduce(total)
-    return total
+    if weights is not None:
+        return total
+    return total / (len(tensors) * (1 if workers is None else workers.world_size))
 
 
 def _extreme(
@@ -118,11 +115,10 @@ def _extreme(
 
 
 def _to_tensor(call: str, value: object) -> torch.Tensor:
-    if not isinstance(value, _VALUES):
+    if not isinstance(value, VALUES):
         hint = "; does the function passed to run return a value?" if value is None else ""
         raise TypeError(f"{call}: expected tensors or numbers, got {value!r}{hint}")
-    tensor = as_tensor(value).detach()
-    return tensor
+    return as_tensor(value).detach()
 
 
 def _axes(axis: int | tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -142,12 +138,3 @@ def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors[1:]:
         total += tensor.to(total.device)
     return total
-
-
-def _floating(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_floating_point() or tensor.is_complex():
-        return tensor
-    return tensor.to(torch.get_default_dtype())
-
-
-_VALUES = (torch.Tensor, int, float, complex, np.ndarray, np.generic)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import pickle
 import secrets
@@ -130,10 +131,11 @@ def _result(folder: str, children: Children) -> Any:
 
 def _failure(folder: str, child: Process, children: Children) -> BaseException:
     replica = children.processes.index(child)
-    try:
+    error: object = None
+    # It was killed, or its error cannot be pickled, or not be made anew: for example, one whose
+    # class has an __init__ that takes other arguments.
+    with contextlib.suppress(Exception):
         error = pickle.loads(Path(folder, f"error.{replica}").read_bytes())
-    except Exception:  # killed, or its error cannot be pickled
-        return FastdistError(f"launch: {child.describe()}", (replica,))
     if not isinstance(error, BaseException):
         return FastdistError(f"launch: {child.describe()}", (replica,))
     error.__cause__ = FastdistError(child.describe(), (replica,))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import sys
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,23 +28,11 @@ def main(folder: Path, replica: int) -> int:
         if replica == 0:
             _leave(folder / "result.0", cloudpickle.dumps(result))
     except BaseException as error:
-        import traceback
-
         traceback.print_exc()
-        _leave(folder / f"error.{replica}", _pickled(error))
+        with contextlib.suppress(Exception):  # the error cannot be pickled
+            _leave(folder / f"error.{replica}", cloudpickle.dumps(error.with_traceback(None)))
         return error.code if isinstance(error, SystemExit) and type(error.code) is int else 1
     return 0
-
-
-def _pickled(error: BaseException) -> bytes:
-    import cloudpickle
-
-    try:
-        data: bytes = cloudpickle.dumps(error.with_traceback(None))
-        pickle.loads(data)
-        return data
-    except Exception:  # for example, an exception class whose __init__ takes other arguments
-        return cloudpickle.dumps(None)  # type: ignore[no-any-return]
 
 
 def _leave(path: Path, data: bytes) -> None:

@@ -58,7 +58,7 @@ class PerReplica(Generic[T]):
         raise TypeError(f"a PerReplica cannot be used as a number or array: {_HINT}")
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, _VALUES):
+        if isinstance(other, VALUES):
             self._refuse()
         return self is other
 
@@ -132,7 +132,7 @@ def wrap(results: Sequence[Any], examples: tuple[int, ...] | None = None) -> Any
     """
 
     def join(*values: Any) -> Any:
-        return PerReplica(values, examples) if isinstance(values[0], _VALUES) else values[0]
+        return PerReplica(values, examples) if isinstance(values[0], VALUES) else values[0]
 
     return map_structure(join, *results)
 
@@ -218,10 +218,14 @@ class _Mapping:
                 key: self.apply(f"{place}[{key!r}]", item, tuple(other[key] for other in others))
                 for key, item in structure.items()
             }
-            return pairs if kind is dict else _dict_like(structure, pairs)
+            if kind is dict:
+                return pairs
+            made = structure.copy()  # keeps attributes of subclasses, such as a default factory
+            made.update(pairs)
+            return made
         if _is_instance(structure):
             _require_alike(place, structure, others, lambda _: None)
-            made = {
+            fields = {
                 name: self.apply(
                     f"{place}.{name}",
                     getattr(structure, name),
@@ -229,7 +233,7 @@ class _Mapping:
                 )
                 for name in (field.name for field in dataclasses.fields(structure) if field.init)
             }
-            return dataclasses.replace(structure, **made)
+            return dataclasses.replace(structure, **fields)
         for other in others:
             if isinstance(other, (tuple, list, dict)) or _is_instance(other):
                 raise ValueError(_different(place, structure, other))
@@ -255,15 +259,7 @@ class _Mapping:
 
 def _is_instance(structure: Any) -> bool:
     """Return True for a dataclass's instance that is a structure."""
-    if isinstance(structure, (type, PerReplica)):
-        return False
-    return dataclasses.is_dataclass(structure)
-
-
-def _dict_like(model: dict[Any, Any], pairs: dict[Any, Any]) -> dict[Any, Any]:
-    made = model.copy()  # keeps attributes of subclasses, such as a default factory
-    made.update(pairs)
-    return made
+    return dataclasses.is_dataclass(structure) and not isinstance(structure, (type, PerReplica))
 
 
 def _require_alike(
@@ -288,6 +284,6 @@ def _describe(structure: Any) -> str:
     return f"{kind} of {len(structure)}" if isinstance(structure, (tuple, list)) else kind
 
 
-_VALUES = (torch.Tensor, int, float, complex, np.ndarray, np.generic)
+VALUES = (torch.Tensor, int, float, complex, np.ndarray, np.generic)
 _LEAVES = frozenset({PerReplica, torch.Tensor, int, float, bool, str, type(None)})
 _BUILTIN = frozenset({tuple, list, dict})

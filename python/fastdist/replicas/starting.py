@@ -14,6 +14,7 @@ import os
 import secrets
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -79,7 +80,7 @@ def join_replicas(
             "process alone; make the strategy before calling fastdist.init()"
         )
     first = StartedReplica(names, 0, worker, workers, coordinator, secrets.token_hex(16))
-    _Started.replicas = _Started(first)
+    _Started(first)
     become_first(first)
     return first
 
@@ -101,20 +102,13 @@ def _why_not_again() -> str:
 
 
 class _Started:
-    """The other replicas of this process, until it ends."""
-
-    replicas: _Started | None = None
+    """The other replicas of this process, until it ends; functions called then keep it alive."""
 
     def __init__(self, first: StartedReplica) -> None:
         self._pid = os.getpid()
         self._error: BaseException | None = None  # the exception that ends this process
         self._children = Children()
-        others = [
-            StartedReplica(
-                first.devices, i, first.worker, first.workers, first.coordinator, first.job
-            )
-            for i in range(1, len(first.devices))
-        ]
+        others = [replace(first, index=i) for i in range(1, len(first.devices))]
         command = [sys.executable, *sys.orig_argv[1:]]
         try:
             self._children.start(
@@ -139,12 +133,11 @@ class _Started:
         ended = self._children.ended
         if ended and os.getpid() == self._pid:
             first = next((child for child in ended if child.status), ended[0])
-            ended_how = first.describe()
             hint = ""
             if b"EOFError" in first.streams[0].tail:
                 hint = "\n(only the first replica can read standard input)"
             raise ClusterConfigError(
-                f"a replica ended before it made the strategy. {ended_how}{hint}"
+                f"a replica ended before it made the strategy. {first.describe()}{hint}"
             )
 
     def _note_failure(

@@ -76,10 +76,7 @@ class AdoptedModules:
     """The modules and optimizers made in the scope of a strategy, or passed to `mirror`.
 
     Args:
-        device: device of this process's replica.
-        replica_id: id of this process's replica.
         replicas: number of replicas of the job.
-        options: communication options.
         central: holds the only copy of all parameters; None if every replica has its own copy.
         reconnect: makes the communicators again where a run has failed.
 
@@ -333,13 +330,7 @@ class AdoptedModules:
     def run(
         self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None
     ) -> Iterator[None]:
-        """Return a context manager around the user's function.
-
-        Args:
-            fn: the function.
-            given: its pair of args and kwargs.
-            examples: number of examples of each replica; None without a distributed batch.
-        """
+        """Return a context manager around the user's function."""
         self._outside.watch(fn, given)
         self._batches.note(given, examples)
         workers = None if self._central is None else self.connect()

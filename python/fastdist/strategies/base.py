@@ -466,7 +466,7 @@ class Strategy(ABC):
     def distribute_values_from_function(self, fn: Callable[[ReplicaContext], Any]) -> Any:
         """Call `fn(context)` for each local replica in turn; return per-replica values."""
         replicas = range(len(self.devices))
-        made = [fn(ReplicaContext(self, None, self._merge, replica)) for replica in replicas]
+        made = [fn(ReplicaContext(self, None, replica)) for replica in replicas]
         return made[0] if self.num_replicas_in_sync == 1 else wrap(made)
 
     @abstractmethod

@@ -80,12 +80,10 @@ class CentralParameters:
                 view = torch.frombuffer(
                     memory, dtype=parameter.dtype, count=parameter.numel(), offset=offset
                 )
-                layout = parameter.data.stride() if _is_dense(parameter) else None
-                shared = (
-                    view.view(parameter.shape)
-                    if layout is None
-                    else view.as_strided(parameter.shape, layout)
-                )
+                if _is_dense(parameter):
+                    shared = view.as_strided(parameter.shape, parameter.stride())
+                else:
+                    shared = view.view(parameter.shape)
                 if self._is_owner:
                     shared.copy_(parameter)
                 parameter.data = shared
@@ -99,10 +97,8 @@ class CentralParameters:
     ) -> None:
         """Make a step of all replicas' optimizers one step of the owner's optimizer.
 
-        Args:
-            optimizer: this replica's optimizer, made in the scope.
-            require_allowed: raises if the optimizer must not step now.
-            workers: returns the communicator of all replicas.
+        `require_allowed` raises if the optimizer must not step now; `workers` connects the
+        replicas.
         """
         plain = optimizer.step
 
@@ -230,7 +226,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return True if the elements fill a block of memory, in any order of axes."""
+    """Return True if the elements fill a block of memory in an unusual order of axes."""
     return not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 

@@ -74,4 +74,4 @@ def get_replica_context() -> ReplicaContext | None:
     """
     if state.replica is not None:
         return state.replica
-    return None if state.scopes else _default().default_replica_context()
+    return None if state.scopes else ReplicaContext(_default(), None)

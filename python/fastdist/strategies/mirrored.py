@@ -8,8 +8,9 @@ from typing import NoReturn
 import torch
 
 from fastdist.cluster import detect_launch
+from fastdist.cluster.launch import Launch
 from fastdist.cluster.replicas import started_replica
-from fastdist.cluster.roster import RosterPlace, roster_place
+from fastdist.cluster.roster import roster_place
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import refuse_keywords
 from fastdist.collectives.init import init
@@ -61,10 +62,27 @@ class MirroredStrategy(ReplicatedStrategy):
         super().__init__(device, world, options=options)
 
 
-def device_in_slot(place: RosterPlace, given: Sequence[torch.device] | None) -> torch.device:
-    """Return the device of a process of an elastic job."""
+def device_in_slot(slot: int, given: Sequence[torch.device] | None) -> torch.device:
+    """Return the device of one of the processes of a launcher on this machine."""
     chosen = given or every_device()
-    return chosen[place.slot % len(chosen)]
+    return chosen[slot % len(chosen)]
+
+
+def device_under(
+    launch: Launch, strategy: str, given: Sequence[torch.device] | None
+) -> torch.device:
+    """Return the device of a process that is one replica, as all of its launcher are.
+
+    Raises:
+        ClusterConfigError: the launcher started another number of processes than there are devices.
+    """
+    if given is not None and len(given) not in (1, launch.local_world_size):
+        raise ClusterConfigError(
+            f"{strategy} got {len(given)} devices; {launch.launcher} started "
+            f"{launch.local_world_size} processes on this machine, each of which is one replica: "
+            "give as many devices, or none"
+        )
+    return device_in_slot(launch.local_rank, given)
 
 
 def replica_of_machine(
@@ -72,18 +90,12 @@ def replica_of_machine(
 ) -> tuple[torch.device, Communicator | None]:
     """Return this process's device and the communicator of all replicas of one machine.
 
-    Args:
-        strategy: name of the strategy, for messages.
-        given: devices of the replicas; None: those of the replicas that run already, or else every
-            GPU, or else one CPU.
-        options: communication options.
-
     Raises:
         ClusterConfigError: the processes do not fit the devices.
     """
     place = roster_place()
     if place is not None:
-        return device_in_slot(place, given), init(elastic=True, timeout=options.timeout_s)
+        return device_in_slot(place.slot, given), init(elastic=True, timeout=options.timeout_s)
     replica = started_replica()
     launch = detect_launch()
     if replica is not None or launch is None or launch.world_size == 1:
@@ -101,11 +113,4 @@ def replica_of_machine(
             f"processes, {launch.local_world_size} of them on this machine. Use "
             "MultiWorkerMirroredStrategy"
         )
-    if given is not None and len(given) not in (1, launch.world_size):
-        raise ClusterConfigError(
-            f"{strategy} got {len(given)} devices; {launch.launcher} started "
-            f"{launch.world_size} processes, each of which is one replica: give as many "
-            "devices, or none"
-        )
-    chosen = given or every_device()
-    return chosen[launch.local_rank % len(chosen)], init(timeout=options.timeout_s)
+    return device_under(launch, strategy, given), init(timeout=options.timeout_s)

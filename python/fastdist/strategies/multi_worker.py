@@ -10,7 +10,6 @@ from typing import NoReturn
 import torch
 
 from fastdist.cluster import ClusterResolver, TFConfigClusterResolver, detect_launch
-from fastdist.cluster.launch import Launch
 from fastdist.cluster.replicas import started_replica
 from fastdist.cluster.roster import roster_place
 from fastdist.collectives.communicator import Communicator
@@ -19,9 +18,11 @@ from fastdist.collectives.init import coordinator_of_launch, init
 from fastdist.errors import ClusterConfigError
 from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
 from fastdist.replicas.starting import join_replicas
-from fastdist.strategies.mirrored import device_in_slot
+from fastdist.strategies.mirrored import device_in_slot, device_under
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.strategies.replicated import ReplicatedStrategy
+
+_NAME = "MultiWorkerMirroredStrategy"
 
 
 class MultiWorkerMirroredStrategy(ReplicatedStrategy):
@@ -60,7 +61,7 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy):
         options: CommunicationOptions | None = None,
         **unknown: NoReturn,
     ) -> None:
-        refuse_keywords("MultiWorkerMirroredStrategy", unknown)
+        refuse_keywords(_NAME, unknown)
         options = options or CommunicationOptions()
         given = None if devices is None else usable_devices(devices, "devices")
         device, world = _join(cluster_resolver, given, options.timeout_s)
@@ -84,12 +85,12 @@ def _join(
     """Return this process's device and the communicator of all replicas."""
     elastic = roster_place()
     if elastic is not None:
-        return device_in_slot(elastic, given), init(elastic=True, timeout=timeout_s)
+        return device_in_slot(elastic.slot, given), init(elastic=True, timeout=timeout_s)
     started = started_replica()
     launch = detect_launch()
     if resolver is None and TFConfigClusterResolver.is_available(os.environ):
         resolver = TFConfigClusterResolver()
-    own = given or _default_devices(None if started or resolver else launch)
+    own = given or every_device()
     if started is not None:
         worker, workers, coordinator = started.worker, started.workers, started.coordinator
     elif resolver is not None:
@@ -101,16 +102,15 @@ def _join(
             )
         worker, workers = resolver.rank, resolver.world_size
         coordinator = resolver.coordinator_address if workers > 1 else ""
-    elif launch is None or len(own) == 1 or launch.local_world_size > 1:
-        return _under_launcher(launch, own, timeout_s)
+    elif launch is None or launch.world_size == 1:
+        worker, workers, coordinator = 0, 1, ""
+    elif len(own) == 1 or launch.local_world_size > 1:
+        return device_under(launch, _NAME, given), init(timeout=timeout_s)
     else:
-        worker, workers = launch.rank, launch.world_size
-        coordinator = coordinator_of_launch(launch) if workers > 1 else ""
+        worker, workers, coordinator = launch.rank, launch.world_size, coordinator_of_launch(launch)
     place = 0
     if started is not None or len(own) > 1:
-        place = join_replicas(
-            "MultiWorkerMirroredStrategy", own, worker, workers, coordinator
-        ).index
+        place = join_replicas(_NAME, own, worker, workers, coordinator).index
         use_own_cores(len(own))
     rank, size = worker * len(own) + place, workers * len(own)
     if workers == 1:
@@ -122,29 +122,3 @@ def _join(
             f"{world.world_size}; in the cluster it is rank {rank} of {size}"
         )
     return own[place], world
-
-
-def _under_launcher(
-    launch: Launch | None, own: Sequence[torch.device], timeout_s: float | None
-) -> tuple[torch.device, Communicator]:
-    """Join as one replica per process that the launcher started."""
-    if launch is None or launch.world_size == 1:
-        place = 0
-        if len(own) > 1:
-            place = join_replicas("MultiWorkerMirroredStrategy", own).index
-            use_own_cores(len(own))
-        return own[place], init(timeout=timeout_s)
-    if len(own) not in (1, launch.local_world_size):
-        raise ClusterConfigError(
-            f"MultiWorkerMirroredStrategy got {len(own)} devices; {launch.launcher} started "
-            f"{launch.local_world_size} processes on this machine, each of which is one replica: "
-            "give as many devices, or none"
-        )
-    return own[launch.local_rank % len(own)], init(timeout=timeout_s)
-
-
-def _default_devices(launch: Launch | None) -> list[torch.device]:
-    every = every_device()
-    if launch is None or launch.local_world_size == 1:
-        return every
-    return [every[launch.local_rank % len(every)]]

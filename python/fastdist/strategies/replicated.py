@@ -53,6 +53,7 @@ class ReplicatedStrategy(Strategy):
 
     Attributes:
         central: as given.
+        is_elastic: True if the number of replicas can change.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class ReplicatedStrategy(Strategy):
         self.options = options or CommunicationOptions()
         self._device = device
         self._world = world if replicas > 1 else None
-        self._is_elastic = world is not None and elastic_member() is not None
-        if self._is_elastic:
+        self.is_elastic = world is not None and elastic_member() is not None
+        if self.is_elastic:
             self._require_first(replicas, central)
         self._serve = None if serve is None else weakref.WeakMethod(serve)
         self._refuses_run = refuses_run
@@ -101,10 +102,7 @@ class ReplicatedStrategy(Strategy):
             self._members.use(self._communicators)
 
     def _connected(self) -> Communicator | None:
-        """Return the communicator of all replicas for calls outside `run`; None with one replica.
-
-        Every replica must call.
-        """
+        """Return the communicator of `communicator`, for calls inside `together`."""
         self._connect()
         return None if self._communicators is None else self._communicators.replicas
 
@@ -126,11 +124,6 @@ class ReplicatedStrategy(Strategy):
                 f"{type(self).__name__}: an elastic job has one strategy, a MirroredStrategy or "
                 "MultiWorkerMirroredStrategy that is made before its ranks meet by regroup"
             )
-
-    @property
-    def is_elastic(self) -> bool:
-        """True if the number of replicas can change."""
-        return self._is_elastic
 
     @property
     def has_left(self) -> bool:
@@ -206,7 +199,7 @@ class ReplicatedStrategy(Strategy):
         if examples is not None and self.options.gradient_reduction == "mean":
             share = examples[self._worker] / max(1, sum(examples))
             weight = share * len(examples)
-        context = ReplicaContext(self, communicator, self._merge, 0, examples, weight)
+        context = ReplicaContext(self, communicator, 0, examples, weight)
         args, kwargs = select(given)
         state.replica = context
         try:
@@ -273,17 +266,9 @@ class ReplicatedStrategy(Strategy):
         with self._cross_replica():
             return select(fn(self, *args, **kwargs))
 
-    def default_replica_context(self) -> ReplicaContext:
-        """Return the replica context of code outside all scopes and runs."""
-        return ReplicaContext(self, None, self._merge)
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Return a context manager: gradients of backward inside are not reduced yet.
-
-        They accumulate in `.grad`, and are reduced together with the gradients of the next
-        backward outside.
-        """
+        """Return a context manager: gradients of backward inside are not reduced yet."""
         sync = self._members.sync
         with nullcontext() if sync is None else sync.held():
             yield
@@ -326,23 +311,13 @@ class ReplicatedStrategy(Strategy):
             )
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this process's replicas, in order (experimental_local_results).
-
-        Args:
-            value: a result of `run`, or a `fastdist.Variable` of this strategy.
-        """
+        """Return the values of this process's replicas, in order (experimental_local_results)."""
         if isinstance(value, Variable):
             return (value.component,)
         return value.values if type(value) is PerReplica else (value,)
 
     def check_in_sync(self) -> None:
-        """Check that parameters and buffers are bitwise equal on all replicas.
-
-        Every worker must call, in cross-replica context.
-
-        Raises:
-            FastdistError: tensors differ; the message names the first tensor and the replicas.
-        """
+        """Check that parameters and buffers are bitwise equal on all replicas."""
         with self.communicator():
             self._members.refresh()
             self._members.average_buffers()

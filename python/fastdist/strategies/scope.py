@@ -43,27 +43,22 @@ class Scope:
     """The context manager that `Strategy.scope` returns."""
 
     def __init__(self, strategy: Strategy, adopt: Adopt) -> None:
-        self._strategy = strategy
+        self.strategy = strategy
         self._adopt = adopt
         self._stack = ExitStack()
         self._recorder: ModuleRecorder | None = None
         self._made: list[Any] = []
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy whose scope this is."""
-        return self._strategy
-
     def __enter__(self) -> Strategy:
         if state.replica is not None:
             raise RuntimeError("a scope cannot be opened inside run")
         nested = bool(state.scopes)
-        if nested and state.scopes[-1] is not self._strategy:
+        if nested and state.scopes[-1] is not self.strategy:
             raise RuntimeError(
                 f"Mixing strategies: the scope of {state.scopes[-1]!r} is open, "
-                f"got the scope of {self._strategy!r}"
+                f"got the scope of {self.strategy!r}"
             )
-        state.scopes.append(self._strategy)
+        state.scopes.append(self.strategy)
         if not nested:
             self._recorder = self._stack.enter_context(ModuleRecorder())
             kinds = (torch.optim.Optimizer, LRScheduler, GradScaler)
@@ -71,7 +66,7 @@ class Scope:
             self._stack.enter_context(watch_metrics(self._recorder.note))
             for extension in extensions:
                 self._stack.enter_context(extension.watch(self))
-        return self._strategy
+        return self.strategy
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         state.scopes.pop()
@@ -94,7 +89,7 @@ class Scope:
             made, self._made = self._made, []
             roots: Sequence[nn.Module] = self._recorder.roots()
             for extension in extensions:
-                roots = extension.adopt(self._strategy, roots)
+                roots = extension.adopt(self.strategy, roots)
             self._adopt(roots, made)
 
     def _note(self, thing: Any) -> None:

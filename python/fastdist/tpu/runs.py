@@ -127,7 +127,7 @@ class TracedRuns:
         return result
 
     def _context(self, examples: tuple[int, ...] | None, padding: Padding | None) -> ReplicaContext:
-        context = ReplicaContext(self._strategy, self._communicator, self.merge, 0, examples)
+        context = ReplicaContext(self._strategy, self._communicator, 0, examples)
         if self._ids is not None:
             traced: Any = self._watched(self._mesh.enter(self._ids, True))
             context.replica_id_in_sync_group = traced

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastdist.cluster.tpu import TPUClusterResolver
-from fastdist.collectives.autograd import check_joinable
+from fastdist.collectives.autograd import as_floating, check_joinable
 from fastdist.collectives.communicator import Communicator
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
 from fastdist.replicas.per_replica import PerReplica, map_structure
@@ -155,8 +155,8 @@ class TPUStrategy(Strategy):
             own = None if weights is None else self._mesh.own(weights)
             return self._runs.computed(reduce_values(self._hosts, op, values, axis, own))
         tensor = value.values[0].tensor
-        if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-            tensor = tensor.to(torch.get_default_dtype())
+        if op == "mean":
+            tensor = as_floating(tensor)
         weights = self._weights(op, value, axis)
         if weights is not None:
             shape = (-1, *(1,) * (tensor.dim() - 1))

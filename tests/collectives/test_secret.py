@@ -107,7 +107,7 @@ def test_secrets_that_cannot_be_used(environ: pytest.MonkeyPatch, tmp_path: Path
 
 def test_going_on_without_a_secret_warns_once(environ: pytest.MonkeyPatch) -> None:
     environ.setenv("FASTDIST_INSECURE", "1")
-    environ.setattr(secret_module._Warned, "once", False)
+    secret_module._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="FASTDIST_INSECURE=1: anyone who can reach"):
         job_secret()
     with warnings.catch_warnings():

@@ -24,9 +24,6 @@ class Member:
 
     In a world it is an mpi4py communicator as far as `fastdist.init` needs one.
 
-    Args:
-        place: where the roster is.
-
     Attributes:
         world: the number of the world of which this process is a rank; 0 before the first.
         progress: how far this process has come; the ranks that have come furthest are the first of

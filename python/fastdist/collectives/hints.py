@@ -54,13 +54,10 @@ def unknown_op(op: Any, known: Iterable[str] = REDUCE_OPS) -> str:
 
 
 def unknown_name(owner: str, name: str, known: Iterable[str], others: Mapping[str, str]) -> str:
-    """Return the message for an attribute that does not exist.
+    """Return the message for an attribute that does not exist, other than those `known`.
 
-    Args:
-        owner: what lacks the attribute.
-        name: its name.
-        known: the names that exist.
-        others: what to use instead of names of other libraries, in lower case without underscores.
+    `others` tells what to use instead of other libraries' names, which it has in lower case without
+    underscores.
     """
     plain = _squeezed(name.removeprefix("experimental_"))
     found = others.get(plain) or next((ours for ours in known if _squeezed(ours) == plain), None)

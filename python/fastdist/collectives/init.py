@@ -77,12 +77,13 @@ class Cluster(Protocol):
 
 
 class _World:
-    """The default communicator, and the number of rendezvous of this process."""
+    """The default communicator, the number of rendezvous, and the exit code of this process."""
 
     communicator: Communicator | None = None
     member: Member | None = None  # of an elastic job
     rendezvous_count = 0
     process = 0  # id of the process that called init
+    exit_code: int | None = None  # of a program that ended well, but whose replicas did not
 
 
 def init(
@@ -167,9 +168,7 @@ def elastic_member() -> Member | None:
 def next_world(old: Communicator, timeout_s: float) -> Communicator:
     """Leave a communicator of an elastic job, and join the ranks that are there now.
 
-    Args:
-        old: this rank's communicator.
-        timeout_s: seconds that the ranks of `old` have to come; those that do not are killed.
+    Ranks of `old` that do not come within `timeout_s` are killed.
 
     Raises:
         ClusterConfigError: the launcher has ended.
@@ -225,8 +224,7 @@ def _elastic_alone(is_asked: bool) -> Engine:
             f"fastdist.init(elastic=True) works under fastdist run --min; {launch.launcher} "
             f"started {launch.world_size} ranks, whose number cannot change"
         )
-    alone = Launch("alone", 0, 1, 0, 1, secrets.token_hex(8))
-    return HostEngine.of_launch(alone, _World.rendezvous_count, 1.0)
+    return _alone()
 
 
 def local_group(size: int, *, timeout: float | None = None) -> list[Communicator]:
@@ -322,23 +320,17 @@ def _let_threads_go() -> None:
     _core.begin_exit()
     if threading.active_count() > 1:
         time.sleep(0.05)  # lets threads that are returning to Python finish returning
-    if _Exit.code is not None:
+    if _World.exit_code is not None:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(_Exit.code)  # an atexit function can set the exit code only like this
-
-
-class _Exit:
-    """The exit code for a program that ended well, but whose replicas did not."""
-
-    code: int | None = None
+        os._exit(_World.exit_code)  # an atexit function can set the exit code only like this
 
 
 def exit_with(code: int) -> None:
     """Set the exit code of this process, from an atexit function."""
-    _Exit.code = code
+    _World.exit_code = code
 
 
 atexit.register(_let_threads_go)  # early, so that it runs after nearly all others
@@ -347,12 +339,16 @@ atexit.register(_let_threads_go)  # early, so that it runs after nearly all othe
 def _from_launch(timeout_s: float) -> Engine:
     launch = detect_launch()
     if launch is None:
-        launch = Launch("alone", 0, 1, 0, 1, secrets.token_hex(8))
+        return _alone()
     if launch.local_world_size == launch.world_size:
         return HostEngine.of_launch(launch, _World.rendezvous_count, timeout_s)
     coordinator = coordinator_of_launch(launch)
     place = launch.rank, launch.world_size
     return _on_machines(launch.launcher, *place, coordinator, timeout_s)[0]
+
+
+def _alone() -> Engine:
+    return _meet("alone", 0, 1, "", 1.0)[0]
 
 
 def coordinator_of_launch(launch: Launch) -> str:

@@ -154,7 +154,8 @@ def _host(rendezvous: _Rendezvous, own_fd: int) -> list[int]:
                 raise _left(rank) from None
     except BaseException as error:
         if isinstance(error, ClusterConfigError):
-            guests.refuse_all(error)
+            for connection in guests.connections.values():
+                _refuse(connection, error)
         for rank in guests.connections:
             os.close(guests.fds[rank])
         raise
@@ -279,11 +280,6 @@ class _Guests:
         self.connections[rank] = connection
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
-    def refuse_all(self, error: ClusterConfigError) -> None:
-        """Tell every rank that has arrived why the rendezvous has failed."""
-        for connection in self.connections.values():
-            _refuse(connection, error)
-
     def close(self) -> None:
         """Close all connections."""
         self._selector.close()
@@ -292,6 +288,7 @@ class _Guests:
 
 
 def _refuse(connection: socket.socket, error: ClusterConfigError) -> None:
+    """Tell a rank why the rendezvous has failed."""
     text = json.dumps([str(error), error.ranks]).encode()
     with contextlib.suppress(OSError):  # the rank may have exited
         connection.settimeout(1.0)

@@ -10,6 +10,7 @@ itself is never sent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import json
@@ -34,12 +35,6 @@ _HOW = (
 )
 
 
-class _Warned:
-    """Remembers that this process has warned."""
-
-    once = False
-
-
 class UnsealedError(Exception):
     """A text was not sealed with this secret."""
 
@@ -60,9 +55,7 @@ class Secret:
     def seal(self, label: str, text: str) -> str:
         """Return the text with a code that only ranks with the secret can make.
 
-        Args:
-            label: says what the text is; a text sealed for another purpose is not taken for it.
-            text: any text.
+        The label says what the text is; a text sealed for another purpose is not taken for it.
         """
         return json.dumps([text, self.derive(label, text)])
 
@@ -89,12 +82,7 @@ class Secret:
         return hmac.new(self.key, message, hashlib.sha256).hexdigest()
 
     def mismatch(self, rank: int, other: int | None) -> ClusterConfigError:
-        """Make the error of a rank that finds something that was not sealed with its secret.
-
-        Args:
-            rank: this rank.
-            other: the rank that has posted it; None if it may be any.
-        """
+        """Make the error of `rank`: what `other`, or any rank if None, posted is not sealed."""
         who = "another rank" if other is None else f"rank {other}"
         return ClusterConfigError(
             f"rendezvous: {who} does not prove that it has the secret of rank {rank}, which is "
@@ -108,12 +96,8 @@ def exchange(
 ) -> list[str]:
     """Gather a text of each rank, and check that the ranks have the secret. Every rank must call.
 
-    Args:
-        allgather: gathers texts, perhaps those of strangers.
-        secret: the job's secret; None to believe `allgather`.
-        rank: this rank.
-        label: says what the text is, with random numbers of all ranks.
-        text: this rank's text.
+    `allgather` may bring texts of strangers; without a secret it is believed. The label says what
+    the text is, with random numbers of all ranks.
 
     Raises:
         ClusterConfigError: a rank does not have this rank's secret.
@@ -146,13 +130,7 @@ def job_secret() -> Secret:
     """
     config = settings()
     if config.insecure:
-        if not _Warned.once:
-            _Warned.once = True
-            warnings.warn(
-                "FASTDIST_INSECURE=1: anyone who can reach the ports of this job can join it and "
-                "run code in it",
-                stacklevel=2,
-            )
+        _warn_once()
         return Secret(b"", "FASTDIST_INSECURE=1")
     if config.secret is not None:
         return _checked(config.secret.encode(), SECRET_VARIABLE)
@@ -164,6 +142,15 @@ def job_secret() -> Secret:
         if not os.path.exists(path):  # False also where this user may not look
             _make(path)
     return _checked(_read(path, must_be_private=True), f"in the file {path}")
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "FASTDIST_INSECURE=1: anyone who can reach the ports of this job can join it and run code "
+        "in it",
+        stacklevel=3,
+    )
 
 
 def _checked(key: bytes, origin: str) -> Secret:

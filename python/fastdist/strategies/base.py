@@ -138,7 +138,7 @@ class Strategy(ABC):
             >>> with strategy.scope():
             ...     model = torch.nn.Linear(2, 1)
         """
-        return Scope(self, self._adopt)
+        return Scope(self)
 
     @final
     def mirror(self, module: M) -> M:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,8 +18,6 @@ from fastdist.training.patched import watch_made
 
 if TYPE_CHECKING:
     from fastdist.strategies.base import Strategy
-
-Adopt = Callable[[Sequence[nn.Module], Sequence[Any]], None]
 
 
 class ScopeExtension(Protocol):
@@ -42,9 +40,8 @@ extensions: list[ScopeExtension] = []
 class Scope:
     """The context manager that `Strategy.scope` returns."""
 
-    def __init__(self, strategy: Strategy, adopt: Adopt) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-        self._adopt = adopt
         self._stack = ExitStack()
         self._recorder: ModuleRecorder | None = None
         self._made: list[Any] = []
@@ -90,7 +87,7 @@ class Scope:
             roots: Sequence[nn.Module] = self._recorder.roots()
             for extension in extensions:
                 roots = extension.adopt(self.strategy, roots)
-            self._adopt(roots, made)
+            self.strategy._adopt(roots, made)
 
     def _note(self, thing: Any) -> None:
         if not any(thing is known for known in self._made):  # a subclass calls its base's __init__

@@ -42,17 +42,14 @@ class SpmdEngine(Engine):
             compared over it before they are traced. None if there is one process.
     """
 
+    compiled = None  # NCCL does not connect XLA devices
+
     def __init__(self, mesh: Mesh, peers: Engine | None = None) -> None:
         self.rank = mesh.local[0]
         self.size = mesh.size
         self._here = len(mesh.local)
         self._mesh = mesh
         self._comparison = None if peers is None else Comparison(peers)
-
-    @property
-    def compiled(self) -> None:
-        """None: NCCL does not connect XLA devices."""
-        return None
 
     def calls(self, timeout_s: float) -> Calls:
         """Return the collectives, which are part of the traced program and never asynchronous."""

@@ -23,14 +23,8 @@ _POLL_S = 0.02
 def agree_on_name(store: Any, rank: int, size: int, deadline: float) -> str:
     """Return a name that is the same on all ranks, and was never used. Every rank must call.
 
-    Args:
-        store: a torch store that the ranks share.
-        rank: this rank.
-        size: the number of ranks.
-        deadline: when to give up, on the monotonic clock.
-
     Raises:
-        ClusterConfigError: a rank did not arrive in time.
+        ClusterConfigError: a rank did not arrive before the deadline on the monotonic clock.
     """
     return _lead(store, size, deadline) if rank == 0 else _follow(store, rank, deadline)
 

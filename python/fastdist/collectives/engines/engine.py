@@ -44,17 +44,14 @@ class Engine(ABC):
         size: the number of ranks.
         key: equal on all ranks, and unlike that of other engines.
         machines: where the ranks are, if they met on several machines.
+        compiled: the compiled engine, over which calls on GPU arrays are compared; None for XLA's.
     """
 
     rank: int
     size: int
     key: str
     machines: tuple[Machine, ...] = ()
-
-    @property
-    @abstractmethod
-    def compiled(self) -> _core.Communicator | None:
-        """The compiled engine, over which calls on GPU arrays are compared; None for XLA's."""
+    compiled: _core.Communicator | None
 
     @abstractmethod
     def calls(self, timeout_s: float) -> Calls:

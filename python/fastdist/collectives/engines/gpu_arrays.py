@@ -41,11 +41,7 @@ def device_of(arrays: Any) -> int | None:
     if place is not None:
         kind, number = place()
         return int(number) if kind == _DLPACK_CUDA else None
-    return _device_of_interface(arrays)
-
-
-def _device_of_interface(array: Any) -> int | None:
-    interface = getattr(array, "__cuda_array_interface__", None)
+    interface = getattr(arrays, "__cuda_array_interface__", None)
     if interface is None:
         return None
     address = interface["data"][0]

@@ -23,16 +23,12 @@ _groups_of_threads = itertools.count()
 
 @final
 class HostEngine(Engine):
-    """Ranks that share memory. Its calls are the builtins of `_core`, unwrapped.
+    """Ranks that share memory. Its calls are the builtins of `_core`, unwrapped."""
 
-    Args:
-        host: the compiled engine.
-        key: key of this group, equal on its ranks and unique to the group.
-        meet: makes an engine for a subset of the ranks; see `survivors`.
-    """
+    compiled: _core.HostCommunicator
 
     def __init__(self, host: _core.HostCommunicator, key: str, meet: Meet) -> None:
-        self._host = host
+        self.compiled = host
         self.key = key
         self._meet = meet
         self._groups = 0  # how many groups were made from this engine
@@ -41,13 +37,7 @@ class HostEngine(Engine):
 
     @classmethod
     def of_launch(cls, launch: Launch, generation: int, timeout_s: float) -> HostEngine:
-        """Connect ranks that are processes of one machine. Every rank must call.
-
-        Args:
-            launch: this rank and its job.
-            generation: number of the rendezvous within the job.
-            timeout_s: seconds to wait for all ranks.
-        """
+        """Connect ranks that are processes of one machine. Every rank must call."""
         tuning = _core.tuning_for(launch.world_size)
         own_fd = _core.create_segment_file(launch.world_size, tuning)
         try:
@@ -82,22 +72,17 @@ class HostEngine(Engine):
             for rank in ranks
         ]
 
-    @property
-    def compiled(self) -> _core.HostCommunicator:
-        """The compiled engine."""
-        return self._host
-
     def calls(self, timeout_s: float) -> Calls:
         """Return the builtins of the compiled engine."""
-        return Calls(**self._host.calls(timeout_s))
+        return Calls(**self.compiled.calls(timeout_s))
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate shared memory."""
-        return self._host.empty(nbytes)
+        return self.compiled.empty(nbytes)
 
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> HostEngine | None:
         """Make another engine over the same memory."""
-        host = self._host
+        host = self.compiled
         self._groups += 1
         own = next((group for group in groups if self.rank in group), None)
         block = None
@@ -126,7 +111,7 @@ class HostEngine(Engine):
 
     def close(self) -> None:
         """Leave; peers that wait for this rank get `PeerFailureError`."""
-        self._host.close()
+        self.compiled.close()
 
 
 def _meet_as_processes(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:

@@ -22,11 +22,6 @@ class Layout:
         """The number of ranks in all places."""
         return sum(map(len, self.places))
 
-    @property
-    def width(self) -> int:
-        """The number of ranks in the largest place."""
-        return max(map(len, self.places))
-
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the place of a rank and the rank's number within that place."""
         for place, ranks in enumerate(self.places):

@@ -221,12 +221,7 @@ def _in_thread(
     """Call `meet` in a thread: while the network is down, questions to the store take forever.
 
     The interpreter ends after the thread, which would abort the process if it came back from torch
-    later.
-
-    Args:
-        meet: takes a function that returns True once nobody waits any more.
-        deadline: when to give up, on the monotonic clock.
-        late: the error to raise then.
+    later. `meet` takes a function that returns True once nobody waits any more.
     """
     answer: queue.SimpleQueue[Rendezvous | BaseException] = queue.SimpleQueue()
     given_up = threading.Event()
@@ -256,13 +251,7 @@ def _in_thread(
 
 
 class _Table:
-    """The store of a rendezvous, in which ranks seal what they post.
-
-    Args:
-        store: a store of torch.
-        secret: the job's secret.
-        rank: this rank.
-    """
+    """The store of a rendezvous, in which ranks seal what they post."""
 
     def __init__(self, store: Any, secret: Secret, rank: int) -> None:
         self.store = store

@@ -41,6 +41,8 @@ class NetEngine(Engine):
         PeerFailureError: a rank of `parent` has failed meanwhile.
     """
 
+    compiled: _core.NetCommunicator
+
     def __init__(
         self,
         layout: Layout,
@@ -67,7 +69,7 @@ class NetEngine(Engine):
         places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
         token = hashlib.sha256(key.encode()).digest()
         try:
-            self._compiled = _core.connect_machines(
+            self.compiled = _core.connect_machines(
                 inner.compiled, listener, rank, places, token, parent, timeout_s
             )
         except (CollectiveTimeoutError, PeerFailureError, OSError) as error:
@@ -77,26 +79,19 @@ class NetEngine(Engine):
                 f"rendezvous: {error}", getattr(error, "ranks", (rank,))
             ) from None
 
-    @property
-    def compiled(self) -> _core.NetCommunicator:
-        """The compiled engine."""
-        return self._compiled
-
     def calls(self, timeout_s: float) -> Calls:
         """Return the builtins of the compiled engine."""
-        return Calls(**self._compiled.calls(timeout_s))
+        return Calls(**self.compiled.calls(timeout_s))
 
     def empty(self, nbytes: int) -> Bytes:
         """Allocate memory that the ranks of this machine share."""
-        return self._compiled.empty(nbytes)
+        return self.compiled.empty(nbytes)
 
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
         """Make an inner engine for a group within one machine, else connect the group anew."""
         self._groups += 1
-        local = [
-            [self._layout.place_of(rank)[1] for rank in group if self._is_here(rank)]
-            for group in groups
-        ]
+        here = self._layout.places[self._layout.place_of(self.rank)[0]]
+        local = [[here.index(rank) for rank in group if rank in here] for group in groups]
         # The ranks of each machine are in the order of the new layout.
         inner = self._inner.subset([ranks for ranks in local if ranks], timeout_s)
         listener = _core.Listener(self._ips[self.rank])
@@ -113,7 +108,7 @@ class NetEngine(Engine):
             key = f"{self.key}/{self._groups}:{','.join(map(str, group))}"
             number = list(group).index(self.rank)
             own = layout, number, inner, listener, addresses, key
-            return NetEngine(*own, timeout_s, parent=self._compiled)
+            return NetEngine(*own, timeout_s, parent=self.compiled)
         return None
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
@@ -126,7 +121,4 @@ class NetEngine(Engine):
 
     def close(self) -> None:
         """Leave; peers that wait for this rank get `PeerFailureError`."""
-        self._compiled.close()
-
-    def _is_here(self, rank: int) -> bool:
-        return self._layout.place_of(rank)[0] == self._layout.place_of(self.rank)[0]
+        self.compiled.close()

@@ -30,14 +30,10 @@ def open_store(
     refuse_other_job: Callable[[Any], None] | None,
     is_given_up: Callable[[], bool],
 ) -> Any:
-    """Open the store, or connect to it.
+    """Open the store, or connect to it; return a view whose keys have this prefix.
 
     Args:
-        host: host of the store.
-        port: port of the store.
-        prefix: prefix of the keys.
         rank: this rank, for messages.
-        timeout_s: seconds to wait for the store.
         refuse_other_job: None if another process opens the store. Else called with the store of
             another job, in a thread, if that job has the port: its ranks might join this job's.
         is_given_up: true once nobody waits for the store any more.
@@ -104,12 +100,10 @@ def _connect(host: str, port: int, timeout_s: float, is_given_up: Callable[[], b
 def _call_with_other_job(
     host: str, port: int, prefix: str, function: Callable[[Any], None]
 ) -> None:
-    distributed = _c10d()
-
     def call() -> None:
         with contextlib.suppress(RuntimeError, ValueError):
-            other = distributed.TCPStore(host, port, None, timeout=_PATIENCE)
-            function(distributed.PrefixStore(prefix, other))
+            other = _c10d().TCPStore(host, port, None, timeout=_PATIENCE)
+            function(with_prefix(other, prefix))
 
     # In a thread, since it never ends if the program at the port is no store and says nothing.
     thread = threading.Thread(target=call, daemon=True, name="fastdist refusal")

@@ -410,22 +410,17 @@ def _from_bootstrap(
     bootstrap: Bootstrap, timeout_s: float, host: str | None = None, is_trusted: bool = True
 ) -> tuple[Engine, int]:
     """Make the engine, and count this machine's ranks; `host` is one of the machine of rank 0."""
-    from fastdist.collectives.engines.machine_rendezvous import (
-        Arrival,
-        arrive,
-        conclude,
-        machine_id,
-    )
+    from fastdist.collectives.engines import machine_rendezvous as machines
 
     _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "allgather")
     deadline = time.monotonic() + timeout_s
     rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
     try:
-        everyone = bootstrap.allgather([machine_id(), secrets.token_hex(16)])
-        machines, key = [machine for machine, _ in everyone], str(everyone[0][1])
+        everyone = bootstrap.allgather([machines.machine_id(), secrets.token_hex(16)])
+        where, key = [machine for machine, _ in everyone], str(everyone[0][1])
     except (TypeError, ValueError):
         raise ClusterConfigError("rendezvous: a rank has not said on which machine it is") from None
-    ranks_here = machines.count(machines[rank])
+    ranks_here = where.count(where[rank])
     if ranks_here == size:
         launch = Launch("bootstrap", rank, size, rank, size, key)
         return HostEngine.of_launch(launch, 0, timeout_s), ranks_here
@@ -433,12 +428,12 @@ def _from_bootstrap(
     said = json.dumps(everyone)
     own = _free_address(host) if rank == 0 else ""
     addresses = exchange(bootstrap.allgather, secret, rank, f"address/{said}", own)
-    arrival, listener = arrive(*split_address(addresses[0]), size, deadline)
+    arrival, listener = machines.arrive(*split_address(addresses[0]), size, deadline)
     packed = exchange(bootstrap.allgather, secret, rank, f"arrival/{said}", arrival.pack())
-    arrivals = [Arrival.unpack(one) for one in packed]
+    arrivals = [machines.Arrival.unpack(one) for one in packed]
     if secret is not None:
         key = secret.derive("key", json.dumps(packed))
-    rendezvous = conclude(arrivals, listener, key)
+    rendezvous = machines.conclude(arrivals, listener, key)
     return _connect_machines("bootstrap", rank, rendezvous, timeout_s)[0], ranks_here
 
 

@@ -169,9 +169,9 @@ def cross_machine_and_job(comm: Communicator) -> None:
     others = {0} if comm.rank == 3 else {2, 3} - {comm.rank}  # by numbers of the communicator
     assert {*caught.value.ranks} == others
     told = str(caught.value)
-    assert "all_reduce(float64 × 2" in told
-    assert "barrier()" in told
-    assert told.count("test_deadlock.py") == 2
+    assert "all_reduce(float64 × 2" in told, told
+    assert "barrier()" in told, told
+    assert told.count("test_deadlock.py") == 2, told
     if comm.rank != 3:
         assert "rank 2:" in told or "by their numbers in another communicator" in told, told
     comm.barrier()

@@ -33,9 +33,10 @@ def index(environ: Environ, variable: str, size: int, reason: str) -> int:
 def count(environ: Environ, variable: str, *, least: int = 0) -> int:
     """Read an integer of at least `least`."""
     text = environ.get(variable)
-    if text is None or _COUNT.fullmatch(text) is None or int(text) < least:
-        found = f"{variable} is not set" if text is None else f"{variable}={text!r}"
-        raise ClusterConfigError(f"{found}; expected an integer of at least {least}")
+    if text is None:
+        raise ClusterConfigError(f"{variable} is not set; expected an integer of at least {least}")
+    if _COUNT.fullmatch(text) is None or int(text) < least:
+        raise ClusterConfigError(f"{variable}={text!r}; expected an integer of at least {least}")
     return int(text)
 
 

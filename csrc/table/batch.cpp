@@ -2,6 +2,8 @@
 
 #include <array>
 #include <bit>
+#include <numeric>
+#include <utility>
 
 namespace fastdist::table {
 namespace {
@@ -63,6 +65,7 @@ DistinctIds::DistinctIds(const Striping& striping, std::span<const std::uint64_t
   const int shift = 64 - std::countr_zero(capacity);
   workspace.seen.assign(capacity, 0);
   std::vector<std::uint32_t>& seen = workspace.seen;
+  std::vector<std::size_t> last;  // the last position of the chain that begins at a position
   std::uint32_t count = 0;
   for (std::size_t i = 0; i < ids.size(); ++i) {
     const std::uint64_t key = striping.key(ids[i]);
@@ -72,20 +75,15 @@ DistinctIds::DistinctIds(const Striping& striping, std::span<const std::uint64_t
       distinct[count++] = {key, i};
       seen[at] = count;
     } else {
-      chain(distinct[seen[at] - 1].position, i, ids.size());
+      if (next_.empty()) {
+        next_.assign(ids.size(), kNone);
+        last.resize(ids.size());
+        std::iota(last.begin(), last.end(), std::size_t{0});
+      }
+      next_[std::exchange(last[distinct[seen[at] - 1].position], i)] = i;
     }
   }
   items_ = sort(striping, count);
-}
-
-void DistinctIds::chain(std::size_t first, std::size_t position, std::size_t count) {
-  if (next_.empty()) {
-    next_.assign(count, kNone);
-    last_.assign(count, kNone);
-  }
-  const std::size_t last = last_[first] == kNone ? first : last_[first];
-  next_[last] = position;
-  last_[first] = position;
 }
 
 }  // namespace fastdist::table

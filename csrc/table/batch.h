@@ -58,11 +58,8 @@ class DistinctIds {
   }
 
  private:
-  void chain(std::size_t first, std::size_t position, std::size_t count);
-
   std::span<const Item> items_;
   std::vector<std::size_t> next_;  // empty if all ids differ
-  std::vector<std::size_t> last_;  // the last position of the chain that begins at a position
 };
 
 }  // namespace fastdist::table

@@ -16,16 +16,14 @@ inline constexpr std::uint64_t kSecondFactor = 0x94D049BB133111EBU;
   return x ^ x >> 31;
 }
 
-// Computes 1/factor modulo 2⁶⁴ by Newton's iteration; each step doubles the number of correct bits.
-[[nodiscard]] constexpr std::uint64_t reciprocal(std::uint64_t factor) noexcept {
-  std::uint64_t x = factor;  // correct in 3 bits, as for every odd number
-  for (int i = 0; i < 5; ++i) x *= 2 - factor * x;
-  return x;
-}
+// The factors' inverses modulo 2⁶⁴.
+inline constexpr std::uint64_t kFirstInverse = 0x96DE1B173F119089U;
+inline constexpr std::uint64_t kSecondInverse = 0x319642B2D24D8EC3U;
+static_assert(kFirstFactor * kFirstInverse == 1 && kSecondFactor * kSecondInverse == 1);
 
 [[nodiscard]] constexpr std::uint64_t unmix(std::uint64_t x) noexcept {
-  x = (x ^ x >> 31 ^ x >> 62) * reciprocal(kSecondFactor);
-  x = (x ^ x >> 27 ^ x >> 54) * reciprocal(kFirstFactor);
+  x = (x ^ x >> 31 ^ x >> 62) * kSecondInverse;
+  x = (x ^ x >> 27 ^ x >> 54) * kFirstInverse;
   return x ^ x >> 30 ^ x >> 60;
 }
 

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string>
 
-#include "core/error.h"
 #include "table/kernels.h"
 #include "table/mixing.h"
+#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {
@@ -15,8 +14,8 @@ Distribution distribution_of(std::string_view name) {
   if (name == "constant") return Distribution::kConstant;
   if (name == "uniform") return Distribution::kUniform;
   if (name == "normal") return Distribution::kNormal;
-  throw Error(ErrorCode::kValue, "unknown initializer: expected constant, uniform or normal, got " +
-                                     std::string(name));
+  refuse(ErrorCode::kValue, "unknown initializer: expected constant, uniform or normal, got ",
+         name);
 }
 
 }  // namespace
@@ -26,16 +25,15 @@ Initializer::Initializer(std::string_view distribution, double first, double sec
       first_(static_cast<float>(first)),
       second_(static_cast<float>(second)) {
   if (!std::isfinite(first_) || !std::isfinite(second_)) {
-    throw Error(ErrorCode::kValue, "the initializer's numbers must be finite float32, got " +
-                                       std::to_string(first) + " and " + std::to_string(second));
+    refuse(ErrorCode::kValue, "the initializer's numbers must be finite float32, got ", first,
+           " and ", second);
   }
   if (distribution_ == Distribution::kUniform && first_ > second_) {
-    throw Error(ErrorCode::kValue, "uniform must go from the lower to the higher number, got " +
-                                       std::to_string(first) + " and " + std::to_string(second));
+    refuse(ErrorCode::kValue, "uniform must go from the lower to the higher number, got ", first,
+           " and ", second);
   }
   if (distribution_ == Distribution::kNormal && second_ < 0) {
-    throw Error(ErrorCode::kValue,
-                "normal's deviation must not be negative, got " + std::to_string(second));
+    refuse(ErrorCode::kValue, "normal's deviation must not be negative, got ", second);
   }
 }
 

@@ -1,29 +1,28 @@
 #include "table/memory.h"
 
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <bit>
+#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <string>
 
-#include "core/error.h"
-#include "table/nodes.h"
+#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {
 
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr std::size_t kLineBytes = 64;
-
-std::size_t round_up(std::size_t value, std::size_t step) {
-  return (value + step - 1) / step * step;
-}
+// The kernel reads one bit less than this.
+constexpr unsigned long kMaskBits = sizeof(Nodes) * CHAR_BIT + 1;
 
 [[noreturn]] void throw_out_of_memory(std::size_t bytes, const char* what) {
-  throw Error(ErrorCode::kMemory, std::string("out of memory: ") + what + " needs " +
-                                      std::to_string(bytes) + " more bytes");
+  refuse(ErrorCode::kMemory, "out of memory: ", what, " needs ", bytes, " more bytes");
 }
 
 // Maps memory that starts at a huge page boundary, since the kernel gives huge pages for aligned
@@ -43,6 +42,11 @@ Memory map(std::size_t bytes, Pages pages, const char* what) {
   spread(begin + before, wanted, nodes);
   if (pages == Pages::kHuge) madvise(begin + before, wanted, MADV_HUGEPAGE);
   return Memory(begin + before, MemoryRelease{wanted});
+}
+
+bool has_own_policy() {
+  int mode = MPOL_DEFAULT;
+  return syscall(SYS_get_mempolicy, &mode, nullptr, 0UL, nullptr, 0UL) != 0 || mode != MPOL_DEFAULT;
 }
 
 }  // namespace
@@ -65,13 +69,25 @@ Memory allocate(std::size_t bytes, Pages pages, const char* what) {
   return Memory(static_cast<std::byte*>(data), MemoryRelease{});
 }
 
+Nodes nodes_allowed() {
+  Nodes nodes{};
+  syscall(SYS_get_mempolicy, nullptr, nodes.data(), kMaskBits, nullptr, MPOL_F_MEMS_ALLOWED);
+  return nodes;
+}
+
+void spread(std::byte* data, std::size_t bytes, const Nodes& nodes) {
+  int count = 0;
+  for (const unsigned long word : nodes) count += std::popcount(word);
+  if (count < 2 || has_own_policy()) return;
+  syscall(SYS_mbind, data, bytes, MPOL_INTERLEAVE, nodes.data(), kMaskBits, 0UL);
+}
+
 void check_machine_has(std::size_t bytes, const char* what) {
   const auto machine = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
                        static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   if (bytes <= machine) return;
-  throw Error(ErrorCode::kMemory, std::string("out of memory: ") + what + " needs " +
-                                      std::to_string(bytes) + " bytes, and this machine has " +
-                                      std::to_string(machine));
+  refuse(ErrorCode::kMemory, "out of memory: ", what, " needs ", bytes,
+         " bytes, and this machine has ", machine);
 }
 
 }  // namespace fastdist::table

@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <string>
 
-#include "core/error.h"
 #include "table/mixing.h"
+#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {
@@ -14,9 +13,8 @@ void check_ids(const Owners& owners, std::span<const std::uint64_t> ids) {
   if (owners.begins.empty()) return;
   for (const std::uint64_t id : ids) {
     if (id < owners.end) continue;
-    throw Error(ErrorCode::kIndex, "row " + std::to_string(static_cast<std::int64_t>(id)) +
-                                       " of a table that has " + std::to_string(owners.end) +
-                                       " rows");
+    refuse(ErrorCode::kIndex, "row ", static_cast<std::int64_t>(id), " of a table that has ",
+           owners.end, " rows");
   }
 }
 
@@ -86,8 +84,7 @@ Routes route(const Owners& owners, std::span<const std::uint64_t> ids) {
 
 Routes route_distinct(const Owners& owners, std::span<const std::uint64_t> ids) {
   if (ids.size() > UINT32_MAX / 2) {
-    throw Error(ErrorCode::kValue,
-                "one call takes at most 2^31 ids, got " + std::to_string(ids.size()));
+    refuse(ErrorCode::kValue, "one call takes at most 2^31 ids, got ", ids.size());
   }
   std::vector<std::int64_t> numbers;
   const std::vector<std::uint64_t> firsts = distinct(ids, numbers);

@@ -2,9 +2,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <utility>
 
-#include "core/error.h"
+#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {
@@ -33,7 +32,7 @@ RowNumber RowArena::take(std::uint32_t count) {
   const std::lock_guard lock(mutex_);
   const std::uint64_t first = taken_.load(std::memory_order_relaxed);
   const std::uint64_t end = first + count;
-  if (end > kMaxRows) throw Error(ErrorCode::kMemory, "a table holds at most 2^31 rows");
+  if (end > kMaxRows) refuse(ErrorCode::kMemory, "a table holds at most 2^31 rows");
   const std::size_t needed = (end + block_mask_) >> block_bits_;
   if (blocks_used_ < needed) {
     const std::size_t block_bytes = stride_ << block_bits_;
@@ -41,7 +40,6 @@ RowNumber RowArena::take(std::uint32_t count) {
     // Small pages for a single first block: a small table should not take a huge page.
     const bool is_small = needed == 1;
     const Pages pages = is_small || bytes > kMostHugeBytes ? Pages::kSmall : Pages::kHuge;
-    owned_.reserve(owned_.size() + 1);
     owned_.push_back(allocate(bytes, pages, kWhat));
     for (std::byte* block = owned_.back().get(); blocks_used_ < needed; block += block_bytes) {
       blocks()[blocks_used_++] = block;

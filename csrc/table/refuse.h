@@ -1,0 +1,18 @@
+// Errors whose messages hold numbers.
+#pragma once
+
+#include <sstream>
+
+#include "core/error.h"
+
+namespace fastdist::table {
+
+// Throws an Error with the message that the parts make, one after another.
+template <class... Parts>
+[[noreturn]] void refuse(ErrorCode code, const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw Error(code, message.str());
+}
+
+}  // namespace fastdist::table

@@ -3,15 +3,12 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <string>
 #include <utility>
 
-#include "core/error.h"
+#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {
-
-constexpr std::size_t kMaxSlots = 3;
 
 // Copies in pieces that memcpy copies with vector instructions. For larger sizes memcpy uses `rep
 // movsb`, which falls to a few GB/s on Zen 3 and 4 if dst is just behind src modulo 4096, as a
@@ -26,8 +23,7 @@ void copy(float* dst, const float* src, std::size_t count) {
 
 void check_count(const char* argument, std::size_t expected, std::size_t got) {
   if (got == expected) return;
-  throw Error(ErrorCode::kValue, std::string(argument) + " must hold " + std::to_string(expected) +
-                                     " elements, got " + std::to_string(got));
+  refuse(ErrorCode::kValue, argument, " must hold ", expected, " elements, got ", got);
 }
 
 }  // namespace
@@ -38,9 +34,8 @@ DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule)
       update_(kernels().update(rule_.kind())),
       chunks_(size_ / kChunk + 1) {
   if (rule_.is_row_wise()) {
-    throw Error(ErrorCode::kValue, std::string(rule_.name()) +
-                                       " updates rows of tables, not dense variables: they take "
-                                       "Adagrad");
+    refuse(ErrorCode::kValue, rule_.name(),
+           " updates rows of tables, not dense variables: they take Adagrad");
   }
   values_ = allocate(size_ * sizeof(float), Pages::kHuge, "a variable");
   slots_ = allocate(slot_floats() * sizeof(float), Pages::kHuge, "a variable's slots");
@@ -48,10 +43,6 @@ DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule)
   for (std::size_t i = 0; i < rule_.slots().size(); ++i) {
     std::fill_n(slot(i), size_, rule_.slots()[i].initial);
   }
-}
-
-std::size_t DenseVariable::bytes() const noexcept {
-  return (size_ + slot_floats()) * sizeof(float);
 }
 
 template <class Call>
@@ -67,9 +58,8 @@ void DenseVariable::for_each_chunk(std::size_t begin, std::size_t end, Call&& ca
 
 void DenseVariable::check_range(const char* argument, std::size_t begin, std::size_t count) const {
   if (begin <= size_ && count <= size_ - begin) return;
-  throw Error(ErrorCode::kIndex, std::string(argument) + " holds " + std::to_string(count) +
-                                     " elements from " + std::to_string(begin) +
-                                     " on, the variable has " + std::to_string(size_));
+  refuse(ErrorCode::kIndex, argument, " holds ", count, " elements from ", begin,
+         " on, the variable has ", size_);
 }
 
 void DenseVariable::pull(std::size_t begin, std::span<float> values) {
@@ -83,8 +73,8 @@ void DenseVariable::push(std::size_t begin, std::span<const float> gradient,
                          std::optional<double> learning_rate) {
   check_range("gradient", begin, gradient.size());
   if (begin % kChunk != 0) {
-    throw Error(ErrorCode::kValue, "a gradient begins at a multiple of " + std::to_string(kChunk) +
-                                       " elements, got " + std::to_string(begin));
+    refuse(ErrorCode::kValue, "a gradient begins at a multiple of ", kChunk, " elements, got ",
+           begin);
   }
   const double lr = rule_.learning_rate(learning_rate);
   std::uint64_t step = 0;

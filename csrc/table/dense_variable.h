@@ -39,7 +39,9 @@ class DenseVariable {
   [[nodiscard]] std::size_t size() const noexcept { return size_; }
   // The values themselves, which must not be read while another thread changes them.
   [[nodiscard]] std::span<const float> values() const noexcept { return {element(0), size_}; }
-  [[nodiscard]] std::size_t bytes() const noexcept;
+  [[nodiscard]] std::size_t bytes() const noexcept {
+    return (size_ + slot_floats()) * sizeof(float);
+  }
   [[nodiscard]] std::size_t slot_floats() const noexcept { return rule_.slots().size() * size_; }
   // Returns the steps of the first chunk, which every gradient changes.
   [[nodiscard]] std::uint64_t step();

@@ -15,7 +15,10 @@ using UpdateFunction = void (*)(const Coefficients& c, float* values, const floa
                                 float* const* slots, std::size_t count);
 
 struct Kernels {
-  UpdateFunction (*update)(RuleKind kind);
+  UpdateFunction updates[kRules];  // in the order of RuleKind
+  [[nodiscard]] UpdateFunction update(RuleKind kind) const {
+    return updates[static_cast<std::size_t>(kind)];
+  }
 
   void (*add)(float* dst, const float* src, std::size_t count);  // dst += src
 

@@ -155,23 +155,6 @@ void rms_prop(const Coefficients& c, float* values, const float* gradient, float
   }
 }
 
-UpdateFunction find_update(RuleKind kind) {
-  switch (kind) {
-    case RuleKind::kSgd:
-      return sgd;
-    case RuleKind::kAdagrad:
-      return adagrad;
-    case RuleKind::kAdam:
-    case RuleKind::kAdamW:
-      return adam;
-    case RuleKind::kRmsProp:
-      return rms_prop;
-    case RuleKind::kRowWiseAdagrad:
-      return row_wise_adagrad;
-  }
-  return nullptr;
-}
-
 void add(float* __restrict dst, const float* __restrict src, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) dst[i] += src[i];
 }
@@ -332,8 +315,16 @@ void normal(float* __restrict dst, std::size_t count, std::uint64_t key, float m
 }  // namespace
 
 extern const Kernels kKernels;
-const Kernels kKernels{find_update,    add,        widen_bfloat16, narrow_bfloat16, widen_float16,
-                       narrow_float16, widen_int8, narrow_int8,    count_nonfinite, uniform,
+const Kernels kKernels{{sgd, adagrad, adam, adam, rms_prop, row_wise_adagrad},
+                       add,
+                       widen_bfloat16,
+                       narrow_bfloat16,
+                       widen_float16,
+                       narrow_float16,
+                       widen_int8,
+                       narrow_int8,
+                       count_nonfinite,
+                       uniform,
                        normal};
 
 }  // namespace fastdist::table::FASTDIST_ISA

@@ -11,7 +11,6 @@ namespace fastdist::table {
 namespace {
 
 constexpr std::array<std::string_view, 3> kNames{"float32", "bfloat16", "int8"};
-constexpr std::size_t kMaxSlots = 3;
 
 std::size_t round_up(std::size_t value, std::size_t step) {
   return (value + step - 1) / step * step;

@@ -1,25 +1,20 @@
 #include "table/update_rule.h"
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <sstream>
 
-#include "core/error.h"
+#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr std::array<std::string_view, 6> kNames{"SGD",   "Adagrad", "Adam",
-                                                 "AdamW", "RMSprop", "RowWiseAdagrad"};
-
-std::string text_of(double value) {
-  std::ostringstream text;
-  text << value;
-  return text.str();
-}
+constexpr double kNone = -1;  // where a rule lacks a hyperparameter
+constexpr std::array<std::string_view, kRules> kNames{"SGD",   "Adagrad", "Adam",
+                                                      "AdamW", "RMSprop", "RowWiseAdagrad"};
 
 RuleKind kind_of(std::string_view name) {
   std::string known;
@@ -27,101 +22,74 @@ RuleKind kind_of(std::string_view name) {
     if (kNames[i] == name) return static_cast<RuleKind>(i);
     known += (i == 0 ? "" : ", ") + std::string(kNames[i]);
   }
-  throw Error(ErrorCode::kValue,
-              "unknown update rule: expected one of " + known + ", got " + std::string(name));
+  refuse(ErrorCode::kValue, "unknown update rule: expected one of ", known, ", got ", name);
 }
 
 }  // namespace
 
-// The range is [0, end); booleans have end 2.
 struct UpdateRule::Parameter {
   std::string_view name;
   double Values::* value;
-  double initial;
-  double end;
+  double end;  // the range is [0, end); booleans have end 2
+  std::array<double, kRules> initial;
 };
 
-const std::vector<UpdateRule::Parameter>& UpdateRule::parameters(RuleKind kind) {
+std::span<const UpdateRule::Parameter> UpdateRule::parameters() noexcept {
   using V = Values;
-  static const std::vector<Parameter> sgd{{"lr", &V::lr, 1e-3, kInfinity},
-                                          {"momentum", &V::momentum, 0, kInfinity},
-                                          {"dampening", &V::dampening, 0, kInfinity},
-                                          {"weight_decay", &V::weight_decay, 0, kInfinity},
-                                          {"nesterov", &V::nesterov, 0, 2},
-                                          {"maximize", &V::maximize, 0, 2}};
-  static const std::vector<Parameter> adagrad{
-      {"lr", &V::lr, 1e-2, kInfinity},
-      {"lr_decay", &V::lr_decay, 0, kInfinity},
-      {"weight_decay", &V::weight_decay, 0, kInfinity},
-      {"initial_accumulator_value", &V::initial_accumulator_value, 0, kInfinity},
-      {"eps", &V::eps, 1e-10, kInfinity},
-      {"maximize", &V::maximize, 0, 2}};
-  static const auto adam = [](double weight_decay) {
-    return std::vector<Parameter>{{"lr", &V::lr, 1e-3, kInfinity},
-                                  {"beta1", &V::beta1, 0.9, 1},
-                                  {"beta2", &V::beta2, 0.999, 1},
-                                  {"eps", &V::eps, 1e-8, kInfinity},
-                                  {"weight_decay", &V::weight_decay, weight_decay, kInfinity},
-                                  {"eps_hat", &V::eps_hat, 0, 2},
-                                  {"maximize", &V::maximize, 0, 2}};
+  static constexpr Parameter kAll[]{
+      // SGD, Adagrad, Adam, AdamW, RMSprop, RowWiseAdagrad
+      {"lr", &V::lr, kInfinity, {1e-3, 1e-2, 1e-3, 1e-3, 1e-2, 1e-2}},
+      {"momentum", &V::momentum, kInfinity, {0, kNone, kNone, kNone, 0, kNone}},
+      {"dampening", &V::dampening, kInfinity, {0, kNone, kNone, kNone, kNone, kNone}},
+      {"nesterov", &V::nesterov, 2, {0, kNone, kNone, kNone, kNone, kNone}},
+      {"lr_decay", &V::lr_decay, kInfinity, {kNone, 0, kNone, kNone, kNone, 0}},
+      {"initial_accumulator_value",
+       &V::initial_accumulator_value,
+       kInfinity,
+       {kNone, 0, kNone, kNone, kNone, 0}},
+      {"beta1", &V::beta1, 1, {kNone, kNone, 0.9, 0.9, kNone, kNone}},
+      {"beta2", &V::beta2, 1, {kNone, kNone, 0.999, 0.999, kNone, kNone}},
+      {"alpha", &V::alpha, kInfinity, {kNone, kNone, kNone, kNone, 0.99, kNone}},
+      {"eps", &V::eps, kInfinity, {kNone, 1e-10, 1e-8, 1e-8, 1e-8, 1e-10}},
+      {"eps_hat", &V::eps_hat, 2, {kNone, kNone, 0, 0, kNone, kNone}},
+      {"centered", &V::centered, 2, {kNone, kNone, kNone, kNone, 0, kNone}},
+      {"weight_decay", &V::weight_decay, kInfinity, {0, 0, 0, 1e-2, 0, 0}},
+      {"maximize", &V::maximize, 2, {0, 0, 0, 0, 0, 0}},
   };
-  static const std::vector<Parameter> plain_adam = adam(0);
-  static const std::vector<Parameter> adam_w = adam(1e-2);
-  static const std::vector<Parameter> rms_prop{
-      {"lr", &V::lr, 1e-2, kInfinity},          {"alpha", &V::alpha, 0.99, kInfinity},
-      {"eps", &V::eps, 1e-8, kInfinity},        {"weight_decay", &V::weight_decay, 0, kInfinity},
-      {"momentum", &V::momentum, 0, kInfinity}, {"centered", &V::centered, 0, 2},
-      {"maximize", &V::maximize, 0, 2}};
-  switch (kind) {
-    case RuleKind::kSgd:
-      return sgd;
-    case RuleKind::kAdagrad:
-    case RuleKind::kRowWiseAdagrad:
-      return adagrad;
-    case RuleKind::kAdam:
-      return plain_adam;
-    case RuleKind::kAdamW:
-      return adam_w;
-    case RuleKind::kRmsProp:
-      return rms_prop;
-  }
-  return sgd;
+  return kAll;
 }
 
 UpdateRule::UpdateRule(std::string_view name, const std::vector<Hyperparameter>& hyperparameters)
     : kind_(kind_of(name)) {
-  for (const Parameter& p : parameters(kind_)) values_.*p.value = p.initial;
+  for (const Parameter& p : parameters()) values_.*p.value = std::max(p.initial[index()], 0.0);
   for (const Hyperparameter& given : hyperparameters) set(given);
   if (values_.nesterov != 0 && (values_.momentum == 0 || values_.dampening != 0)) {
-    throw Error(ErrorCode::kValue,
-                "nesterov needs a momentum above 0 and no dampening, got momentum " +
-                    text_of(values_.momentum) + " and dampening " + text_of(values_.dampening));
+    refuse(ErrorCode::kValue, "nesterov needs a momentum above 0 and no dampening, got momentum ",
+           values_.momentum, " and dampening ", values_.dampening);
   }
   choose_slots();
 }
 
-std::string_view UpdateRule::name() const noexcept {
-  return kNames[static_cast<std::size_t>(kind_)];
-}
+std::string_view UpdateRule::name() const noexcept { return kNames[index()]; }
 
 void UpdateRule::set(const Hyperparameter& given) {
   const auto& [name, value] = given;
   std::string known;
-  for (const Parameter& p : parameters(kind_)) {
+  for (const Parameter& p : parameters()) {
+    if (p.initial[index()] == kNone) continue;
     known += (known.empty() ? "" : ", ") + std::string(p.name);
     if (p.name != name) continue;
     if (value >= 0 && value < p.end) {
       values_.*p.value = value;
       return;
     }
-    const std::string expected =
+    const char* expected =
         p.end == 2 ? "true or false"
                    : (p.end == 1 ? "a number from 0 to below 1" : "a finite number, 0 or more");
-    throw Error(ErrorCode::kValue, std::string(this->name()) + "'s " + name + " must be " +
-                                       expected + ", got " + text_of(value));
+    refuse(ErrorCode::kValue, this->name(), "'s ", name, " must be ", expected, ", got ", value);
   }
-  throw Error(ErrorCode::kValue, "unknown hyperparameter of " + std::string(this->name()) +
-                                     ": expected one of " + known + ", got " + name);
+  refuse(ErrorCode::kValue, "unknown hyperparameter of ", this->name(), ": expected one of ", known,
+         ", got ", name);
 }
 
 void UpdateRule::choose_slots() {
@@ -133,15 +101,13 @@ void UpdateRule::choose_slots() {
       }
       return;
     case RuleKind::kAdagrad:
-      slots_.push_back({"sum", static_cast<float>(values_.initial_accumulator_value)});
-      return;
     case RuleKind::kRowWiseAdagrad:
-      slots_.push_back({"row_sum", static_cast<float>(values_.initial_accumulator_value)});
+      slots_.push_back({is_row_wise() ? "row_sum" : "sum",
+                        static_cast<float>(values_.initial_accumulator_value)});
       return;
     case RuleKind::kAdam:
     case RuleKind::kAdamW:
-      slots_.push_back({"exp_avg", 0});
-      slots_.push_back({"exp_avg_sq", 0});
+      slots_ = {{"exp_avg", 0}, {"exp_avg_sq", 0}};
       return;
     case RuleKind::kRmsProp:
       slots_.push_back({"square_avg", 0});
@@ -154,7 +120,7 @@ void UpdateRule::choose_slots() {
 double UpdateRule::learning_rate(std::optional<double> other) const {
   const double lr = other.value_or(values_.lr);
   if (lr >= 0 && lr < kInfinity) return lr;
-  throw Error(ErrorCode::kValue, "lr must be a finite number, 0 or more, got " + text_of(lr));
+  refuse(ErrorCode::kValue, "lr must be a finite number, 0 or more, got ", lr);
 }
 
 Coefficients UpdateRule::coefficients(std::uint64_t step, double lr,

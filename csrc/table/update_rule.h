@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -13,6 +14,8 @@
 namespace fastdist::table {
 
 enum class RuleKind : std::uint8_t { kSgd, kAdagrad, kAdam, kAdamW, kRmsProp, kRowWiseAdagrad };
+inline constexpr std::size_t kRules = 6;
+inline constexpr std::size_t kMaxSlots = 3;  // of a rule
 
 // The coefficients of one step, in float32 as in torch.
 struct Coefficients {
@@ -73,13 +76,14 @@ class UpdateRule {
 
  private:
   struct Values {
-    double lr = 0, momentum = 0, dampening = 0, weight_decay = 0, beta1 = 0.9, beta2 = 0.999;
-    double eps = 1e-8, lr_decay = 0, initial_accumulator_value = 0, alpha = 0.99;
+    double lr = 0, momentum = 0, dampening = 0, weight_decay = 0, beta1 = 0, beta2 = 0, eps = 0;
+    double lr_decay = 0, initial_accumulator_value = 0, alpha = 0;
     double nesterov = 0, centered = 0, maximize = 0, eps_hat = 0;
   };
   struct Parameter;
-  static const std::vector<Parameter>& parameters(RuleKind kind);
+  static std::span<const Parameter> parameters() noexcept;
 
+  [[nodiscard]] std::size_t index() const noexcept { return static_cast<std::size_t>(kind_); }
   void set(const Hyperparameter& given);
   void choose_slots();
 

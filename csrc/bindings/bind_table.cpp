@@ -15,10 +15,10 @@
 #include "bindings/caller.h"
 #include "core/error.h"
 #include "table/dense_variable.h"
+#include "table/format.h"
 #include "table/routing.h"
 #include "table/row_snapshot.h"
 #include "table/row_table.h"
-#include "table/wire.h"
 
 namespace py = pybind11;
 
@@ -70,17 +70,6 @@ class Floats : public Array<const float> {
  public:
   Floats(py::handle object, const char* argument)
       : Array(object, Access::kRead, argument, {DType::kFloat32}) {}
-};
-
-class Bytes : public Array<const std::uint8_t> {
- public:
-  explicit Bytes(py::handle object) : Array(object, Access::kRead, "message", {DType::kUInt8}) {}
-};
-
-class BytesOut : public Array<std::uint8_t> {
- public:
-  explicit BytesOut(py::handle object)
-      : Array(object, Access::kWrite, "message", {DType::kUInt8}) {}
 };
 
 class FloatsOut : public Array<float> {
@@ -276,15 +265,6 @@ void bind_dense_variable(py::module_& m) {
           py::cpp_function(&DenseVariable::set_step, py::call_guard<py::gil_scoped_release>()));
 }
 
-py::tuple arrays_of(const table::Routes& routes) {
-  const auto array = [](const auto& values) {
-    return py::array(static_cast<py::ssize_t>(values.size()), values.data());
-  };
-  py::object positions = py::none();
-  if (!routes.positions.empty()) positions = array(routes.positions);
-  return py::make_tuple(array(routes.ids), routes.counts, std::move(positions));
-}
-
 template <table::Routes (*kRoute)(const table::Owners&, std::span<const std::uint64_t>)>
 py::tuple call_route(const table::Owners& owners, py::handle ids) {
   const Ids from(ids);
@@ -293,7 +273,12 @@ py::tuple call_route(const table::Owners& owners, py::handle ids) {
     const GilRelease release;
     routes = kRoute(owners, from.span());
   }
-  return arrays_of(routes);
+  const auto array = [](const auto& values) {
+    return py::array(static_cast<py::ssize_t>(values.size()), values.data());
+  };
+  py::object positions = py::none();
+  if (!routes.positions.empty()) positions = array(routes.positions);
+  return py::make_tuple(array(routes.ids), routes.counts, std::move(positions));
 }
 
 py::array_t<std::int64_t> owners_of(const table::Owners& owners, py::handle ids) {
@@ -325,7 +310,7 @@ void bind_wire(py::module_& m) {
           "encode",
           [](const WireFormat& f, py::handle values, py::handle message) {
             const Floats from(values, "values");
-            const BytesOut to(message);
+            const Array<std::uint8_t> to(message, Access::kWrite, "message", {DType::kUInt8});
             const GilRelease release;
             f.encode(from.span(), to.span());
           },
@@ -333,7 +318,8 @@ void bind_wire(py::module_& m) {
       .def(
           "decode",
           [](const WireFormat& f, py::handle message, py::handle out) {
-            const Bytes from(message);
+            const Array<const std::uint8_t> from(message, Access::kRead, "message",
+                                                 {DType::kUInt8});
             const FloatsOut to(out);
             const GilRelease release;
             f.decode(from.span(), to.span());

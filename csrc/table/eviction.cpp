@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <string>
 
-#include "core/error.h"
 #include "table/row_table.h"
 
 namespace fastdist::table {
@@ -46,9 +44,14 @@ bool RowTable::is_expired(const RowIndex::Entry& entry, std::uint32_t step) cons
   return options_.max_age && age_of(entry, step) > *options_.max_age;
 }
 
-void RowTable::free_row(Stripe& stripe, const RowIndex::Entry& entry) noexcept {
-  std::memcpy(arena_.row(entry.number()), &stripe.free_row, sizeof(RowNumber));
-  stripe.free_row = entry.number();
+template <class Predicate>
+void RowTable::remove_if(Stripe& stripe, Predicate&& is_unwanted) {
+  stripe.index.erase_if([&](const RowIndex::Entry& entry) {
+    if (!is_unwanted(entry)) return false;
+    std::memcpy(arena_.row(entry.number()), &stripe.free_row, sizeof(RowNumber));
+    stripe.free_row = entry.number();
+    return true;
+  });
 }
 
 // Removes a sixteenth more rows than necessary, so that the search for the oldest rows is rare.
@@ -56,20 +59,10 @@ void RowTable::enforce_row_limit(Stripe& stripe, std::uint32_t step) noexcept {
   const std::size_t share = *options_.max_rows / striping_.count;
   if (stripe.index.size() <= share) return;
   Oldest oldest = find_oldest(stripe.index, step, stripe.index.size() - (share - share / 16));
-  stripe.index.erase_if([&](RowIndex::Entry& entry) {
+  remove_if(stripe, [&](const RowIndex::Entry& entry) {
     const std::uint32_t age = age_of(entry, step);
-    const bool goes = age > oldest.age || (age == oldest.age && oldest.at_age > 0);
-    if (!goes) return false;
-    if (age == oldest.age) --oldest.at_age;
-    free_row(stripe, entry);
-    return true;
-  });
-}
-
-void RowTable::erase_expired(Stripe& stripe, std::uint32_t step) {
-  stripe.index.erase_if([&](RowIndex::Entry& entry) {
-    if (!is_expired(entry, step)) return false;
-    free_row(stripe, entry);
+    if (age != oldest.age || oldest.at_age == 0) return age > oldest.age;
+    --oldest.at_age;
     return true;
   });
 }
@@ -82,7 +75,9 @@ void RowTable::sweep(std::uint64_t step) {
   const std::uint64_t end = ((step - 1) % pushes + 1) * striping_.count / pushes;
   for (std::uint64_t s = begin; s < end; ++s) {
     const std::lock_guard lock(stripes_[s].mutex);
-    erase_expired(stripes_[s], static_cast<std::uint32_t>(step));
+    remove_if(stripes_[s], [&](const RowIndex::Entry& entry) {
+      return is_expired(entry, static_cast<std::uint32_t>(step));
+    });
   }
 }
 

@@ -4,10 +4,9 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <string>
 
-#include "core/error.h"
 #include "table/lock_window.h"
+#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {
@@ -39,32 +38,24 @@ Striping striping_of(const RowTableOptions& options) {
 
 void check_count(const char* argument, std::size_t ids, std::size_t width, std::size_t got) {
   if (got == ids * width) return;
-  throw Error(ErrorCode::kValue, std::string(argument) + " must hold " + std::to_string(ids) +
-                                     " × " + std::to_string(width) + " elements, got " +
-                                     std::to_string(got));
+  refuse(ErrorCode::kValue, argument, " must hold ", ids, " × ", width, " elements, got ", got);
 }
 
 void check_options(const RowTableOptions& options) {
-  const auto refuse = [](const std::string& what) { throw Error(ErrorCode::kValue, what); };
   if (options.dim == 0 || options.dim > kMaxDim) {
-    refuse("dim must be from 1 to " + std::to_string(kMaxDim) + ", got " +
-           std::to_string(options.dim));
+    refuse(ErrorCode::kValue, "dim must be from 1 to ", kMaxDim, ", got ", options.dim);
   }
   if (options.rows && (options.max_rows || options.max_age)) {
-    refuse("a table with fixed rows evicts none: max_rows and max_age are for hashed tables");
+    refuse(ErrorCode::kValue,
+           "a table with fixed rows evicts none: max_rows and max_age are for hashed tables");
   }
   if (options.rows > kMaxRows) {
-    refuse("a table holds at most 2^31 rows, got " + std::to_string(*options.rows));
+    refuse(ErrorCode::kValue, "a table holds at most 2^31 rows, got ", *options.rows);
   }
-  if (options.max_rows == 0) refuse("max_rows must be 1 or more, got 0");
+  if (options.max_rows == 0) refuse(ErrorCode::kValue, "max_rows must be 1 or more, got 0");
   if (options.max_age && (*options.max_age == 0 || *options.max_age > INT32_MAX)) {
-    refuse("max_age must be from 1 to 2^31 - 1 pushes, got " + std::to_string(*options.max_age));
+    refuse(ErrorCode::kValue, "max_age must be from 1 to 2^31 - 1 pushes, got ", *options.max_age);
   }
-}
-
-template <bool kToWrite>
-void prefetch(const std::byte* row, std::size_t bytes) {
-  for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, kToWrite ? 1 : 0);
 }
 
 }  // namespace
@@ -103,7 +94,9 @@ void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& cal
       prefetch_place(items, found + kPlacesAhead);
       std::byte* row = find<kAccess>(window.enter(), items[found].key, step);
       rows[found % kRowsAhead] = row;
-      if (row != nullptr) prefetch<kWrites>(row, bytes);
+      for (std::size_t at = 0; row != nullptr && at < bytes; at += 64) {
+        __builtin_prefetch(row + at, kWrites ? 1 : 0);
+      }
     }
     call(items[i], rows[i % kRowsAhead]);
     window.leave([&](Stripe& stripe) {
@@ -114,7 +107,14 @@ void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& cal
 
 template <RowTable::Access kAccess>
 std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
-  if (!striping_.hashed) return find_fixed<kAccess>(key);
+  if (!striping_.hashed) {
+    std::byte* row = arena_.row(static_cast<RowNumber>(key));
+    if (written_.contains(key)) return row;
+    if (kAccess != Access::kCreate) return nullptr;
+    write_initial(row, key);
+    written_.insert(key);
+    return row;
+  }
   RowIndex::Entry* entry = stripe.index.find(key);
   if (entry == nullptr) {
     if (kAccess != Access::kCreate) return nullptr;
@@ -129,16 +129,6 @@ std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step)
   // Concurrent calls may have steps in any order.
   const bool is_later = has_limits() && static_cast<std::int32_t>(step - entry->stamp) > 0;
   if (kAccess != Access::kPeek && is_later) entry->stamp = step;
-  return row;
-}
-
-template <RowTable::Access kAccess>
-std::byte* RowTable::find_fixed(std::uint64_t id) {
-  std::byte* row = arena_.row(static_cast<RowNumber>(id));
-  if (written_.contains(id)) return row;
-  if (kAccess != Access::kCreate) return nullptr;
-  write_initial(row, id);
-  written_.insert(id);
   return row;
 }
 
@@ -182,19 +172,19 @@ void RowTable::reserve_rows(std::span<const Item> items, std::uint32_t step) {
 }
 
 void RowTable::write_initial(std::byte* row, std::uint64_t id) {
-  if (layout_.storage() == Storage::kFloat32) {
+  if (layout_.storage() == Format::kFloat32) {
     fill_initial({reinterpret_cast<float*>(row), layout_.dim()}, id);
   } else {
     std::vector<float> values(layout_.dim());
     fill_initial(values, id);
     layout_.write(row, values.data());
   }
-  layout_.write_slots(row, initial_slots_.data());
+  std::ranges::copy(initial_slots_, layout_.slots(row));
 }
 
 void RowTable::read_initial(std::span<float> values, std::uint64_t id) const {
   fill_initial(values, id);
-  if (layout_.storage() == Storage::kFloat32) return;
+  if (layout_.storage() == Format::kFloat32) return;
   std::vector<float> row(layout_.stride() / sizeof(float) + 1);
   layout_.write(reinterpret_cast<std::byte*>(row.data()), values.data());
   layout_.read(values.data(), reinterpret_cast<const std::byte*>(row.data()));
@@ -250,9 +240,8 @@ void RowTable::assign(std::span<const std::uint64_t> ids, std::span<const float>
   if (striping_.hashed) reserve_rows(items, now);
   visit<Access::kCreate>(items, now, [&](const Item& item, std::byte* row) {
     layout_.write(row, values.data() + item.position * dim());
-    if (!slots.empty()) {
-      layout_.write_slots(row, slots.data() + item.position * slot_floats());
-    }
+    if (slots.empty()) return;
+    std::copy_n(slots.data() + item.position * slot_floats(), slot_floats(), layout_.slots(row));
   });
 }
 
@@ -261,29 +250,27 @@ std::size_t RowTable::read_present(std::span<const std::uint64_t> ids,
                                    std::span<float> slots) {
   std::size_t count = 0;
   const std::span<const Item> items = by_stripe(striping_, ids);
-  visit<Access::kPeek>(items, static_cast<std::uint32_t>(step()),
-                       [&](const Item& item, const std::byte* row) {
-                         if (row == nullptr) return;
-                         present[count] = striping_.id(item.key);
-                         layout_.read(values.data() + count * dim(), row);
-                         layout_.read_slots(slots.data() + count * slot_floats(), row);
-                         ++count;
-                       });
+  visit<Access::kPeek>(
+      items, static_cast<std::uint32_t>(step()), [&](const Item& item, std::byte* row) {
+        if (row == nullptr) return;
+        present[count] = striping_.id(item.key);
+        layout_.read(values.data() + count * dim(), row);
+        std::copy_n(layout_.slots(row), slot_floats(), slots.data() + count * slot_floats());
+        ++count;
+      });
   return count;
 }
 
 void RowTable::check_ids(std::span<const std::uint64_t> ids) const {
   if (ids.size() > kMaxIds) {
-    throw Error(ErrorCode::kValue,
-                "one call takes at most 2^31 ids, got " + std::to_string(ids.size()));
+    refuse(ErrorCode::kValue, "one call takes at most 2^31 ids, got ", ids.size());
   }
   if (striping_.hashed) return;
   const std::uint64_t rows = *options_.rows;
   for (const std::uint64_t id : ids) {
     if (id < rows) continue;
-    throw Error(ErrorCode::kIndex, "id " + std::to_string(static_cast<std::int64_t>(id)) +
-                                       " is out of range: the table has rows 0 to " +
-                                       std::to_string(static_cast<std::int64_t>(rows) - 1));
+    refuse(ErrorCode::kIndex, "id ", static_cast<std::int64_t>(id),
+           " is out of range: the table has rows 0 to ", static_cast<std::int64_t>(rows) - 1);
   }
 }
 

@@ -28,7 +28,7 @@ struct RowTableOptions {
   std::uint64_t seed = 0;
   // Added to ids for initial values: the first id of a part of a larger table.
   std::uint64_t first_id = 0;
-  Storage storage = Storage::kFloat32;
+  Format storage = Format::kFloat32;
   // The number of rows of a fixed table, with ids from 0; nothing for a hashed table, with any ids.
   std::optional<std::uint64_t> rows = {};
   // Limits of a hashed table. Above max_rows, the rows touched the longest ago are evicted. Rows
@@ -107,16 +107,15 @@ class RowTable {
   void visit(std::span<const Item> items, std::uint32_t step, Call&& call);
   template <Access kAccess>
   std::byte* find(Stripe& stripe, std::uint64_t key, std::uint32_t step);
-  template <Access kAccess>
-  std::byte* find_fixed(std::uint64_t id);
   // Gives every id memory for a row, so that creating the rows cannot fail midway.
   void reserve_rows(std::span<const Item> items, std::uint32_t step);
   void prefetch_place(std::span<const Item> items, std::size_t i) const;
   RowIndex::Entry& insert(Stripe& stripe, std::uint64_t key, std::uint32_t step);
 
   RowNumber take_row(Stripe& stripe);
-  // Frees the row's memory; the caller must erase the entry.
-  void free_row(Stripe& stripe, const RowIndex::Entry& entry) noexcept;
+  // Erases the rows for which `is_unwanted(entry)`, and frees their memory.
+  template <class Predicate>
+  void remove_if(Stripe& stripe, Predicate&& is_unwanted);
   void fill_initial(std::span<float> values, std::uint64_t id) const {
     options_.initializer.fill(values, seed(), options_.first_id + id);
   }
@@ -128,7 +127,6 @@ class RowTable {
     return entry.is_written() && !is_expired(entry, step);
   }
   [[nodiscard]] bool is_expired(const RowIndex::Entry& entry, std::uint32_t step) const noexcept;
-  void erase_expired(Stripe& stripe, std::uint32_t step);
   // Removes expired rows from some stripes, during a push.
   void sweep(std::uint64_t step);
   // Called after a call has visited a stripe, under its lock.

@@ -19,13 +19,13 @@
 #include "check.h"
 #include "core/instruction_set.h"
 #include "table/dense_variable.h"
+#include "table/format.h"
 #include "table/kernels.h"
 #include "table/mixing.h"
 #include "table/routing.h"
 #include "table/row_index.h"
 #include "table/row_snapshot.h"
 #include "table/row_table.h"
-#include "table/wire.h"
 
 namespace fastdist::test {
 namespace {

@@ -1,0 +1,114 @@
+#include "table/format.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "table/kernels.h"
+#include "table/refuse.h"
+
+namespace fastdist::table {
+namespace {
+
+constexpr std::array<std::string_view, 4> kNames{"float32", "bfloat16", "float16", "int8"};
+constexpr std::size_t kScaleBytes = sizeof(float);
+
+}  // namespace
+
+std::optional<Format> find_format(std::string_view name) noexcept {
+  const auto found = std::ranges::find(kNames, name);
+  if (found == kNames.end()) return std::nullopt;
+  return static_cast<Format>(found - kNames.begin());
+}
+
+std::size_t row_bytes(Format format, std::size_t count) noexcept {
+  switch (format) {
+    case Format::kFloat32:
+      return count * sizeof(float);
+    case Format::kBFloat16:
+    case Format::kFloat16:
+      return count * sizeof(std::uint16_t);
+    case Format::kInt8:
+      return kScaleBytes + (count + 3) / 4 * 4;
+  }
+  return 0;
+}
+
+void read_row(Format format, float* values, const std::byte* row, std::size_t count) {
+  switch (format) {
+    case Format::kFloat32:
+      std::memcpy(values, row, count * sizeof(float));
+      return;
+    case Format::kBFloat16:
+      return kernels().widen_bfloat16(values, reinterpret_cast<const std::uint16_t*>(row), count);
+    case Format::kFloat16:
+      return kernels().widen_float16(values, reinterpret_cast<const std::uint16_t*>(row), count);
+    case Format::kInt8:
+      float scale;
+      std::memcpy(&scale, row, kScaleBytes);
+      return kernels().widen_int8(values, reinterpret_cast<const std::int8_t*>(row + kScaleBytes),
+                                  scale, count);
+  }
+}
+
+void write_row(Format format, std::byte* row, const float* values, std::size_t count) {
+  switch (format) {
+    case Format::kFloat32:
+      std::memcpy(row, values, count * sizeof(float));
+      return;
+    case Format::kBFloat16:
+      return kernels().narrow_bfloat16(reinterpret_cast<std::uint16_t*>(row), values, count);
+    case Format::kFloat16:
+      return kernels().narrow_float16(reinterpret_cast<std::uint16_t*>(row), values, count);
+    case Format::kInt8:
+      std::memset(row + row_bytes(format, count) - 4, 0, 4);
+      const float scale =
+          kernels().narrow_int8(reinterpret_cast<std::int8_t*>(row + kScaleBytes), values, count);
+      std::memcpy(row, &scale, kScaleBytes);
+      return;
+  }
+}
+
+WireFormat::WireFormat(std::string_view name, std::size_t dim) {
+  const std::optional<Format> format = find_format(name);
+  if (!format || format == Format::kFloat32) {
+    refuse(ErrorCode::kValue,
+           "unknown wire format: expected float32, bfloat16, float16 or int8, got ", name);
+  }
+  if (dim == 0) refuse(ErrorCode::kValue, "dim must be 1 or more, got 0");
+  format_ = *format;
+  dim_ = format == Format::kInt8 ? dim : SIZE_MAX;  // the others convert all values at once
+}
+
+std::size_t WireFormat::bytes(std::size_t values) const noexcept {
+  const std::size_t rest = values % dim_;
+  return values / dim_ * row_bytes(format_, dim_) + (rest == 0 ? 0 : row_bytes(format_, rest));
+}
+
+void WireFormat::check_size(std::size_t values, std::size_t size) const {
+  if (size == bytes(values)) return;
+  refuse(ErrorCode::kValue, "a message of ", values, " values has ", bytes(values), " bytes, got ",
+         size);
+}
+
+void WireFormat::encode(std::span<const float> values, std::span<std::uint8_t> message) const {
+  check_size(values.size(), message.size());
+  auto* row = reinterpret_cast<std::byte*>(message.data());
+  for (std::size_t at = 0; at < values.size(); at += dim_) {
+    const std::size_t count = std::min(dim_, values.size() - at);
+    write_row(format_, row, values.data() + at, count);
+    row += row_bytes(format_, count);
+  }
+}
+
+void WireFormat::decode(std::span<const std::uint8_t> message, std::span<float> values) const {
+  check_size(values.size(), message.size());
+  const auto* row = reinterpret_cast<const std::byte*>(message.data());
+  for (std::size_t at = 0; at < values.size(); at += dim_) {
+    const std::size_t count = std::min(dim_, values.size() - at);
+    read_row(format_, values.data() + at, row, count);
+    row += row_bytes(format_, count);
+  }
+}
+
+}  // namespace fastdist::table

@@ -93,21 +93,19 @@ void WireFormat::check_size(std::size_t values, std::size_t size) const {
 
 void WireFormat::encode(std::span<const float> values, std::span<std::uint8_t> message) const {
   check_size(values.size(), message.size());
-  auto* row = reinterpret_cast<std::byte*>(message.data());
-  for (std::size_t at = 0; at < values.size(); at += dim_) {
-    const std::size_t count = std::min(dim_, values.size() - at);
-    write_row(format_, row, values.data() + at, count);
-    row += row_bytes(format_, count);
+  auto* to = reinterpret_cast<std::byte*>(message.data());
+  const std::size_t stride = row_bytes(format_, dim_);
+  for (std::size_t at = 0, row = 0; at < values.size(); at += dim_, row += stride) {
+    write_row(format_, to + row, values.data() + at, std::min(dim_, values.size() - at));
   }
 }
 
 void WireFormat::decode(std::span<const std::uint8_t> message, std::span<float> values) const {
   check_size(values.size(), message.size());
-  const auto* row = reinterpret_cast<const std::byte*>(message.data());
-  for (std::size_t at = 0; at < values.size(); at += dim_) {
-    const std::size_t count = std::min(dim_, values.size() - at);
-    read_row(format_, values.data() + at, row, count);
-    row += row_bytes(format_, count);
+  const auto* from = reinterpret_cast<const std::byte*>(message.data());
+  const std::size_t stride = row_bytes(format_, dim_);
+  for (std::size_t at = 0, row = 0; at < values.size(); at += dim_, row += stride) {
+    read_row(format_, values.data() + at, from + row, std::min(dim_, values.size() - at));
   }
 }
 

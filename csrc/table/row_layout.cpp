@@ -1,7 +1,6 @@
 #include "table/row_layout.h"
 
 #include <array>
-#include <optional>
 
 #include "table/memory.h"
 #include "table/refuse.h"

@@ -21,7 +21,6 @@ class RowLayout {
   RowLayout(std::size_t dim, Format storage, const UpdateRule& rule);
 
   [[nodiscard]] std::size_t dim() const noexcept { return dim_; }
-  [[nodiscard]] Format storage() const noexcept { return storage_; }
   [[nodiscard]] std::size_t slot_floats() const noexcept { return slots_ * slot_width_; }
   [[nodiscard]] std::size_t value_bytes() const noexcept { return value_bytes_; }
   // Bytes from one row to the next.

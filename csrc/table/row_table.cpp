@@ -94,8 +94,8 @@ void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& cal
       prefetch_place(items, found + kPlacesAhead);
       std::byte* row = find<kAccess>(window.enter(), items[found].key, step);
       rows[found % kRowsAhead] = row;
-      for (std::size_t at = 0; row != nullptr && at < bytes; at += 64) {
-        __builtin_prefetch(row + at, kWrites ? 1 : 0);
+      if (row != nullptr) {
+        for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, kWrites);
       }
     }
     call(items[i], rows[i % kRowsAhead]);
@@ -107,14 +107,7 @@ void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& cal
 
 template <RowTable::Access kAccess>
 std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
-  if (!striping_.hashed) {
-    std::byte* row = arena_.row(static_cast<RowNumber>(key));
-    if (written_.contains(key)) return row;
-    if (kAccess != Access::kCreate) return nullptr;
-    write_initial(row, key);
-    written_.insert(key);
-    return row;
-  }
+  if (!striping_.hashed) return find_fixed<kAccess>(key);
   RowIndex::Entry* entry = stripe.index.find(key);
   if (entry == nullptr) {
     if (kAccess != Access::kCreate) return nullptr;
@@ -129,6 +122,16 @@ std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step)
   // Concurrent calls may have steps in any order.
   const bool is_later = has_limits() && static_cast<std::int32_t>(step - entry->stamp) > 0;
   if (kAccess != Access::kPeek && is_later) entry->stamp = step;
+  return row;
+}
+
+template <RowTable::Access kAccess>
+std::byte* RowTable::find_fixed(std::uint64_t id) {
+  std::byte* row = arena_.row(static_cast<RowNumber>(id));
+  if (written_.contains(id)) return row;
+  if (kAccess != Access::kCreate) return nullptr;
+  write_initial(row, id);
+  written_.insert(id);
   return row;
 }
 
@@ -172,7 +175,7 @@ void RowTable::reserve_rows(std::span<const Item> items, std::uint32_t step) {
 }
 
 void RowTable::write_initial(std::byte* row, std::uint64_t id) {
-  if (layout_.storage() == Format::kFloat32) {
+  if (options_.storage == Format::kFloat32) {
     fill_initial({reinterpret_cast<float*>(row), layout_.dim()}, id);
   } else {
     std::vector<float> values(layout_.dim());
@@ -184,7 +187,7 @@ void RowTable::write_initial(std::byte* row, std::uint64_t id) {
 
 void RowTable::read_initial(std::span<float> values, std::uint64_t id) const {
   fill_initial(values, id);
-  if (layout_.storage() == Format::kFloat32) return;
+  if (options_.storage == Format::kFloat32) return;
   std::vector<float> row(layout_.stride() / sizeof(float) + 1);
   layout_.write(reinterpret_cast<std::byte*>(row.data()), values.data());
   layout_.read(values.data(), reinterpret_cast<const std::byte*>(row.data()));

@@ -107,6 +107,8 @@ class RowTable {
   void visit(std::span<const Item> items, std::uint32_t step, Call&& call);
   template <Access kAccess>
   std::byte* find(Stripe& stripe, std::uint64_t key, std::uint32_t step);
+  template <Access kAccess>
+  std::byte* find_fixed(std::uint64_t id);
   // Gives every id memory for a row, so that creating the rows cannot fail midway.
   void reserve_rows(std::span<const Item> items, std::uint32_t step);
   void prefetch_place(std::span<const Item> items, std::size_t i) const;

@@ -15,6 +15,7 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNone = -1;  // where a rule lacks a hyperparameter
 constexpr std::array<std::string_view, kRules> kNames{"SGD",   "Adagrad", "Adam",
                                                       "AdamW", "RMSprop", "RowWiseAdagrad"};
+static_assert(!kNames.back().empty());
 
 RuleKind kind_of(std::string_view name) {
   std::string known;

@@ -22,6 +22,7 @@ namespace fastdist::bindings {
 namespace {
 
 using nccl::Library;
+using namespace py::literals;
 
 // Runs `call(options)` without the GIL.
 template <class Call>
@@ -30,11 +31,6 @@ auto without_gil(py::handle timeout, const Call& call) {
   const CallOptions options{to_duration(timeout), &caller};
   caller.may_block();
   return call(options);
-}
-
-std::shared_ptr<Gpu> own(std::unique_ptr<GpuCommunicator> made,
-                         std::unique_ptr<HostChecker> checker) {
-  return made ? std::make_shared<Gpu>(std::move(made), std::move(checker)) : nullptr;
 }
 
 std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device, bool blocking,
@@ -62,7 +58,7 @@ std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device
   std::memcpy(connection.id.bytes.data(), bytes.data(), bytes.size());
   auto made = without_gil(
       timeout, [&](const CallOptions& options) { return nccl::connect(connection, options); });
-  return own(std::move(made), std::move(checker));
+  return made ? std::make_shared<Gpu>(std::move(made), std::move(checker)) : nullptr;
 }
 
 // Device memory. Freeing it waits for the device.
@@ -70,24 +66,19 @@ struct GpuMemory {
   std::shared_ptr<nccl::Memory> memory;
   std::size_t bytes;
   int device;
-
-  GpuMemory(std::shared_ptr<nccl::Memory> memory, std::size_t bytes, int device)
-      : memory(std::move(memory)), bytes(bytes), device(device) {}
-  GpuMemory(GpuMemory&&) = default;
-  GpuMemory& operator=(GpuMemory&&) = delete;
-  // Waiting for the device may mean waiting for another rank, whose thread may need the GIL.
-  ~GpuMemory() {
-    if (!memory) return;
-    const GilRelease release;
-    memory.reset();
-  }
 };
 
 GpuMemory allocate(Gpu& self, std::size_t bytes, const py::object& timeout) {
   auto memory = without_gil(timeout, [&](const CallOptions& options) {
     return self.communicator().allocate(bytes, options);
   });
-  return {std::move(memory), bytes, self.communicator().device()};
+  auto* const made = memory.get();
+  // Waiting for the device may mean waiting for another rank, whose thread may need the GIL.
+  const auto free = [memory = std::move(memory)](nccl::Memory*) mutable {
+    const GilRelease release;
+    memory.reset();
+  };
+  return {{made, free}, bytes, self.communicator().device()};
 }
 
 // Arrays that NCCL may use without a copy.
@@ -111,41 +102,10 @@ GpuRegistration lend(Gpu& self, const py::object& arrays, const py::object& time
 // Version 3 of the CUDA array interface, which torch.as_tensor and cupy.asarray accept without a
 // copy.
 py::dict array_interface(const GpuMemory& memory) {
-  py::dict result;
-  result["shape"] = py::make_tuple(memory.bytes);
-  result["typestr"] = "|u1";
-  result["data"] =
-      py::make_tuple(reinterpret_cast<std::uintptr_t>(memory.memory->data()), /*read_only=*/false);
-  result["strides"] = py::none();
-  result["stream"] = py::none();
-  result["version"] = 3;
-  return result;
-}
-
-// Blocks the host until `is_over()`. If a call takes too long, the watcher aborts it and this
-// function throws the watcher's error.
-template <class IsOver>
-void wait_until(const IsOver& is_over, const GpuWork& work, const py::object& timeout) {
-  using Clock = std::chrono::steady_clock;
-  constexpr std::chrono::microseconds kLongestPause{500};
-  const auto limit =
-      timeout.is_none() ? std::chrono::nanoseconds::max() : to_duration(timeout, true);
-  const auto start = Clock::now();
-  std::chrono::microseconds pause{5};
-  while (!is_over()) {
-    work.owner->check_usable();
-    if (Clock::now() - start >= limit) {
-      throw Error(ErrorCode::kTimeout, "the call has not finished after " +
-                                           py::str(timeout).cast<std::string>() +
-                                           " s; it is still running, wait again");
-    }
-    {
-      const GilRelease release;
-      std::this_thread::sleep_for(pause);
-    }
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    pause = std::min(pause * 2, kLongestPause);
-  }
+  const auto data = reinterpret_cast<std::uintptr_t>(memory.memory->data());
+  return py::dict("shape"_a = py::make_tuple(memory.bytes), "typestr"_a = "|u1",
+                  "data"_a = py::make_tuple(data, /*read_only=*/false), "strides"_a = py::none(),
+                  "stream"_a = py::none(), "version"_a = 3);
 }
 
 bool is_compared(const GpuWork& work) { return !work.comparison || work.comparison->is_done(); }
@@ -172,8 +132,25 @@ py::object wait_on_stream(const GpuWork& work, const py::object& stream, bool co
   return work.result;
 }
 
+// Blocks the host until the call has ended. If it takes too long, the watcher aborts it and this
+// function throws the watcher's error.
 py::object synchronize(const GpuWork& work, const py::object& timeout) {
-  wait_until([&work] { return Gpu::is_over(*work.mark) && is_compared(work); }, work, timeout);
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::microseconds kLongestPause{500};
+  const auto limit =
+      timeout.is_none() ? std::chrono::nanoseconds::max() : to_duration(timeout, true);
+  const auto start = Clock::now();
+  std::chrono::microseconds pause{5};
+  while (!Gpu::is_over(*work.mark) || !is_compared(work)) {
+    work.owner->check_usable();
+    if (Clock::now() - start >= limit) throw_unfinished(timeout);
+    {
+      const GilRelease release;
+      std::this_thread::sleep_for(pause);
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    pause = std::min(pause * 2, kLongestPause);
+  }
   work.owner->release(work.mark.get());
   work.owner->check_usable();
   return work.result;
@@ -266,17 +243,10 @@ void bind_communicator(py::module_& m) {
            [](Gpu& g, bool all_can) { g.communicator().use_peer_memory(all_can); })
       .def("share_failures",
            [](Gpu& g, Gpu& other) { g.communicator().share_failures(other.communicator()); })
-      .def("run_group",
-           [](Gpu& g, const py::function& calls, const py::object& stream,
-              const py::object& timeout) {
-             g.run_group(calls, to_stream(stream), to_duration(timeout));
-           })
+      .def("run_group", &Gpu::run_group)
       .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })
       .def("calls", &bind_calls<Gpu>)
-      .def("keep_for_last",
-           [](Gpu& g, const py::object& stream, const py::tuple& arrays) {
-             g.keep_for_last(to_stream(stream), arrays);
-           })
+      .def("keep_for_last", &Gpu::keep_for_last)
       .def("allocate", &allocate)
       .def("lend", &lend)
       .def("abort",

@@ -29,6 +29,12 @@ bool wait_interruptibly(Work& work, std::chrono::nanoseconds timeout) {
   }
 }
 
+void throw_unfinished(py::handle timeout) {
+  throw Error(ErrorCode::kTimeout, "the call has not finished after " +
+                                       py::str(timeout).cast<std::string>() +
+                                       " s; it is still running, wait again");
+}
+
 void bind_work(py::module_& m) {
   py::class_<PendingCall>(m, "Work")
       .def("is_done", [](const PendingCall& call) { return call.work->is_done(); })
@@ -38,11 +44,7 @@ void bind_work(py::module_& m) {
             const auto& call = self.cast<const PendingCall&>();
             const auto limit =
                 timeout.is_none() ? std::chrono::hours(24 * 365) : to_duration(timeout, true);
-            if (!wait_interruptibly(*call.work, limit)) {
-              throw Error(ErrorCode::kTimeout, "the call has not finished after " +
-                                                   py::str(timeout).cast<std::string>() +
-                                                   " s; it is still running, wait again");
-            }
+            if (!wait_interruptibly(*call.work, limit)) throw_unfinished(timeout);
             const py::scoped_critical_section one_thread(self);
             *call.kept = py::none();
             return call.result;

@@ -35,12 +35,7 @@ class HostChecker final : public nccl::Checker {
     const std::lock_guard lock(mutex_);
     return last_;
   }
-  // Begins the comparisons that were to begin later.
-  void hurry() { hosts_.collectives().hurry(); }
-  // Must be called when the caller has got an error, which may be that of a comparison.
-  void told() noexcept { hosts_.told(); }
-  // Throws the error of a comparison that no caller has got.
-  void throw_untold() { hosts_.throw_untold(); }
+  [[nodiscard]] Endpoint& hosts() noexcept { return hosts_; }
 
  private:
   // Shared with queued comparisons, which may outlive this object.

@@ -95,12 +95,11 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   }
 
   // Launches what `calls` calls as one, on `stream`.
-  void run_group(const py::function& calls, nccl::StreamHandle stream,
-                 std::chrono::nanoseconds timeout) {
+  void run_group(const py::function& calls, const py::object& stream, const py::object& timeout) {
     const PythonCaller caller;
+    const CallOptions options{to_duration(timeout), &caller, nullptr, nullptr, to_stream(stream)};
     caller.may_block();
     const std::lock_guard lock(mutex_);
-    const CallOptions options{timeout, &caller, nullptr, nullptr, stream};
     telling([&] {
       communicator_->as_group(options, [&] {
         const py::gil_scoped_acquire gil;
@@ -110,7 +109,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   }
   // Makes the ranks compare their calls now. Does nothing if they do not compare them.
   void hurry() {
-    if (checker_) checker_->hurry();
+    if (checker_) checker_->hosts().collectives().hurry();
   }
   void check_usable() {
     const GilRelease release;
@@ -120,7 +119,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   void close() {
     const GilRelease release;
     communicator_->close();
-    if (checker_) checker_->throw_untold();
+    if (checker_) checker_->hosts().throw_untold();
   }
 
   // Keeps the arrays of a tuple until the call that `mark` ends has finished, or `release`: the
@@ -136,12 +135,13 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     kept_.emplace_back(std::move(mark), std::move(items));
   }
   // Does the same for the last call, which ran on a stream that the arrays' library does not know.
-  void keep_for_last(nccl::StreamHandle stream, py::handle arrays) {
+  void keep_for_last(const py::object& stream, const py::tuple& arrays) {
+    const nccl::StreamHandle used = to_stream(stream);
     std::shared_ptr<const nccl::Mark> mark;
     {
       const GilRelease release;
       const std::lock_guard lock(mutex_);
-      mark = communicator_->mark(stream);
+      mark = communicator_->mark(used);
     }
     keep(std::move(mark), arrays);
   }
@@ -196,7 +196,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
           code == ErrorCode::kSystem) {
         (void)checker_->settle(kUntilCompared);
       }
-      checker_->told();
+      checker_->hosts().told();  // by this error, which may be that of a comparison
       communicator_->check_usable();
       throw;
     }

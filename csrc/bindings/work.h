@@ -22,6 +22,10 @@ struct PendingCall {
 
 // Waits for a call in slices, so that Ctrl-C is handled. Needs the GIL and releases it. Returns
 // false if `timeout` passes first.
-bool wait_interruptibly(Work& work, std::chrono::nanoseconds timeout);
+bool wait_interruptibly(Work& work,
+                        std::chrono::nanoseconds timeout = std::chrono::hours(24 * 365));
+
+// Throws the error of a wait that has ended before its call.
+[[noreturn]] void throw_unfinished(pybind11::handle timeout);
 
 }  // namespace fastdist::bindings

@@ -4,7 +4,6 @@
 #include <exception>
 #include <new>
 #include <string>
-#include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/bind.h"
@@ -18,45 +17,24 @@ namespace {
 
 py::handle known_hints = Py_None;  // never released: it may be used until the process ends
 
-py::object own(PyObject* made) noexcept { return py::reinterpret_steal<py::object>(made); }
-
-py::object to_tuple(const std::vector<int>& ranks) noexcept {
-  py::object tuple = own(PyTuple_New(static_cast<Py_ssize_t>(ranks.size())));
-  for (std::size_t i = 0; tuple && i < ranks.size(); ++i) {
-    PyObject* rank = PyLong_FromLong(ranks[i]);
-    if (rank == nullptr) return {};
-    PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), rank);
-  }
-  return tuple;
-}
-
 // Sets the Python error of `error`. Making it runs Python code, which may raise another error, such
 // as KeyboardInterrupt or RecursionError; that error is then set instead. Never throws: the callers
 // are C functions.
-void raise(const Error& error) noexcept {
-  // Messages may be cut in the middle of a UTF-8 character.
+void raise(const Error& error) noexcept try {
   std::string message = error.what();
   const bool is_late = error.code() == ErrorCode::kTimeout;
   if (is_late || error.code() == ErrorCode::kPeerFailure) {
-    try {
-      const std::string why = explain_failure(is_late);
-      if (!why.empty()) message += "\nwhy: " + why;
-    } catch (py::error_already_set& ending) {
-      return ending.restore();
-    }
+    const std::string why = explain_failure(is_late);
+    if (!why.empty()) message += "\nwhy: " + why;
   }
-  const py::object text =
-      own(PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
+  // Messages may be cut in the middle of a UTF-8 character.
+  const auto text = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(message.data(), static_cast<Py_ssize_t>(message.size()), "replace"));
   if (!text) return;
   const auto fastdist_error = [&](const char* name) {
-    const py::object module = own(PyImport_ImportModule("fastdist.errors"));
-    if (!module) return;
-    const py::object type = own(PyObject_GetAttrString(module.ptr(), name));
-    const py::object ranks = to_tuple(error.ranks());
-    if (!type || !ranks) return;
-    const py::object value =
-        own(PyObject_CallFunctionObjArgs(type.ptr(), text.ptr(), ranks.ptr(), nullptr));
-    if (value) PyErr_SetObject(type.ptr(), value.ptr());
+    const py::object type = py::module_::import("fastdist.errors").attr(name);
+    const py::object value = type(text, py::tuple(py::cast(error.ranks())));
+    PyErr_SetObject(type.ptr(), value.ptr());
   };
   switch (error.code()) {
     case ErrorCode::kValue:
@@ -80,6 +58,10 @@ void raise(const Error& error) noexcept {
     case ErrorCode::kState:
       return fastdist_error("FastdistError");
   }
+} catch (py::error_already_set& other) {
+  other.restore();
+} catch (const std::exception&) {  // no memory
+  PyErr_NoMemory();
 }
 
 }  // namespace

@@ -227,16 +227,24 @@ class Access {
 #endif
 };
 
-// Learns the layers of all frames of this thread.
-void learn_layers(Knowledge& known) {
+// Calls `look(frame, code, layer)` for this thread's frames, the innermost first, until it returns
+// true. Learns the layers of these.
+template <class Look>
+void look_at_frames(Knowledge& known, const Look& look) {
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {
     auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const auto code =
         py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
     if (known.layer(code.ptr()) == nullptr) known.add_layer(code.ptr(), layer_of(here));
+    if (look(here, reinterpret_cast<PyCodeObject*>(code.ptr()), *known.layer(code.ptr()))) return;
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
   }
+}
+
+// Learns the layers of all frames of this thread.
+void learn_layers(Knowledge& known) {
+  look_at_frames(known, [](auto&&...) { return false; });
   // The interpreter's own frames have no objects.
   for (const Frame* f = innermost(); f != nullptr; f = before(*f)) {
     const void* const code = code_of(*f);
@@ -263,20 +271,14 @@ const Frame* find_caller(const Knowledge& known, bool& knows_all) {
 
 // Returns the innermost frame's text, and remembers the layers that it has looked at.
 std::string location_of(Knowledge& known) {
-  std::string inner;  // in a library: the user's frame may be in another thread
-  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  while (frame) {
-    auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
-    const auto code =
-        py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
-    auto* const its_code = reinterpret_cast<PyCodeObject*>(code.ptr());
-    if (known.layer(code.ptr()) == nullptr) known.add_layer(code.ptr(), layer_of(here));
-    const Layer layer = *known.layer(code.ptr());
-    if (layer == Layer::kUser) return text_of(here, its_code);
-    if (layer == Layer::kLibrary && inner.empty()) inner = text_of(here, its_code);
-    frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
-  }
-  return inner;
+  std::string found;  // in a library if no frame is the user's: that may be in another thread
+  look_at_frames(known, [&](PyFrameObject* frame, PyCodeObject* code, Layer layer) {
+    if (layer == Layer::kUser || (layer == Layer::kLibrary && found.empty())) {
+      found = text_of(frame, code);
+    }
+    return layer == Layer::kUser;
+  });
+  return found;
 }
 
 std::uint16_t search_site(Knowledge& known) {

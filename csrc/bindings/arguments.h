@@ -23,6 +23,12 @@ template <class... Args>
   return hints().attr(function)(std::forward<Args>(args)...).template cast<std::string>();
 }
 
+[[nodiscard]] inline bool is_true(pybind11::handle object) {
+  const int value = PyObject_IsTrue(object.ptr());
+  if (value < 0) throw pybind11::error_already_set();
+  return value != 0;
+}
+
 // Converts a rank below `size`. If `self` is given, the rank must differ from it.
 [[nodiscard]] int to_rank(pybind11::handle rank, const char* argument, int size,
                           std::optional<int> self = {});

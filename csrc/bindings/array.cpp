@@ -30,32 +30,13 @@ constexpr int kWriteable = 0x400;
 
 // The array is indexed by numpy's type numbers, which are part of its ABI.
 std::optional<DType> numpy_dtype(const py::detail::PyArray_Proxy* array) {
+  using enum DType;
   constexpr auto kNone = std::optional<DType>{};
   static_assert(sizeof(long) == 8);
-  constexpr std::array<std::optional<DType>, 24> kBuiltin{DType::kBool,
-                                                          DType::kInt8,
-                                                          DType::kUInt8,
-                                                          DType::kInt16,
-                                                          DType::kUInt16,
-                                                          DType::kInt32,
-                                                          DType::kUInt32,
-                                                          DType::kInt64,
-                                                          DType::kUInt64,
-                                                          DType::kInt64,
-                                                          DType::kUInt64,
-                                                          DType::kFloat32,
-                                                          DType::kFloat64,
-                                                          kNone,
-                                                          DType::kComplex64,
-                                                          DType::kComplex128,
-                                                          kNone,
-                                                          kNone,
-                                                          kNone,
-                                                          kNone,
-                                                          kNone,
-                                                          kNone,
-                                                          kNone,
-                                                          DType::kFloat16};
+  constexpr std::array<std::optional<DType>, 24> kBuiltin{
+      kBool,   kInt8,  kUInt8,  kInt16,   kUInt16,  kInt32, kUInt32,    kInt64,
+      kUInt64, kInt64, kUInt64, kFloat32, kFloat64, kNone,  kComplex64, kComplex128,
+      kNone,   kNone,  kNone,   kNone,    kNone,    kNone,  kNone,      kFloat16};
   const auto* descr = py::detail::array_descriptor1_proxy(array->descr);
   if (descr->byteorder == '>') return std::nullopt;
   const int number = descr->type_num;
@@ -98,46 +79,6 @@ TensorView view_numpy(py::handle object, Access access, const char* argument) {
 }
 
 // --- DLPack -----------------------------------------------------------------------------------
-
-std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
-  if (type.lanes != 1) return std::nullopt;
-  const auto pick = [&](DType b8, DType b16, DType b32, DType b64) -> std::optional<DType> {
-    switch (type.bits) {
-      case 8:
-        return b8;
-      case 16:
-        return b16;
-      case 32:
-        return b32;
-      case 64:
-        return b64;
-      default:
-        return std::nullopt;
-    }
-  };
-  switch (type.code) {
-    case 0:
-      return pick(DType::kInt8, DType::kInt16, DType::kInt32, DType::kInt64);
-    case 1:
-      return pick(DType::kUInt8, DType::kUInt16, DType::kUInt32, DType::kUInt64);
-    case 2:
-      if (type.bits == 8) return std::nullopt;
-      return pick(DType::kBool, DType::kFloat16, DType::kFloat32, DType::kFloat64);
-    case 4:
-      return type.bits == 16 ? std::optional(DType::kBFloat16) : std::nullopt;
-    case 5:
-      if (type.bits == 64) return DType::kComplex64;
-      return type.bits == 128 ? std::optional(DType::kComplex128) : std::nullopt;
-    case 6:
-      return type.bits == 8 ? std::optional(DType::kBool) : std::nullopt;
-    case 10:
-      return DType::kFloat8E4M3FN;
-    case 12:
-      return DType::kFloat8E5M2;
-    default:
-      return std::nullopt;
-  }
-}
 
 bool returns_true(py::handle object, PyObject* method) {
   const auto answer =
@@ -292,16 +233,7 @@ TensorView view_dlpack_object(py::handle object, Access access, const Placement&
   return view_dlpack(managed->tensor, object, placement, argument);
 }
 
-// --- buffer protocol --------------------------------------------------------------------------
-
-TensorView view_buffer(py::handle object, Access access, const char* argument, py::object& holder) {
-  // numpy understands every format of the buffer protocol and does not copy a memoryview.
-  const auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(object.ptr()));
-  if (!view) throw py::error_already_set();
-  py::object array = py::module_::import("numpy").attr("asarray")(view);
-  holder = array;
-  return view_numpy(array, access, argument);
-}
+// --- all of them -------------------------------------------------------------------------------
 
 // The array that this thread asked `gpu_of` for last, if its type has an exchange table.
 struct Described {
@@ -351,7 +283,11 @@ TensorView view_host_array(py::handle object, Access access, const char* argumen
     return view_dlpack_object(object, access, {}, argument, holder);
   }
   if (PyObject_CheckBuffer(object.ptr()) != 0 && !py::isinstance<py::str>(object)) {
-    return view_buffer(object, access, argument, holder);
+    // numpy understands every format of the buffer protocol and does not copy a memoryview.
+    const auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(object.ptr()));
+    if (!view) throw py::error_already_set();
+    holder = py::module_::import("numpy").attr("asarray")(view);
+    return view_numpy(holder, access, argument);
   }
   throw Error(ErrorCode::kType, hint("not_an_array", argument, object));
 }
@@ -396,10 +332,6 @@ void check_disjoint(TensorViews written, TensorViews read, const char* argument)
     if (e.is_written) written_until = std::max(written_until, e.end);
     used_until = std::max(used_until, e.end);
   }
-}
-
-bool overlap(const TensorView& a, const TensorView& b) {
-  return a.count != 0 && b.count != 0 && a.data < b.data + b.bytes() && b.data < a.data + a.bytes();
 }
 
 // Returns an item of a list or tuple, or nothing if it has fewer: another thread may change a list.
@@ -489,21 +421,21 @@ void check_same_count(const Arrays& in, const Arrays& out) {
                                      number(out));
 }
 
+std::string text_of(const TensorView& view) {
+  return std::string(name_of(view.dtype)) + " × " + std::to_string(view.count);
+}
+
 void check_fits(const Arrays& in, const Arrays& out) {
   check_same_count(in, out);
   const TensorViews a = in.views();
   const TensorViews b = out.views();
+  std::vector<TensorView> others;  // inputs whose output is a different array
   for (std::size_t i = 0; i < a.size(); ++i) {
     if (a[i].count != b[i].count || a[i].dtype != b[i].dtype || a[i].order != b[i].order) {
       throw Error(ErrorCode::kValue,
                   "out must have the dtype, size and axis order of the input: expected " +
-                      std::string(name_of(a[i].dtype)) + " × " + std::to_string(a[i].count) +
-                      ", got " + std::string(name_of(b[i].dtype)) + " × " +
-                      std::to_string(b[i].count));
+                      text_of(a[i]) + ", got " + text_of(b[i]));
     }
-  }
-  std::vector<TensorView> others;  // inputs whose output is a different array
-  for (std::size_t i = 0; i < a.size(); ++i) {
     if (a[i].data != b[i].data) others.push_back(a[i]);
   }
   if (!others.empty()) check_disjoint(b, others, "out");
@@ -511,7 +443,9 @@ void check_fits(const Arrays& in, const Arrays& out) {
 
 void check_no_overlap(TensorViews in, const Arrays& out) {
   if (out.is_list()) return check_disjoint(out.views(), in, "out");
-  if (overlap(in[0], out.views()[0])) {
+  const TensorView& a = in[0];
+  const TensorView& b = out.views()[0];
+  if (a.count != 0 && b.count != 0 && a.data < b.data + b.bytes() && b.data < a.data + a.bytes()) {
     throw Error(ErrorCode::kValue, "out shares memory with the input; pass separate memory");
   }
 }

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -69,6 +70,8 @@ class Arrays {
   std::vector<TensorView> list_;
 };
 
+// Returns its dtype and number of elements, for messages.
+[[nodiscard]] std::string text_of(const TensorView& view);
 // Raises ValueError unless each array of `out` fits its array of `in` and is either the same memory
 // or disjoint.
 void check_fits(const Arrays& in, const Arrays& out);

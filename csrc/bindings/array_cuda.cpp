@@ -3,7 +3,8 @@
 
 #include <pybind11/stl.h>
 
-#include <array>
+#include <cstdlib>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -17,28 +18,13 @@ namespace py = pybind11;
 namespace fastdist::bindings {
 namespace {
 
-std::optional<DType> dtype_of(std::string_view typestr) {
-  constexpr std::array<std::pair<std::string_view, DType>, 14> kKnown{{
-      {"b1", DType::kBool},
-      {"i1", DType::kInt8},
-      {"i2", DType::kInt16},
-      {"i4", DType::kInt32},
-      {"i8", DType::kInt64},
-      {"u1", DType::kUInt8},
-      {"u2", DType::kUInt16},
-      {"u4", DType::kUInt32},
-      {"u8", DType::kUInt64},
-      {"f2", DType::kFloat16},
-      {"f4", DType::kFloat32},
-      {"f8", DType::kFloat64},
-      {"c8", DType::kComplex64},
-      {"c16", DType::kComplex128},
-  }};
-  if (typestr.size() < 3 || typestr[0] == '>') return std::nullopt;
-  for (const auto& [name, dtype] : kKnown) {
-    if (typestr.substr(1) == name) return dtype;
-  }
-  return std::nullopt;
+std::optional<DType> dtype_of(const std::string& typestr) {
+  constexpr std::string_view kKinds = "iuf  cb";  // by DLPack's codes
+  if (typestr.size() < 3 || typestr.size() > 4 || typestr[0] == '>') return std::nullopt;
+  const auto code = kKinds.find(typestr[1]);
+  const int bits = 8 * std::atoi(typestr.c_str() + 2);
+  if (code == kKinds.npos || bits > 128) return std::nullopt;
+  return dlpack_dtype({static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1});
 }
 
 }  // namespace

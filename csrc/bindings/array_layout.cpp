@@ -22,6 +22,47 @@ bool is_row_major(const std::int64_t* shape, const std::int64_t* strides, int nd
 
 }  // namespace
 
+std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
+  using enum DType;
+  if (type.lanes != 1) return std::nullopt;
+  const auto pick = [&](DType b8, DType b16, DType b32, DType b64) -> std::optional<DType> {
+    switch (type.bits) {
+      case 8:
+        return b8;
+      case 16:
+        return b16;
+      case 32:
+        return b32;
+      case 64:
+        return b64;
+      default:
+        return std::nullopt;
+    }
+  };
+  switch (type.code) {
+    case 0:
+      return pick(kInt8, kInt16, kInt32, kInt64);
+    case 1:
+      return pick(kUInt8, kUInt16, kUInt32, kUInt64);
+    case 2:
+      if (type.bits == 8) return std::nullopt;
+      return pick(kBool, kFloat16, kFloat32, kFloat64);
+    case 4:
+      return type.bits == 16 ? std::optional(kBFloat16) : std::nullopt;
+    case 5:
+      if (type.bits == 64) return kComplex64;
+      return type.bits == 128 ? std::optional(kComplex128) : std::nullopt;
+    case 6:
+      return type.bits == 8 ? std::optional(kBool) : std::nullopt;
+    case 10:
+      return kFloat8E4M3FN;
+    case 12:
+      return kFloat8E5M2;
+    default:
+      return std::nullopt;
+  }
+}
+
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
 
 void throw_strided(const char* argument, py::handle object) {

@@ -10,9 +10,13 @@
 #include <string>
 
 #include "bindings/array.h"
+#include "bindings/dlpack.h"
 #include "core/types.h"
 
 namespace fastdist::bindings {
+
+// Returns nothing if collectives do not support the type.
+[[nodiscard]] std::optional<DType> dlpack_dtype(const dlpack::DataType& type);
 
 [[nodiscard]] std::string type_name(pybind11::handle object);
 

@@ -98,12 +98,6 @@ const Layout* find_layout(Op op, PyObject* keywords) {
   return nullptr;
 }
 
-bool is_true(py::handle object) {
-  const int value = PyObject_IsTrue(object.ptr());
-  if (value < 0) throw py::error_already_set();
-  return value != 0;
-}
-
 bool reduces(Op op) {
   return op == Op::kAllReduce || op == Op::kReduce || op == Op::kReduceScatter;
 }
@@ -139,10 +133,6 @@ std::size_t to_bucket_bytes(py::handle given) {
   const Py_ssize_t bytes = PyNumber_AsSsize_t(given.ptr(), nullptr);
   if (bytes > 0) return static_cast<std::size_t>(bytes);
   throw_unexpected("bucket_bytes must be \"auto\" or a positive integer", given);
-}
-
-std::string text_of(const TensorView& view) {
-  return std::string(name_of(view.dtype)) + " × " + std::to_string(view.count);
 }
 
 void check_row_major(const Arrays& arrays) {

@@ -34,7 +34,8 @@ constexpr std::chrono::microseconds kLongestPause{1000};
 // The messages of one rank: an inbox for each rank, and queues of the receives that wait.
 class Messages {
  public:
-  Messages(Endpoint& endpoint, py::object owner) : endpoint_(endpoint), owner_(std::move(owner)) {
+  explicit Messages(py::object endpoint)
+      : owner_(std::move(endpoint)), endpoint_(owner_.cast<Endpoint&>()) {
     for (int p = 0; p < communicator().size(); ++p) {
       inboxes_.push_back(std::make_unique<Inbox>(communicator(), p));
     }
@@ -51,7 +52,10 @@ class Messages {
     const auto in = std::make_shared<Arrays>(array, Access::kRead, "array");
     if (dst == communicator().rank()) {
       inbox(dst).put(in->views()[0], tag);
-      return async ? pending(ended(), py::none(), array) : py::none();
+      if (!async) return py::none();
+      auto ended = std::make_shared<Work>([] {});
+      ended->run();
+      return pending(std::move(ended), py::none(), array);
     }
     return endpoint_.run(
         endpoint_.lane(to_rank(dst, "dst"), true),
@@ -93,7 +97,7 @@ class Messages {
     });
     py::object call = pending(receive->work(), result, kept);
     if (async) return call;
-    wait_interruptibly(*receive->work(), std::chrono::hours(24 * 365));
+    wait_interruptibly(*receive->work());
     return result;
   }
 
@@ -107,17 +111,8 @@ class Messages {
     const std::lock_guard lock(mutex_);
     return queues_[src];
   }
-  static std::shared_ptr<Work> ended() {
-    auto work = std::make_shared<Work>([] {});
-    work->run();
-    return work;
-  }
   py::object pending(std::shared_ptr<Work> work, const py::object& result, py::handle kept) {
-    PendingCall call{std::move(work), result,
-                     std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
-                     owner_};
-    endpoint_.keep_until_done(call);
-    return py::cast(std::move(call));
+    return py::cast(endpoint_.pending(std::move(work), kept, result));
   }
   // Nothing can be read: another thread must send.
   py::object await_own(const Received& receive, const py::object& result, const py::object& kept,
@@ -179,40 +174,31 @@ class Messages {
     }
   }
 
-  Endpoint& endpoint_;
   py::object owner_;
+  Endpoint& endpoint_;
   std::vector<std::unique_ptr<Inbox>> inboxes_;
   std::mutex mutex_;                 // guards the map; the queues guard themselves
   std::map<int, WorkQueue> queues_;  // of the receives from one rank, or from any
 };
 
-py::object send(Messages& self, py::handle array, int dst, std::uint64_t tag, Timeout timeout,
-                bool async) {
-  return self.send(array, dst, tag, timeout, async);
-}
-
-py::object recv(Messages& self, py::handle array, int src, std::uint64_t tag, Timeout timeout,
-                bool async) {
-  return self.recv(array, src, tag, timeout, async);
-}
-
 py::dict calls(const py::object& owner) {
   static std::array<PyMethodDef, 2> definitions{
-      FastCall<&send>::define("send"),
-      FastCall<&recv>::define("recv"),
+      FastCall<&Messages::send>::define("send"),
+      FastCall<&Messages::recv>::define("recv"),
   };
-  return bind_all(definitions, owner.cast<Messages&>(), owner);
+  const py::capsule self(&owner.cast<Messages&>(), nullptr, [](PyObject* capsule) {
+    Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule)));
+  });
+  if (PyCapsule_SetContext(self.ptr(), owner.ptr()) != 0) throw py::error_already_set();
+  owner.inc_ref();
+  return bind_all(definitions, self);
 }
 
 }  // namespace
 
 void bind_messages(py::module_& m) {
   py::class_<Receive, Received>(m, "Receive").def_property_readonly("source", &Receive::source);
-  py::class_<Messages>(m, "Messages")
-      .def(py::init([](const py::object& communicator) {
-        return std::make_unique<Messages>(communicator.cast<Endpoint&>(), communicator);
-      }))
-      .def("calls", &calls);
+  py::class_<Messages>(m, "Messages").def(py::init<py::object>()).def("calls", &calls);
 }
 
 }  // namespace fastdist::bindings

@@ -57,9 +57,6 @@ class Endpoint {
   }
 
   [[nodiscard]] BlockingCommunicator& communicator() noexcept { return communicator_; }
-  [[nodiscard]] const std::shared_ptr<BlockingCommunicator>& shared() const noexcept {
-    return owner_;
-  }
 
   // The queue of the collectives, and that of the sends to a rank or the receives from it.
   [[nodiscard]] Queue& collectives() noexcept { return collectives_; }
@@ -81,15 +78,13 @@ class Endpoint {
       make(queue, call, options);
     };
     // A caller that waits here does nothing else, so its call is not counted.
-    PendingCall pending{async ? submit(queue, std::move(task)) : queue.submit(std::move(task)),
-                        py::reinterpret_borrow<py::object>(result),
-                        std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
-                        py::cast(this, py::return_value_policy::reference)};
-    keep_until_done(pending);
-    if (async) return py::cast(std::move(pending));
-    wait_interruptibly(*pending.work, std::chrono::hours(24 * 365));
-    *pending.kept = py::none();
-    return pending.result;
+    PendingCall made =
+        pending(async ? queue.submit(counted(std::move(task))) : queue.submit(std::move(task)),
+                kept, result);
+    if (async) return py::cast(std::move(made));
+    wait_interruptibly(*made.work);
+    *made.kept = py::none();
+    return made.result;
   }
   // Runs the call in this thread if the queue is empty; otherwise returns false.
   template <class Call>
@@ -116,13 +111,9 @@ class Endpoint {
   std::shared_ptr<Work> run_soon(Call call, const CallOptions& options) {
     constexpr std::size_t kMostAhead = 64;
     refuse_nested(collectives_);
-    auto work = collectives_.submit_soon(
-        [this, count = std::make_shared<Count>(communicator_), call = std::move(call),
-         caller = std::make_shared<RecordedCaller>(*options.caller),
-         timeout = options.timeout]() mutable {
-          const auto until_end = std::move(count);
-          call(communicator_, CallOptions{timeout, caller.get()});
-        });
+    auto work = collectives_.submit_soon(counted(
+        [this, call = std::move(call), caller = std::make_shared<RecordedCaller>(*options.caller),
+         timeout = options.timeout] { call(communicator_, CallOptions{timeout, caller.get()}); }));
     if (const auto oldest = collectives_.before(kMostAhead)) wait_without_gil(*oldest, options);
     return work;
   }
@@ -138,13 +129,15 @@ class Endpoint {
       }
     }
     for (Queue* const queue : queues) {
-      if (const auto last = queue->last()) {
-        wait_interruptibly(*last, std::chrono::hours(24 * 365));
-      }
+      if (const auto last = queue->last()) wait_interruptibly(*last);
     }
   }
-  // Keeps the arrays of a call until it has ended, and releases the arrays of ended calls.
-  void keep_until_done(const PendingCall& call) {
+  // Returns the call of `work`, whose arrays are kept until it has ended. Releases the arrays of
+  // ended calls.
+  PendingCall pending(std::shared_ptr<Work> work, py::handle kept, py::handle result) {
+    PendingCall call{std::move(work), py::reinterpret_borrow<py::object>(result),
+                     std::make_shared<py::object>(py::reinterpret_borrow<py::object>(kept)),
+                     py::cast(this, py::return_value_policy::reference)};
     std::vector<std::shared_ptr<py::object>> dropped;  // destroyed after the lock: may run Python
     const std::lock_guard lock(mutex_);
     if (in_flight_.size() >= sweep_at_) {
@@ -156,6 +149,7 @@ class Endpoint {
       sweep_at_ = 2 * in_flight_.size() + 1;
     }
     in_flight_.emplace_back(call.work, call.kept);
+    return call;
   }
 
   // The next call throws `failure`, which was found after its own call had returned.
@@ -235,13 +229,13 @@ class Endpoint {
       }
     }
   }
+  // Returns a task that counts as submitted until it has ended.
   template <class Task>
-  std::shared_ptr<Work> submit(Queue& queue, Task task) {
-    return queue.submit(
-        [count = std::make_shared<Count>(communicator_), task = std::move(task)]() mutable {
-          const auto until_end = std::move(count);
-          task();
-        });
+  auto counted(Task task) {
+    return [count = std::make_shared<Count>(communicator_), task = std::move(task)]() mutable {
+      const auto until_end = std::move(count);
+      task();
+    };
   }
 
   std::shared_ptr<BlockingCommunicator> owner_;

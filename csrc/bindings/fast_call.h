@@ -3,13 +3,12 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
-#include <array>
 #include <chrono>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/bind.h"
@@ -18,50 +17,38 @@
 namespace fastdist::bindings {
 
 template <class T>
-inline T from_python(PyObject* object) {
-  return pybind11::cast<T>(pybind11::handle(object));
-}
-template <>
-inline pybind11::handle from_python<pybind11::handle>(PyObject* object) {
-  return object;
-}
-template <>
-inline std::chrono::nanoseconds from_python<std::chrono::nanoseconds>(PyObject* object) {
-  return to_duration(object);
-}
-template <>
-inline bool from_python<bool>(PyObject* object) {
-  const int value = PyObject_IsTrue(object);
-  if (value < 0) throw pybind11::error_already_set();
-  return value != 0;
+T from_python(pybind11::handle object) {
+  if constexpr (std::is_same_v<T, pybind11::handle>) {
+    return object;
+  } else if constexpr (std::is_same_v<T, std::chrono::nanoseconds>) {
+    return to_duration(object);
+  } else if constexpr (std::is_same_v<T, bool>) {
+    return is_true(object);
+  } else {
+    return pybind11::cast<T>(object);
+  }
 }
 
-// A builtin that calls `kFunction(self, arguments…)` with positional arguments.
-template <auto kFunction>
+// A builtin that calls `(self.*kMethod)(arguments…)` with positional arguments.
+template <auto kMethod>
 struct FastCall;
 
-template <class Self, class... A, pybind11::object (*kFunction)(Self&, A...)>
-struct FastCall<kFunction> {
+template <class Self, class... A, pybind11::object (Self::*kMethod)(A...)>
+struct FastCall<kMethod> {
   static PyObject* call(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
     try {
       auto& self = *static_cast<Self*>(PyCapsule_GetPointer(capsule, nullptr));
-      return apply(self, arguments, count).release().ptr();
+      if (count != static_cast<Py_ssize_t>(sizeof...(A))) {
+        throw Error(ErrorCode::kType, "expected " + std::to_string(sizeof...(A)) +
+                                          " arguments, got " + std::to_string(count));
+      }
+      return [&]<std::size_t... I>(std::index_sequence<I...>) {
+        return (self.*kMethod)(from_python<A>(arguments[I])...).release().ptr();
+      }(std::index_sequence_for<A...>{});
     } catch (...) {
       translate_exception();
       return nullptr;
     }
-  }
-  static pybind11::object apply(Self& self, PyObject* const* arguments, Py_ssize_t count) {
-    if (count != static_cast<Py_ssize_t>(sizeof...(A))) {
-      throw Error(ErrorCode::kType, "expected " + std::to_string(sizeof...(A)) +
-                                        " arguments, got " + std::to_string(count));
-    }
-    return invoke(self, arguments, std::index_sequence_for<A...>{});
-  }
-  template <std::size_t... I>
-  static pybind11::object invoke(Self& self, PyObject* const* arguments,
-                                 std::index_sequence<I...>) {
-    return kFunction(self, from_python<A>(arguments[I])...);
   }
 
   static PyMethodDef define(const char* name) {
@@ -70,27 +57,13 @@ struct FastCall<kFunction> {
   }
 };
 
-// Makes a builtin from `definition`, which must live forever. `owner` holds `self` and is kept
-// alive.
-template <class Self>
-pybind11::object bind_fast(PyMethodDef& definition, Self& self, pybind11::handle owner) {
-  const auto capsule =
-      pybind11::reinterpret_steal<pybind11::object>(PyCapsule_New(&self, nullptr, [](PyObject* c) {
-        Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(c)));
-      }));
-  if (!capsule) throw pybind11::error_already_set();
-  PyCapsule_SetContext(capsule.ptr(), owner.inc_ref().ptr());
-  return pybind11::reinterpret_steal<pybind11::object>(
-      PyCFunction_NewEx(&definition, capsule.ptr(), nullptr));
-}
-
-// Returns a dict of a builtin for each of `definitions`, by name.
-template <class Self, std::size_t kCount>
-pybind11::dict bind_all(std::array<PyMethodDef, kCount>& definitions, Self& self,
-                        pybind11::handle owner) {
+// Returns a dict of a builtin for each of `definitions`, by name. They must live forever. The
+// builtins keep `capsule` alive, which is their `self`.
+inline pybind11::dict bind_all(std::span<PyMethodDef> definitions, pybind11::handle capsule) {
   pybind11::dict result;
   for (PyMethodDef& definition : definitions) {
-    result[definition.ml_name] = bind_fast(definition, self, owner);
+    result[definition.ml_name] = pybind11::reinterpret_steal<pybind11::object>(
+        PyCFunction_NewEx(&definition, capsule.ptr(), nullptr));
   }
   return result;
 }

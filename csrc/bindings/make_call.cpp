@@ -36,34 +36,32 @@ void broadcast(GpuCommunicator& c, const Call& call, const CallOptions& options)
   c.broadcast_from(call.inputs(), call.outputs(), call.peer, options);
 }
 
-// Makes one call per array, as one collective: `move(i, options)`. Here the ranks compare the whole
-// list in each call, so a mismatch throws before any data moves.
-template <class Move>
-void one_by_one(BlockingCommunicator&, const Call& call, const CallOptions& options,
-                const Move& move) {
-  const std::size_t count = call.inputs().size();
-  if (count == 1) return move(0, options);
-  const Signature whole = call.signature();
-  CallOptions each = options;
-  each.whole = &whole;
-  for (std::size_t i = 0; i < count; ++i) move(i, each);
+// Makes `calls(options)` as one collective. Here the ranks compare the whole list in each call, so
+// a mismatch throws before any data moves.
+template <class Calls>
+void as_one(BlockingCommunicator&, const Signature& whole, CallOptions options,
+            const Calls& calls) {
+  options.whole = &whole;
+  calls(options);
 }
 
-template <class Move>
-void one_by_one(GpuCommunicator& c, const Call& call, const CallOptions& options,
-                const Move& move) {
-  const std::size_t count = call.inputs().size();
-  if (count == 1) return move(0, options);
-  c.as_one(call.signature(), options, [&](const CallOptions& each) {
-    for (std::size_t i = 0; i < count; ++i) move(i, each);
-  });
+template <class Calls>
+void as_one(GpuCommunicator& c, const Signature& whole, const CallOptions& options,
+            const Calls& calls) {
+  c.as_one(whole, options, calls);
 }
 
 // --- where they do not --------------------------------------------------------------------------
 
 template <class C>
 void make(C& c, const Call& call, const CallOptions& options) {
-  const auto for_each = [&](const auto& move) { one_by_one(c, call, options, move); };
+  const auto for_each = [&](const auto& move) {
+    const std::size_t count = call.inputs().size();
+    if (count == 1) return move(0, options);
+    as_one(c, call.signature(), options, [&](const CallOptions& each) {
+      for (std::size_t i = 0; i < count; ++i) move(i, each);
+    });
+  };
   switch (call.op) {
     case Op::kAllReduce:
       return all_reduce(c, call, options);
@@ -107,11 +105,6 @@ void make(C& c, const Call& call, const CallOptions& options) {
   }
 }
 
-Endpoint::Queue& queue_of(Endpoint& hosts, const Call& call) {
-  const bool sends = call.op == Op::kSend;
-  return sends || call.op == Op::kRecv ? hosts.lane(call.peer, sends) : hosts.collectives();
-}
-
 }  // namespace
 
 py::object make_call(Endpoint& hosts, const CallArguments& given) {
@@ -119,7 +112,9 @@ py::object make_call(Endpoint& hosts, const CallArguments& given) {
     throw Error(ErrorCode::kUnsupported, "no GPU can be used: " + cuda::why_unusable());
   }
   Call call(given, hosts.communicator());
-  Endpoint::Queue& queue = queue_of(hosts, call);
+  const bool sends = call.op == Op::kSend;
+  Endpoint::Queue& queue =
+      sends || call.op == Op::kRecv ? hosts.lane(call.peer, sends) : hosts.collectives();
   const auto now = [&call](BlockingCommunicator& c, const CallOptions& options) {
     make(c, call, options);
   };

@@ -7,9 +7,9 @@
 #include <cstddef>
 #include <utility>
 
-#include "bindings/bind.h"
 #include "bindings/call.h"
 #include "bindings/endpoint.h"
+#include "bindings/fast_call.h"
 #include "bindings/gpu.h"
 #include "bindings/router.h"
 
@@ -57,12 +57,7 @@ py::dict bind_calls(const py::object& owner, const py::object& timeout) {
   }(std::make_index_sequence<kCollectiveCount>());
   const py::capsule bound(new Bound<Engine>{owner.cast<Engine&>(), owner, timeout},
                           [](void* made) { delete static_cast<Bound<Engine>*>(made); });
-  py::dict result;
-  for (PyMethodDef& definition : definitions) {
-    result[definition.ml_name] =
-        py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, bound.ptr(), nullptr));
-  }
-  return result;
+  return bind_all(definitions, bound);
 }
 
 }  // namespace fastdist::bindings

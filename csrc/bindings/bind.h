@@ -9,7 +9,6 @@ void bind_errors(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_work(pybind11::module_& m);
 void bind_messages(pybind11::module_& m);
-void bind_echo(pybind11::module_& m);
 void bind_host(pybind11::module_& m);
 void bind_recorder(pybind11::module_& m);
 void bind_table(pybind11::module_& m);

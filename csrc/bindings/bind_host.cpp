@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -13,6 +14,8 @@
 #include "bindings/bind.h"
 #include "bindings/endpoint.h"
 #include "bindings/make_call.h"
+#include "core/echo.h"
+#include "core/file_descriptor.h"
 #include "host/communicator.h"
 #include "host/machine.h"
 #include "host/tuning.h"
@@ -39,16 +42,18 @@ py::array empty(Endpoint& self, std::size_t bytes) {
                    reinterpret_cast<std::uint8_t*>(data), capsule);
 }
 
-// A rank of a machine, as an Endpoint that its groups and NetCommunicator know by its type.
-class HostEndpoint : public Endpoint {
+// An Endpoint whose communicator is known by its type.
+template <class C>
+class EndpointOf : public Endpoint {
  public:
-  explicit HostEndpoint(std::shared_ptr<HostCommunicator> host)
-      : Endpoint(host), host_(std::move(host)) {}
-  [[nodiscard]] const std::shared_ptr<HostCommunicator>& host() const noexcept { return host_; }
+  explicit EndpointOf(std::shared_ptr<C> engine) : Endpoint(engine), engine_(std::move(engine)) {}
+  [[nodiscard]] const std::shared_ptr<C>& engine() const noexcept { return engine_; }
 
  private:
-  std::shared_ptr<HostCommunicator> host_;
+  std::shared_ptr<C> engine_;
 };
+using HostEndpoint = EndpointOf<HostCommunicator>;     // a rank of a machine
+using NetEndpoint = EndpointOf<net::NetCommunicator>;  // a rank of several machines
 
 // Compares a call of another engine with the calls of all ranks.
 void compare(Endpoint& self, const std::string& op, const std::string& dtype,
@@ -75,34 +80,12 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
       {patience, &caller});
 }
 
-// A rank of several machines, as an Endpoint whose links are known.
-class NetEndpoint : public Endpoint {
- public:
-  explicit NetEndpoint(std::shared_ptr<net::NetCommunicator> net)
-      : Endpoint(net), net_(std::move(net)) {}
-  [[nodiscard]] const std::shared_ptr<net::NetCommunicator>& net() const noexcept { return net_; }
-  [[nodiscard]] std::tuple<double, double> links() const {
-    return {net_->links().latency_s, net_->links().bytes_per_s};
-  }
-
- private:
-  std::shared_ptr<net::NetCommunicator> net_;
-};
-
 std::tuple<std::string, std::string, bool, int, double> route(Endpoint& self, const std::string& op,
                                                               std::size_t bytes) {
   const auto known = op_from_name(op);
   if (!known) throw Error(ErrorCode::kValue, "unknown collective: " + op);
   const Route found = self.communicator().route(*known, bytes);
   return {found.way, found.why, found.moves_arrays, found.crossings, found.link_bytes};
-}
-
-Token to_token(const py::bytes& bytes) {
-  const std::string text = bytes;
-  Token token;
-  if (text.size() != token.size()) throw Error(ErrorCode::kValue, "token must have 32 bytes");
-  std::memcpy(token.data(), text.data(), token.size());
-  return token;
 }
 
 // `parent` is a communicator of more ranks, whose links are as fast, or None.
@@ -114,13 +97,16 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
   for (const auto& [machine, ip, port] : places) {
     known.push_back({machine, ip, static_cast<std::uint16_t>(port)});
   }
-  const Token secret = to_token(token);
+  const std::string_view bytes = token;
+  Token secret;
+  if (bytes.size() != secret.size()) throw Error(ErrorCode::kValue, "token must have 32 bytes");
+  std::memcpy(secret.data(), bytes.data(), secret.size());
   const auto patience = to_duration(timeout);
   const PythonCaller caller;
   caller.may_block();
   const auto check = [&] {
-    int lost = parent != nullptr ? parent->net()->find_lost().value_or(-1) : -1;
-    if (const auto dead = inner.host()->find_dead(); dead && parent == nullptr) {
+    int lost = parent != nullptr ? parent->engine()->find_lost().value_or(-1) : -1;
+    if (const auto dead = inner.engine()->find_dead(); dead && parent == nullptr) {
       for (int p = 0, local = 0; p < static_cast<int>(known.size()); ++p) {
         if (known[static_cast<std::size_t>(p)].machine !=
             known[static_cast<std::size_t>(rank)].machine) {
@@ -135,10 +121,10 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
                 {lost});
   };
   auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller, check);
-  const auto made = std::make_shared<net::NetCommunicator>(inner.host(), rank, std::move(known),
+  const auto made = std::make_shared<net::NetCommunicator>(inner.engine(), rank, std::move(known),
                                                            std::move(connections));
   if (parent != nullptr) {
-    made->set_links(parent->net()->links());
+    made->set_links(parent->engine()->links());
   } else {
     made->measure_links({patience, &caller});
   }
@@ -150,6 +136,7 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
 void bind_host(py::module_& m) {
   py::class_<Tuning>(m, "Tuning");
   m.def("begin_exit", &begin_exit);
+  m.def("echo", [](int connected) { echo(FileDescriptor(connected)); });
   m.def("tuning_for", &host::tuning_for);
 
   // The file holds each rank's first block, since peers may read the block before it is allocated.
@@ -194,12 +181,15 @@ void bind_host(py::module_& m) {
         return std::make_unique<HostEndpoint>(std::make_shared<HostCommunicator>(
             std::move(machine), members, rank, offsets, std::move(block), tuning));
       }))
-      .def_property_readonly("machine", [](HostEndpoint& e) { return e.host()->machine(); })
-      .def_property_readonly("members", [](HostEndpoint& e) { return e.host()->members(); })
-      .def_property_readonly("tuning", [](HostEndpoint& e) { return e.host()->tuning(); });
+      .def_property_readonly("machine", [](HostEndpoint& e) { return e.engine()->machine(); })
+      .def_property_readonly("members", [](HostEndpoint& e) { return e.engine()->members(); })
+      .def_property_readonly("tuning", [](HostEndpoint& e) { return e.engine()->tuning(); });
 
   py::class_<NetEndpoint, Endpoint>(m, "NetCommunicator")
-      .def_property_readonly("links", &NetEndpoint::links);
+      .def_property_readonly("links", [](NetEndpoint& e) {
+        const auto& links = e.engine()->links();
+        return std::tuple(links.latency_s, links.bytes_per_s);
+      });
   py::class_<Listener>(m, "Listener")
       .def(py::init<const std::string&>())
       .def_property_readonly("port", &Listener::port);

@@ -7,7 +7,6 @@ PYBIND11_MODULE(_core, m, pybind11::mod_gil_not_used()) {
   bind_errors(m);
   bind_kernels(m);
   bind_work(m);
-  bind_echo(m);
   bind_host(m);
   bind_messages(m);
   bind_recorder(m);

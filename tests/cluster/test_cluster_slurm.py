@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from fastdist.cluster import SlurmClusterResolver
-from fastdist.cluster.hostlist import expand_hostlist, parse_tasks_per_node
+from fastdist.cluster.slurm import expand_hostlist, parse_tasks_per_node
 from fastdist.errors import ClusterConfigError
 from hypothesis import given
 from hypothesis import strategies as st

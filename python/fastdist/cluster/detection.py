@@ -30,13 +30,13 @@ def detect_resolver(environ: Environ = os.environ) -> ClusterResolver | None:
         >>> fd.cluster.detect_resolver({}) is None
         True
     """
-    if TFConfigClusterResolver.is_available(environ):
-        return TFConfigClusterResolver(environ)
-    if TorchrunClusterResolver.is_available(environ):
-        return TorchrunClusterResolver(environ)
-    if MPIClusterResolver.is_available(environ):
-        return MPIClusterResolver(environ=environ)
-    if SlurmClusterResolver.is_available(environ):
-        return SlurmClusterResolver(environ=environ)
+    for kind in (
+        TFConfigClusterResolver,
+        TorchrunClusterResolver,
+        MPIClusterResolver,
+        SlurmClusterResolver,
+    ):
+        if kind.is_available(environ):
+            return kind(environ=environ)
     require_rank_of_world_size(environ)
     return None

@@ -9,8 +9,7 @@ from importlib import import_module
 from typing import Any, Protocol, final
 
 from fastdist.cluster.environ import Environ, index
-from fastdist.cluster.jobs import divide_among_jobs
-from fastdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
+from fastdist.cluster.resolver import SimpleClusterResolver, TaskResolver, divide_among_jobs
 from fastdist.cluster.spec import ClusterSpec
 from fastdist.errors import ClusterConfigError
 
@@ -25,7 +24,7 @@ class PodLister(Protocol):
         ...
 
 
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(TaskResolver):
     """Finds the tasks of each job as the pods with the job's labels.
 
     Pods are ordered by name, with numbers in names compared as numbers, so that the pods of a
@@ -42,7 +41,7 @@ class KubernetesClusterResolver(ClusterResolver):
         ... )
     """
 
-    __slots__ = ("_client", "_labels", "_namespace", "_port", "_spec", "_task_id", "_task_type")
+    __slots__ = ("_client", "_labels", "_namespace", "_port", "_spec")
 
     def __init__(
         self,
@@ -90,18 +89,6 @@ class KubernetesClusterResolver(ClusterResolver):
             SimpleClusterResolver(spec, self._task_type, self._task_id)  # checks the task
             self._spec = spec
         return self._spec
-
-    @property
-    @final
-    def task_type(self) -> str:
-        """This process's job."""
-        return self._task_type
-
-    @property
-    @final
-    def task_id(self) -> int:
-        """This process's index among the tasks of its job."""
-        return self._task_id
 
     def _addresses(self, selectors: Sequence[str]) -> list[str]:
         addresses = []

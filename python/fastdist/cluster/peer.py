@@ -14,12 +14,16 @@ def peer_pid(connection: socket.socket) -> int:
     return _credentials(connection)[0]
 
 
+def peer_user(connection: socket.socket) -> int:
+    """Return the user of the process at the other end."""
+    return _credentials(connection)[1]
+
+
 def is_own_user(connection: socket.socket) -> bool:
     """Return True if the process at the other end runs as the same user."""
-    return _credentials(connection)[1] == os.getuid()
+    return peer_user(connection) == os.getuid()
 
 
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+def _credentials(connection: socket.socket) -> tuple[int, ...]:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, group = _CREDENTIALS.unpack(raw)
-    return pid, user, group
+    return _CREDENTIALS.unpack(raw)

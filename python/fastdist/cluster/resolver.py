@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from fastdist.cluster.spec import ClusterSpec
@@ -80,7 +81,27 @@ class ClusterResolver(ABC):
         return spec.task_address(job, index)
 
 
-class SimpleClusterResolver(ClusterResolver):
+class TaskResolver(ClusterResolver):
+    """A resolver that is told which task this process is."""
+
+    __slots__ = ("_task_id", "_task_type")
+    _task_id: int
+    _task_type: str
+
+    @property
+    @final
+    def task_type(self) -> str:
+        """This process's job."""
+        return self._task_type
+
+    @property
+    @final
+    def task_id(self) -> int:
+        """This process's index among the tasks of its job."""
+        return self._task_id
+
+
+class SimpleClusterResolver(TaskResolver):
     """A cluster and this process's task in it, given as arguments.
 
     Follows tf.distribute.cluster_resolver.SimpleClusterResolver.
@@ -93,7 +114,7 @@ class SimpleClusterResolver(ClusterResolver):
         (1, False)
     """
 
-    __slots__ = ("_spec", "_task_id", "_task_type")
+    __slots__ = ("_spec",)
 
     def __init__(self, cluster_spec: ClusterSpec, task_type: str, task_id: int) -> None:
         """Check that the task is in the cluster, or is an evaluator.
@@ -120,14 +141,35 @@ class SimpleClusterResolver(ClusterResolver):
         """Return the tasks of the cluster."""
         return self._spec
 
-    @property
-    @final
-    def task_type(self) -> str:
-        """This process's job."""
-        return self._task_type
 
-    @property
-    @final
-    def task_id(self) -> int:
-        """This process's index among the tasks of its job."""
-        return self._task_id
+def divide_among_jobs(
+    jobs: Mapping[str, int], addresses: Sequence[str | None], rank: int, reason: str
+) -> tuple[ClusterSpec, str, int]:
+    """Assign the first processes to the first job, the next processes to the second, and so on.
+
+    Args:
+        jobs: number of tasks of each job.
+        addresses: addresses of all processes, by rank.
+        rank: rank of this process.
+        reason: source of the number of processes, such as "WORLD_SIZE='4'".
+
+    Returns:
+        The cluster, and this process's job and index.
+
+    Raises:
+        ClusterConfigError: the number of tasks differs from the number of processes, or the jobs
+            are not a valid cluster.
+    """
+    if sum(jobs.values()) != len(addresses) or min(jobs.values(), default=0) < 0:
+        raise ClusterConfigError(
+            f"{dict(jobs)} are {sum(jobs.values())} tasks; expected {len(addresses)}, as {reason}"
+        )
+    cluster: dict[str, Sequence[str | None]] = {}
+    place = ("", 0)
+    first = 0
+    for job, tasks in jobs.items():
+        cluster[job] = addresses[first : first + tasks]
+        if first <= rank < first + tasks:
+            place = (job, rank - first)
+        first += tasks
+    return ClusterSpec(cluster), *place

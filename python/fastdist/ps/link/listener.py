@@ -7,13 +7,13 @@ import math
 import os
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import fastdist._core as _core
+from fastdist.cluster.peer import peer_user
 from fastdist.ps.link.addresses import is_local, listen, tune
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.link.stream import HEARTBEATS, Stream, Upload, require_cryptography
@@ -25,7 +25,6 @@ _MAX_STRANGERS = 256  # connections that have not proved anything; the oldest is
 _LINGER_S = 1.0
 _STUCK_S = 10.0
 _PAUSE_S = 0.2  # in which no connection is accepted, where that has failed
-_PEER = struct.Struct("3i")  # a Unix socket's process, user and group
 
 
 class ListenerClosed(Exception):
@@ -196,10 +195,9 @@ class Listener:
             self._accepts_at = time.monotonic() + _PAUSE_S
             return
         try:
-            if accepted.family == socket.AF_UNIX:
-                peer = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-                if _PEER.unpack(peer)[1] not in (os.getuid(), 0):
-                    raise ConnectionRefusedError
+            is_unix = accepted.family == socket.AF_UNIX
+            if is_unix and peer_user(accepted) not in (os.getuid(), 0):
+                raise ConnectionRefusedError
             tune(accepted, breaks_if_stuck=self._breaks_if_stuck)
         except OSError:
             accepted.close()

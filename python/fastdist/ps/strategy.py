@@ -57,7 +57,7 @@ from fastdist.recorder.place import check_private
 from fastdist.recorder.recording import SERVER, record_task
 from fastdist.replicas.devices import every_device, usable_device
 from fastdist.strategies.replicated import ReplicatedStrategy
-from fastdist.training.module_structure import modules_of
+from fastdist.training.modules import modules_of
 
 _END_S = 2.0
 _NO_REPLICAS = (

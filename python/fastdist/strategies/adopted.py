@@ -26,7 +26,6 @@ from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modul
 from fastdist.training.contributions import Accumulation, ReducedParameter
 from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.gradients import GradientSync
-from fastdist.training.module_structure import structure_of
 from fastdist.training.modules import (
     broadcast_state,
     is_materialized,
@@ -35,6 +34,7 @@ from fastdist.training.modules import (
     require_in_sync,
     require_same_structure,
     sparse_parameters,
+    structure_of,
     when_initialized,
 )
 from fastdist.training.optimizer_steps import OptimizerSteps

@@ -22,18 +22,14 @@ class Framework(Protocol):
         """Return the tensors of `state` that are moving averages over batches."""
 
 
-_frameworks: list[Framework] = []
-
-
-def register_framework(framework: Framework) -> None:
-    """Use a framework's description from now on."""
-    _frameworks.append(framework)
+frameworks: list[Framework] = []
+"""Those that are known; each appends itself."""
 
 
 def inner_modules(root: nn.Module) -> Iterator[nn.Module]:
     """Yield a module and all modules inside it, each once."""
     seen: set[int] = set()
-    outer = [root, *(module for framework in _frameworks for module in framework.inner(root))]
+    outer = [root, *(module for framework in frameworks for module in framework.inner(root))]
     for module in outer:
         for inner in module.modules():
             if id(inner) not in seen:
@@ -44,7 +40,7 @@ def inner_modules(root: nn.Module) -> Iterator[nn.Module]:
 def state_of(module: nn.Module) -> list[torch.Tensor]:
     """Return the tensors of this module alone that forward may write: buffers and their like."""
     buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
-    return buffers + [tensor for framework in _frameworks for tensor in framework.state(module)]
+    return buffers + [tensor for framework in frameworks for tensor in framework.state(module)]
 
 
 def moving_averages(module: nn.Module) -> list[torch.Tensor]:
@@ -52,4 +48,4 @@ def moving_averages(module: nn.Module) -> list[torch.Tensor]:
     if isinstance(module, nn.modules.batchnorm._NormBase):
         statistics = (module.running_mean, module.running_var)
         return [buffer for buffer in statistics if buffer is not None]
-    return [tensor for framework in _frameworks for tensor in framework.moving_averages(module)]
+    return [tensor for framework in frameworks for tensor in framework.moving_averages(module)]

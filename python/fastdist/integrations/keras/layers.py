@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fastdist.replicas.context import state
-from fastdist.training.frameworks import register_framework
+from fastdist.training.frameworks import frameworks
 
 _SEED_STEP = 7919  # between the seeds of replicas
 
@@ -41,7 +41,7 @@ class KerasLayers:
         return [module.moving_mean.value, module.moving_variance.value]
 
 
-register_framework(KerasLayers())
+frameworks.append(KerasLayers())
 
 
 def separate_random_numbers(model: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from fastdist.ps.coordinator.shipping import Definition, Definitions
 from fastdist.ps.model.plan import Placement, tensors_in
 from fastdist.ps.model.table_weight import TableWeight, table_weight
-from fastdist.training.module_structure import modules_of
+from fastdist.training.modules import modules_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,8 +18,7 @@ from fastdist.ps.model.table_weight import table_weight
 from fastdist.ps.wire.specs import RowsSpec, RuleSpec
 from fastdist.replicas.context import state
 from fastdist.replicas.random_streams import draw_seed
-from fastdist.training.module_structure import modules_of
-from fastdist.training.modules import SparseWeight
+from fastdist.training.modules import SparseWeight, modules_of
 
 # Rows of the weight of a table without a limit; its gradients' indices are not ids.
 UNLIMITED = 1 << 40

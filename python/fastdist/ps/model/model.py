@@ -38,8 +38,7 @@ from fastdist.ps.model.plan import tensors_in
 from fastdist.ps.model.table import Prefetch, ServedTable
 from fastdist.ps.model.table_weight import convert_weight
 from fastdist.ps.wire.specs import DenseSpec
-from fastdist.training.module_structure import modules_of, structure_of
-from fastdist.training.modules import named_parameters
+from fastdist.training.modules import modules_of, named_parameters, structure_of
 
 
 class ServedModel:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from fastdist.recorder.kinds import Kind
+from fastdist.recorder.occupation import Kind
 from stalled import Stalled
 
 COUNT = int(os.environ.get("FASTDIST_CHAOS_WHY", "24"))

@@ -14,7 +14,7 @@ from fastdist.cli.main import main
 from fastdist.recorder import place, stacks
 from fastdist.recorder.diagnosis import diagnose
 from fastdist.recorder.jobs import jobs_here
-from fastdist.recorder.kinds import Kind
+from fastdist.recorder.occupation import Kind
 from stalled import Stalled
 
 # Which thread holds a lock is seen by py-spy alone.

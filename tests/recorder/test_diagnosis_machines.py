@@ -14,7 +14,7 @@ import pytest
 from fastdist.recorder import place
 from fastdist.recorder.diagnosis import diagnose
 from fastdist.recorder.jobs import Job, jobs_here
-from fastdist.recorder.kinds import Kind
+from fastdist.recorder.occupation import Kind
 from machines import Network, network, ports
 from stalled import PROGRAM
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from fastdist.recorder.frames import Frame, Stack
-from fastdist.recorder.kinds import Kind
 from fastdist.recorder.observation import ObservedRank
-from fastdist.recorder.occupation import occupation_of
+from fastdist.recorder.occupation import Kind, occupation_of
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.place import RecordPath
 from fastdist.recorder.ring import read_records

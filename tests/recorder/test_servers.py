@@ -14,7 +14,7 @@ import pytest
 from fastdist.recorder import observation, place, servers
 from fastdist.recorder.diagnosis import Diagnosis, diagnose
 from fastdist.recorder.jobs import Job, jobs_here
-from fastdist.recorder.kinds import Kind
+from fastdist.recorder.occupation import Kind
 from fastdist.recorder.signatures import REQUESTS, Signature
 from launched import Launcher, wait_until
 from stalled import RUN

@@ -14,26 +14,8 @@ import numpy as np
 from fastdist.collectives.arguments import to_integers
 from fastdist.collectives.hints import not_an_array
 from fastdist.collectives.types import Array, Arrays
+from fastdist.recorder.signatures import DTYPES
 
-DTYPES = (
-    "bool",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "float16",
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-)
 NOT_IN_NUMPY = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 

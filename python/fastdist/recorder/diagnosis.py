@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from fastdist.recorder import servers
 from fastdist.recorder.elsewhere import observe_everywhere, with_stacks_everywhere
 from fastdist.recorder.jobs import Job
-from fastdist.recorder.kinds import Kind
 from fastdist.recorder.machines import Machine
 from fastdist.recorder.observation import INTERVAL_S, Observation, ObservedRank, observe
-from fastdist.recorder.occupation import Occupation, is_outside_calls, occupation_of
+from fastdist.recorder.occupation import Kind, Occupation, is_outside_calls, occupation_of
 from fastdist.recorder.ring import Call
 from fastdist.recorder.servers import Found
 from fastdist.recorder.signatures import Signature

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
-from fastdist.recorder.kinds import Kind
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.words import at
@@ -26,6 +26,24 @@ _CHILD = re.compile(r"^(do_wait|kernel_wait|pidfd)")
 BUSY_SHARE = 0.5  # of a core
 _FAULTS_PER_S = 200
 _STALLED_SHARE = 0.1
+
+
+class Kind(Enum):
+    """The reasons why a job does not go on; `UNKNOWN`: the cause is not on this machine."""
+
+    DEAD = "dead"
+    STOPPED = "stopped"
+    USER = "never arrived, still in user code"
+    OTHER_CALL = "other call or size"
+    OTHER_ORDER = "other order of communicators"
+    DATA = "waiting for data"
+    FILES = "file system"
+    MEMORY = "out of memory or swapping"
+    THREADS = "deadlock of threads or of the GIL"
+    LINK = "link down or lossy"
+    GPU = "GPU work unfinished"
+    SLOW = "slow, not stuck"
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,19 @@
-"""Begins to record this process's calls."""
+"""Begins to record this process's calls, and lets other processes ask for its stack."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import hashlib
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import fastdist._core as _core
 from fastdist._version import __version__
@@ -17,7 +21,6 @@ from fastdist.recorder.encoding import write
 from fastdist.recorder.machines import Machine, Machines
 from fastdist.recorder.place import RecordPath, new_path, record_paths
 from fastdist.recorder.ring import identity
-from fastdist.recorder.stack_signal import write_on_signal
 from fastdist.recorder.system import start_of
 
 SERVER = "parameter server"
@@ -25,6 +28,27 @@ SERVER = "parameter server"
 
 _NO_CLIENT = 256
 _KEPT_S = 10.0  # launchers read what their ranks did when a job ends
+
+SIGNAL = signal.SIGRTMAX - 7
+"""The signal that asks for the stack."""
+
+_files: list[Any] = []  # that faulthandler writes to
+
+
+def write_on_signal(path: Path) -> None:
+    """Let this process write its stack to a file when `SIGNAL` comes.
+
+    Does nothing if the program handles the signal itself. The handler is Python's faulthandler: C
+    that takes no lock, so that it works while the GIL is held and inside of C. It could write the
+    stacks of all threads, but the frames of a thread that runs meanwhile go away under it, which
+    has ended a healthy process by a segmentation fault.
+    """
+    if signal.getsignal(SIGNAL) != signal.SIG_DFL:
+        return
+    file = path.open("ab", buffering=0)
+    _files.append(file)
+    faulthandler.register(SIGNAL, file=file, all_threads=False, chain=False)
+
 
 _log = logging.getLogger("fastdist")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fastdist.recorder.kinds import Kind
 from fastdist.recorder.observation import Observation, ObservedRank
-from fastdist.recorder.occupation import BUSY_SHARE, occupation_of
+from fastdist.recorder.occupation import BUSY_SHARE, Kind, occupation_of
 from fastdist.recorder.recording import SERVER
 from fastdist.recorder.ring import Call
 from fastdist.recorder.words import at, how_it_died, seconds, verb

@@ -8,7 +8,7 @@ _OPS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"),
     *("all_to_all", "send", "recv", "barrier", "empty", "group"),
 )
-_DTYPES = (
+DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "float64"),
     *("complex64", "complex128"),
@@ -55,7 +55,7 @@ class Signature:
     @property
     def dtype(self) -> str:
         """The dtype of the first array."""
-        return _name(_DTYPES, self.packed >> 8 & 0xFF)
+        return _name(DTYPES, self.packed >> 8 & 0xFF)
 
     @property
     def on_gpu(self) -> bool:

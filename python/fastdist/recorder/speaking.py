@@ -13,7 +13,7 @@ from fastdist.recorder.diagnosis import diagnose
 from fastdist.recorder.encoding import read
 from fastdist.recorder.endings import Ending, note_killed
 from fastdist.recorder.jobs import Job, job_of
-from fastdist.recorder.kinds import Kind
+from fastdist.recorder.occupation import Kind
 from fastdist.recorder.place import record_paths
 from fastdist.recorder.ring import Call, Records, identity
 from fastdist.recorder.words import at

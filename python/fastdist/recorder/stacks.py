@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.recorder.frames import Frame, Stack
-from fastdist.recorder.stack_signal import SIGNAL
+from fastdist.recorder.recording import SIGNAL
 from fastdist.recorder.system import catches
 
 _LARGE_BYTES = 1 << 20

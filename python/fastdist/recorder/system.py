@@ -151,9 +151,9 @@ def state_of(pid: int) -> str:
 
 def out_of_memory_kills() -> int:
     """Count the processes of this one's cgroup that the kernel has ended for want of memory."""
-    for folder in cgroups(_read(Path("/proc/self/cgroup")), "memory"):
+    for folder in cgroups(read_text(Path("/proc/self/cgroup")), "memory"):
         for file in (folder / "memory.events", folder / "memory.oom_control"):
-            found = re.search(r"^oom_kill (\d+)", _read(file), re.MULTILINE)
+            found = re.search(r"^oom_kill (\d+)", read_text(file), re.MULTILINE)
             if found:
                 return int(found[1])
     return 0
@@ -186,7 +186,7 @@ def owner_of(pid: int) -> int | None:
 def is_in_interpreter(pid: int, address: int) -> bool:
     """Return True if an address is one of Python's own variables, such as the GIL."""
     name, end = "", 0
-    for line in _read(Path(f"/proc/{pid}/maps")).splitlines():
+    for line in read_text(Path(f"/proc/{pid}/maps")).splitlines():
         words = line.split(maxsplit=5)
         first, last = (int(part, 16) for part in words[0].split("-"))
         path = words[5] if len(words) > 5 else ""
@@ -287,7 +287,7 @@ class _Look:
     def memory_stall(self) -> float:
         files = [folder / "memory.pressure" for folder in cgroups(self.text("cgroup"), "memory")]
         for file in [*files, Path("/proc/pressure/memory")]:
-            found = re.search(r"^full avg10=([\d.]+)", _read(file), re.MULTILINE)
+            found = re.search(r"^full avg10=([\d.]+)", read_text(file), re.MULTILINE)
             if found:
                 return float(found[1]) / 100
         return 0.0
@@ -314,7 +314,8 @@ def _cpu_s(fields: list[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Read a file of the kernel; return an empty string if it cannot be read."""
     try:
         return path.read_text("utf-8", "replace")
     except OSError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fastdist.cli.bench.machine import processor
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
-from fastdist.recorder.system import cgroups
+from fastdist.recorder.system import cgroups, read_text
 
 _V1_UNLIMITED_BYTES = 1 << 60  # v1 says "no limit" with a number near 2^63
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -52,7 +52,7 @@ class Cgroups:
         return min(limits, default=None)
 
     def _folders(self, controller: str) -> Iterator[Path]:
-        for folder in cgroups(_text(self.memberships), controller, self.mount):
+        for folder in cgroups(read_text(self.memberships), controller, self.mount):
             yield from (f for f in (folder, *folder.parents) if f.is_relative_to(self.mount))
 
 
@@ -132,19 +132,11 @@ def _huge_pages() -> str | None:
 
 
 def _memory_bytes(name: str) -> int:
-    for line in _text(Path("/proc/meminfo")).splitlines():
+    for line in read_text(Path("/proc/meminfo")).splitlines():
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _words(path: Path) -> list[str]:
-    return _text(path).split()
-
-
-def _text(path: Path) -> str:
-    """Read a file of the kernel; return an empty string if there is no such file."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    return read_text(path).split()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fastdist.collectives.arrays import DTYPES
+from fastdist.recorder.signatures import DTYPES
 
 Finish = Callable[[], None] | None
 """Copies results to the caller's tensors when the call has ended."""

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.layout import Layout
-from fastdist.collectives.engines.net import NetEngine
+from fastdist.collectives.engines.net import Layout, NetEngine
 from fastdist.errors import CollectiveMismatchError
 from ranks import ProcessRanks, ThreadRanks
 from test_net import LOCAL, TIMEOUT_S, MachineThreads

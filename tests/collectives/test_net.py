@@ -20,8 +20,7 @@ import pytest
 from contract import CommunicatorContract
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.layout import Layout
-from fastdist.collectives.engines.net import NetEngine
+from fastdist.collectives.engines.net import Layout, NetEngine
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveMismatchError,

@@ -465,7 +465,7 @@ def test_a_rank_that_comes_later_hears_why_others_gave_up() -> None:
 def test_the_first_rank_keeps_the_store_until_others_know_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fastdist.integrations.torch_backend.bootstrap._TELL_S", 20.0)
+    monkeypatch.setattr("fastdist.collectives.engines.torch_store._TELL_S", 20.0)
     store = dist.HashStore()
     first, last = (StoreBootstrap(store, rank, 2, timeout_s=20) for rank in range(2))
     error = ClusterConfigError("ranks disagree")

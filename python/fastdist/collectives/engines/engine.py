@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
@@ -90,3 +90,28 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave. Ranks that still wait for this rank get `PeerFailureError`."""
+
+
+class CompiledEngine(Engine):
+    """An engine for arrays on the CPU. Its calls are the builtins of `_core`, unwrapped."""
+
+    compiled: _core.HostCommunicator | _core.NetCommunicator
+    _groups = 0  # how many groups were made from this engine
+
+    @final
+    def calls(self, timeout_s: float) -> Calls:
+        """Return the builtins of the compiled engine."""
+        return Calls(**self.compiled.calls(timeout_s))
+
+    @final
+    def empty(self, nbytes: int) -> Bytes:
+        """Allocate memory that the ranks of this machine share."""
+        return self.compiled.empty(nbytes)
+
+    @final
+    def close(self) -> None:
+        """Leave; peers that wait for this rank get `PeerFailureError`."""
+        self.compiled.close()
+
+    def _key_of(self, ranks: Sequence[int]) -> str:
+        return f"{self.key}/{self._groups}:{','.join(map(str, ranks))}"

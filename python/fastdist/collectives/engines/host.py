@@ -12,7 +12,7 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.cluster.launch import Launch
-from fastdist.collectives.engines.engine import Bytes, Calls, Engine
+from fastdist.collectives.engines.engine import CompiledEngine
 from fastdist.collectives.rendezvous import meet
 
 # Makes an engine for ranks that share only a key: key, rank, size, seconds to wait.
@@ -22,8 +22,8 @@ _groups_of_threads = itertools.count()
 
 
 @final
-class HostEngine(Engine):
-    """Ranks that share memory. Its calls are the builtins of `_core`, unwrapped."""
+class HostEngine(CompiledEngine):
+    """Ranks that share memory."""
 
     compiled: _core.HostCommunicator
 
@@ -31,7 +31,6 @@ class HostEngine(Engine):
         self.compiled = host
         self.key = key
         self._meet = meet
-        self._groups = 0  # how many groups were made from this engine
         self.rank = host.rank
         self.size = host.size
 
@@ -72,14 +71,6 @@ class HostEngine(Engine):
             for rank in ranks
         ]
 
-    def calls(self, timeout_s: float) -> Calls:
-        """Return the builtins of the compiled engine."""
-        return Calls(**self.compiled.calls(timeout_s))
-
-    def empty(self, nbytes: int) -> Bytes:
-        """Allocate shared memory."""
-        return self.compiled.empty(nbytes)
-
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> HostEngine | None:
         """Make another engine over the same memory."""
         host = self.compiled
@@ -105,13 +96,6 @@ class HostEngine(Engine):
         """Make an engine over new memory, by a rendezvous of the survivors alone."""
         self._groups += 1
         return self._meet(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
-
-    def _key_of(self, ranks: Sequence[int]) -> str:
-        return f"{self.key}/{self._groups}:{','.join(map(str, ranks))}"
-
-    def close(self) -> None:
-        """Leave; peers that wait for this rank get `PeerFailureError`."""
-        self.compiled.close()
 
 
 def _meet_as_processes(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:

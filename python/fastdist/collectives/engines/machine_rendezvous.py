@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import fastdist._core as _core
@@ -28,16 +28,16 @@ from fastdist.cluster.address import split_address
 from fastdist.cluster.launch import LAUNCHER_VARIABLE
 from fastdist.cluster.own_address import own_address
 from fastdist.collectives.engines.agent_round import agree_on_name
-from fastdist.collectives.engines.layout import Layout
-from fastdist.collectives.engines.torch_store import open_store, with_prefix
+from fastdist.collectives.engines.net import Layout
+from fastdist.collectives.engines.torch_store import await_told, open_store, with_prefix
 from fastdist.collectives.rendezvous import run_checks
 from fastdist.collectives.secret import Secret, UnsealedError, job_secret
 from fastdist.errors import ClusterConfigError
+from fastdist.recorder.encoding import decode, encode
 
 _POLL_S = 0.05
 _END_S = 5.0  # for attempts to reach the store, as the interpreter ends
 _STORE_GRACE_S = 2.0  # for ranks that tell each other why they end
-_TELL_S = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Arrival:
 
     def pack(self) -> str:
         """Encode as JSON."""
-        return json.dumps(astuple(self))
+        return encode(self)
 
     @classmethod
     def unpack(cls, text: str | bytes) -> Arrival:
@@ -92,14 +92,10 @@ class Arrival:
         Raises:
             ValueError: a field is missing, or has an impossible value.
         """
-        try:
-            found = cls(*json.loads(text))
-            ipaddress.ip_address(found.ip.partition("%")[0])
-            types = [type(value) for value in astuple(found)]
-        except (AttributeError, TypeError, RecursionError) as error:
-            raise ValueError(str(error)) from None
-        if types != [int, str, str, int, str, str, str] or not 0 < found.port < 1 << 16:
-            raise ValueError("fields of other types")
+        found = decode(cls, text)
+        ipaddress.ip_address(found.ip.partition("%")[0])
+        if not 0 < found.port < 1 << 16:
+            raise ValueError(f"port {found.port}")
         return found
 
 
@@ -318,7 +314,7 @@ def _meet(
         with contextlib.suppress(ClusterConfigError):  # of ranks with another secret
             refusal = table.decide(json.dumps([text, *error.ranks[:1]]))
         if rank == 0:
-            _await_told(store, arrival.world_size)
+            await_told(store, "told", [f"rank/{rank}" for rank in range(1, arrival.world_size)])
         else:
             store.add("told", 1)
         if refusal:
@@ -368,14 +364,6 @@ def _check_arrival(packed: str, rank: int, size: int, other: int) -> None:
             f"{size}, rank {other} expects {arrival.world_size}",
             (other,),
         )
-
-
-def _await_told(store: Any, size: int) -> None:
-    """Keep the store, which ends with rank 0, until the ranks that came have read the decision."""
-    arrived = sum(bool(store.check([f"rank/{rank}"])) for rank in range(1, size))
-    until = time.monotonic() + _TELL_S
-    while store.add("told", 0) < arrived and time.monotonic() < until:
-        time.sleep(_POLL_S)
 
 
 def _refused(refusal: str) -> ClusterConfigError:

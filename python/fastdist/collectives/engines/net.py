@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.collectives.engines.engine import Bytes, Calls, Engine
+from fastdist.collectives.engines.engine import CompiledEngine, Engine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.layout import Layout
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveTimeoutError,
@@ -21,8 +21,39 @@ from fastdist.errors import (
 from fastdist.recorder.machines import Machine
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The ranks of each place. The first rank of a place is its leader.
+
+    Attributes:
+        places: the ranks of each place. Each rank is in exactly one place; the ranks of a place
+            need not be contiguous.
+    """
+
+    places: tuple[tuple[int, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in all places."""
+        return sum(map(len, self.places))
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return the place of a rank and the rank's number within that place."""
+        for place, ranks in enumerate(self.places):
+            if rank in ranks:
+                return place, ranks.index(rank)
+        raise ValueError(f"rank must be from 0 to {self.size - 1}, got {rank}")
+
+    def subset(self, group: Sequence[int]) -> Layout:
+        """Return the layout of a group of ranks, numbered in the group's order."""
+        here: dict[int, list[int]] = {}
+        for number, rank in enumerate(group):
+            here.setdefault(self.place_of(rank)[0], []).append(number)
+        return Layout(tuple(tuple(numbers) for _, numbers in sorted(here.items())))
+
+
 @final
-class NetEngine(Engine):
+class NetEngine(CompiledEngine):
     """Ranks on several machines. Every rank must make the engine.
 
     Args:
@@ -65,7 +96,6 @@ class NetEngine(Engine):
             self.machines = tuple(
                 Machine(ranks, self._ips[ranks[0]], launchers[ranks[0]]) for ranks in layout.places
             )
-        self._groups = 0  # how many groups were made from this engine
         places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
         token = hashlib.sha256(key.encode()).digest()
         try:
@@ -78,14 +108,6 @@ class NetEngine(Engine):
             raise ClusterConfigError(
                 f"rendezvous: {error}", getattr(error, "ranks", (rank,))
             ) from None
-
-    def calls(self, timeout_s: float) -> Calls:
-        """Return the builtins of the compiled engine."""
-        return Calls(**self.compiled.calls(timeout_s))
-
-    def empty(self, nbytes: int) -> Bytes:
-        """Allocate memory that the ranks of this machine share."""
-        return self.compiled.empty(nbytes)
 
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
         """Make an inner engine for a group within one machine, else connect the group anew."""
@@ -105,9 +127,8 @@ class NetEngine(Engine):
             if len(layout.places) == 1:
                 return inner
             addresses = [(self._ips[rank], int(ports[rank])) for rank in group]
-            key = f"{self.key}/{self._groups}:{','.join(map(str, group))}"
             number = list(group).index(self.rank)
-            own = layout, number, inner, listener, addresses, key
+            own = layout, number, inner, listener, addresses, self._key_of(group)
             return NetEngine(*own, timeout_s, parent=self.compiled)
         return None
 
@@ -118,7 +139,3 @@ class NetEngine(Engine):
             "shrink works between the ranks of one machine only; restart the job without the "
             "excluded ranks"
         )
-
-    def close(self) -> None:
-        """Leave; peers that wait for this rank get `PeerFailureError`."""
-        self.compiled.close()

@@ -9,13 +9,14 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastdist.errors import ClusterConfigError
 
 _CONNECT_S = 1.0
 _RETRY_S = 0.05
+_TELL_S = 1.5
 _PATIENCE = datetime.timedelta(seconds=2)  # of one attempt, which may take twice as long
 # Stores are kept: a store ends with its last reference, and the next `init` needs it.
 _stores: list[Any] = []
@@ -68,6 +69,20 @@ def open_store(
         ) from None
     _stores.append(store)
     return with_prefix(store, prefix)
+
+
+def await_told(store: Any, key: str, posted: Sequence[str]) -> None:
+    """Keep rank 0, which may hold the store, until the ranks that came know why it gives up.
+
+    Args:
+        store: a store of torch.
+        key: where each rank adds 1 as soon as it knows.
+        posted: the keys that the other ranks set when they came.
+    """
+    arrived = sum(bool(store.check([each])) for each in posted)
+    until = time.monotonic() + _TELL_S
+    while store.add(key, 0) < arrived and time.monotonic() < until:
+        time.sleep(_RETRY_S)
 
 
 def with_prefix(store: Any, prefix: str) -> Any:

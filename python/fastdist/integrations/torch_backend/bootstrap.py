@@ -9,12 +9,11 @@ from datetime import timedelta
 from typing import Any
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.engines.torch_store import await_told
 from fastdist.collectives.init import communicator_of
 from fastdist.errors import ClusterConfigError
 
 _MOST_SHOWN = 1000  # letters of another rank's reason
-_TELL_S = 1.5
-_POLL_S = 0.05
 
 
 class StoreBootstrap:
@@ -80,16 +79,9 @@ class StoreBootstrap:
             if not self._store.check([self._given_up]):
                 self._store.set(self._given_up, json.dumps([self._rank, reason]))
             if self._rank == 0:
-                self._await_told()
+                await_told(self._store, self._told, self._keys[1:])
             else:
                 self._store.add(self._told, 1)
-
-    def _await_told(self) -> None:
-        """Keep rank 0, which may hold the store, until the ranks that arrived know the reason."""
-        others = sum(bool(self._store.check([key])) for key in self._keys[1:])
-        until = time.monotonic() + _TELL_S
-        while self._store.add(self._told, 0) < others and time.monotonic() < until:
-            time.sleep(_POLL_S)
 
     def _failure(self, keys: list[str], cause: str) -> ClusterConfigError:
         missing: tuple[int, ...] = ()

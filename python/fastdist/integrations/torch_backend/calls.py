@@ -23,12 +23,12 @@ from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.overloads import FORMS, TIMED, normalize_arguments
 from fastdist.integrations.torch_backend.reductions import (
+    all_reduce_sparse,
     combined,
     reduction_of,
     scale_in_place,
     scaled,
 )
-from fastdist.integrations.torch_backend.sparse import all_reduce_sparse
 from fastdist.integrations.torch_backend.tensors import (
     Finish,
     all_of,
@@ -254,7 +254,11 @@ class Calls(_ProcessGroup):
             return self._all_reduce_several(tensors, opts)
         tensor = _one(tensors)
         if tensor.layout is not torch.strided:
-            return self._all_reduce_sparse(tensor, opts.reduceOp)
+            try:
+                all_reduce_sparse(self._comm, tensor, opts.reduceOp, self._timeout_s)
+            except FastdistError as error:
+                raise DistBackendError(str(error)) from error
+            return Done([tensor])
         plain, finish = to_write(tensor)
         op, factor, finish = self._reduction(opts, tensors, [plain], finish)
         scale_in_place([plain], factor)
@@ -268,13 +272,6 @@ class Calls(_ProcessGroup):
         scale_in_place([total], 1 / count if op == "mean" else factor)
         finish = all_of([finish, *(copying(total, tensor) for tensor in tensors)])
         return self._make(opts, tensors, finish, self._comm.all_reduce, total, op)
-
-    def _all_reduce_sparse(self, tensor: torch.Tensor, op: Any) -> Done:
-        try:
-            all_reduce_sparse(self._comm, tensor, op, self._timeout_s)
-        except FastdistError as error:
-            raise DistBackendError(str(error)) from error
-        return Done([tensor])
 
     @_collective
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _AllreduceCoalescedOptions) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +18,7 @@ from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.machine_rendezvous import machine_id
 from fastdist.errors import ClusterConfigError
 from fastdist.integrations.torch_backend.bootstrap import communicator_in_store, tcp_store_of
+from fastdist.recorder.encoding import decode, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Handle:
 
     def pack(self) -> str:
         """Encode as JSON."""
-        return json.dumps(astuple(self))
+        return encode(self)
 
     @classmethod
     def unpack(cls, text: str) -> Handle:
@@ -53,10 +53,8 @@ class Handle:
         Raises:
             ValueError: the text is no handle.
         """
-        with contextlib.suppress(TypeError, ValueError, RecursionError):
-            found = cls(*json.loads(text))
-            if all(type(value) is str for value in astuple(found)):
-                return found
+        with contextlib.suppress(ValueError):
+            return decode(cls, text)
         raise ValueError(f'not a handle of the backend "fastdist": {text[:100]!r}')
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from fastdist.collectives.communicator import Communicator
@@ -88,9 +87,3 @@ def broadcast_result(workers: Communicator | None, make: Callable[[], T]) -> T:
         return make()
     result = run_on_all(workers, lambda: make() if workers.rank == 0 else None)
     return workers.broadcast_object(result)  # type: ignore[return-value]
-
-
-def broadcast_tensors(workers: Communicator | None, tensors: dict[str, torch.Tensor]) -> None:
-    """Copy rank 0's tensors into the other ranks' tensors. Every rank must call."""
-    if workers is not None and tensors:
-        workers.broadcast([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastdist.checkpoints import files
-from fastdist.checkpoints.agreement import Ranks, broadcast_result, broadcast_tensors, run_on_all
+from fastdist.checkpoints.agreement import Ranks, broadcast_result, run_on_all
 from fastdist.checkpoints.encoding import Encoder, decode
 from fastdist.checkpoints.files import PartFiles
 from fastdist.checkpoints.keepers import Keeper, keeper_of
@@ -249,7 +249,7 @@ class Checkpoint:
                         before[name] = copy.deepcopy(own)
                 else:
                     require_match(name, part, given, class_name)
-                    if _has_state(part):
+                    if has_state(part):
                         before[name] = copy.deepcopy(part.state_dict())
 
         def load_objects() -> None:
@@ -300,7 +300,8 @@ def _share(
             if part is not None
             else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in described.items()}
         )
-        broadcast_tensors(workers, tensors)
+        if workers is not None and tensors:
+            workers.broadcast([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
         shared[name] = decode(encoded, tensors), class_name
     return shared
 
@@ -311,7 +312,8 @@ def copy_to_cpu(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, 
     return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
-def _has_state(part: Any) -> bool:
+def has_state(part: Any) -> bool:
+    """Return True if an object saves and restores its state by a dict, as torch's do."""
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
 
 
@@ -319,7 +321,7 @@ def _state_of(part: Any) -> Any:
     if isinstance(part, nn.Module):
         with with_metric_states(part):
             return part.state_dict()
-    return part.state_dict() if _has_state(part) else part
+    return part.state_dict() if has_state(part) else part
 
 
 def may_refuse(module: nn.Module) -> bool:

@@ -12,8 +12,7 @@ from torch import nn
 
 from fastdist.checkpoints.checkpoint import Checkpoint, may_refuse
 from fastdist.checkpoints.files import PartFiles
-from fastdist.checkpoints.manager import CheckpointManager
-from fastdist.checkpoints.staging import Staging
+from fastdist.checkpoints.manager import CheckpointManager, Staging
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.elastic import Member
 from fastdist.collectives.init import default_communicator, elastic_member, must_regroup

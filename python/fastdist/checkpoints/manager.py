@@ -10,15 +10,16 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 from fastdist.checkpoints import files
 from fastdist.checkpoints.agreement import Ranks, broadcast_result, run_on_all
 from fastdist.checkpoints.checkpoint import Checkpoint, copy_to_cpu
 from fastdist.checkpoints.directory_lock import DirectoryLock
 from fastdist.checkpoints.files import PartFiles
-from fastdist.checkpoints.staging import Staging
 from fastdist.collectives.init import exit_with
 from fastdist.errors import DamagedCheckpointError
 
@@ -310,3 +311,32 @@ def _tell_failures() -> None:
 
 
 atexit.register(_tell_failures)
+
+
+_COPY_THREADS = 4  # one thread does not reach the memory's bandwidth
+
+
+class Staging:
+    """Copies the tensors of a checkpoint's parts to the CPU. Allocating memory anew is slow."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, str], torch.Tensor] = {}
+
+    def copy(self, part: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Return copies of a part's tensors, which the next call for this part overwrites."""
+        staged = {}
+        for name, tensor in tensors.items():
+            kept = self._kept.get((part, name))
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda"
+                )
+                self._kept[part, name] = kept
+            staged[name] = kept
+        with ThreadPoolExecutor(_COPY_THREADS) as pool:
+            list(pool.map(torch.Tensor.copy_, staged.values(), tensors.values()))
+        return staged
+
+    def clear(self) -> None:
+        """Release the memory."""
+        self._kept.clear()

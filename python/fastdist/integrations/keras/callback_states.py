@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fastdist.checkpoints.checkpoint import has_state
 from fastdist.collectives.communicator import Communicator
 from fastdist.integrations.keras.internals import MonitorCallback
 
@@ -60,7 +61,7 @@ class CallbackStates:
             state = states.get(name)
             if state is None:
                 continue
-            if _has_state_dict(callback):
+            if has_state(callback):
                 callback.load_state_dict(state)
             else:
                 if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
@@ -70,7 +71,7 @@ class CallbackStates:
 
     def _state(self, name: str) -> State:
         callback, given = self._callbacks[name], self._given[name]
-        if _has_state_dict(callback):
+        if has_state(callback):
             state: State = callback.state_dict()
             return state
         return {
@@ -80,10 +81,6 @@ class CallbackStates:
             and _is_plain(value)
             and (key not in given or given[key] != _digest(value))
         }
-
-
-def _has_state_dict(callback: Any) -> bool:
-    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
 
 
 def _given(callback: Any) -> dict[str, bytes]:

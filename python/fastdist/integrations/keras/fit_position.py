@@ -7,12 +7,18 @@ position is that state and the number of batches drawn since.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+import torch
+
+from fastdist.checkpoints.checkpoint import has_state
 from fastdist.data import DistributedDataset
+from fastdist.integrations.keras.internals import get_global_attribute, global_seed_generator
 from fastdist.integrations.keras.parts import DistributedAdapter, PartAdapter
-from fastdist.integrations.keras.random_state import random_state, set_random_state
+from fastdist.integrations.keras.trainer import trainer_of
 
 
 class FitPosition:
@@ -145,7 +151,36 @@ def _source(adapter: Any) -> Any:
         return adapter._dataset
     whole = adapter._whole if isinstance(adapter, PartAdapter) else adapter
     dataset = getattr(whole, "py_dataset", None)
-    if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+    if has_state(dataset):
         return dataset
     generator = getattr(getattr(whole, "_dataloader", None), "generator", None)
     return None if generator is None else _GeneratorState(generator)
+
+
+def random_state(model: Any) -> dict[str, Any]:
+    """Return the states of the generators of torch, Python, numpy, Keras and the model's trainer.
+
+    The trainer exists with several replicas. Checkpoints hold the state of torch's GPU generator.
+    """
+    trainer = trainer_of(model)
+    has_own = get_global_attribute("global_seed_generator") is not None
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "keras": global_seed_generator().state.value.detach().clone() if has_own else None,
+        "trainer": None if trainer is None else trainer.steps.random_state(),
+    }
+
+
+def set_random_state(model: Any, state: dict[str, Any]) -> None:
+    """Set the generators to a state that `random_state` has returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if state["keras"] is not None:
+        with torch.no_grad():
+            global_seed_generator().state.value.copy_(state["keras"])
+    trainer = trainer_of(model)
+    if trainer is not None and state["trainer"] is not None:
+        trainer.steps.set_random_state(state["trainer"])

@@ -1,9 +1,9 @@
-"""Results of metrics over all replicas."""
+"""Results of metrics, and logs of a step, over all replicas."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -60,3 +60,59 @@ def _part(variable: Any, workers: Communicator) -> torch.Tensor:
     if variable.aggregation == "mean":
         return value.double() / workers.world_size
     return value if workers.rank == 0 else torch.zeros_like(value)
+
+
+def global_logs(
+    logs: dict[str, Any],
+    metrics: list[Any],
+    results: Callable[[], dict[str, Any]],
+    workers: Communicator,
+    examples: tuple[int, ...] | None,
+) -> dict[str, Any]:
+    """Return the logs of a step over all replicas. Every replica must call.
+
+    A log that is the result of one of the model's metrics becomes the metric's result over all
+    replicas. Other numbers become means, weighted by the examples of the step.
+
+    Args:
+        logs: what the step returned on this replica; all replicas have the same names.
+        metrics: the model's metrics.
+        results: computes the results of the metrics from their variables.
+        workers: connects all replicas.
+        examples: the examples of each replica in this step; None if all weigh the same.
+    """
+    logs = dict(flattened(logs))
+    names = [name for name in sorted(logs) if is_number(logs[name])]
+    numbers = torch.tensor([float(logs[name]) for name in names], dtype=torch.float64)
+    own = {name: float(value) for name, value in results().items() if is_number(value)}
+    candidates = sorted(own)
+    values = torch.tensor([own[name] for name in candidates], dtype=torch.float64)
+    matches = (numbers[:, None] == values).double()
+    share = 1 / workers.world_size
+    if examples is not None:
+        share = examples[workers.rank] / max(1, sum(examples))
+    if not share:  # metrics have not counted the borrowed example
+        matches.fill_(1.0)
+    means = numbers * share if share else torch.zeros_like(numbers)
+    with combined(metrics, workers, [means, matches]):
+        whole = results()
+    found = dict(zip(names, means.tolist(), strict=True))
+    for i, name in enumerate(names):
+        equal = [c for k, c in enumerate(candidates) if matches[i, k] == workers.world_size]
+        if equal:
+            found[name] = whole[name if name in equal else equal[0]]
+    return logs | found
+
+
+def flattened(logs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of logs; the results of metrics may be dicts, as Keras takes them."""
+    for name, value in logs.items():
+        if isinstance(value, dict):
+            yield from flattened(value)
+        else:
+            yield name, value
+
+
+def is_number(value: Any) -> bool:
+    """Return True if a value of the logs is a number."""
+    return isinstance(value, (int, float)) or getattr(value, "shape", None) == ()

@@ -18,8 +18,8 @@ import keras
 from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import flat, overrides
 from fastdist.integrations.keras.extension import refusal, require_parts
+from fastdist.integrations.keras.internals import KerasSaveable, TrackedDict, TrackedList
 from fastdist.integrations.keras.layers import separate_random_numbers
-from fastdist.integrations.keras.pickles import send_as_they_are
 from fastdist.integrations.keras.served_optimizers import (
     ServedApply,
     require_served,
@@ -27,6 +27,7 @@ from fastdist.integrations.keras.served_optimizers import (
 )
 from fastdist.integrations.keras.served_steps import ScheduledSteps
 from fastdist.ps.coordinator.cluster_coordinator import ClusterCoordinator
+from fastdist.ps.coordinator.shipping import Reduction, reducers
 
 _OWN = ("fit", "compile", "make_train_function", "_get_metrics_result_or_logs")
 _AFTER_JOIN = (
@@ -48,7 +49,44 @@ _OF_STEPS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train
 # Arguments of fit that belong to data of the chief.
 _OF_ARRAYS = ("y", "batch_size", "validation_split", "class_weight", "sample_weight")
 
-send_as_they_are((*_OWN, *_AFTER_JOIN, "train_on_batch", "_post_build"))
+# Attributes that stay on the chief, besides the methods that a trainer replaces.
+_OF_CHIEF = ("history", "train_function", "test_function", "predict_function")
+_LEFT_OUT = frozenset((*_OF_CHIEF, *_OWN, *_AFTER_JOIN, "train_on_batch", "_post_build"))
+
+
+def _reduce(thing: Any) -> Reduction | None:
+    """Pickle Keras' objects for workers one by one, with the variables they share.
+
+    Keras' own pickles are files of `model.save`, which cannot leave parameters on servers.
+    """
+    if isinstance(thing, KerasSaveable):
+        state = vars(thing)
+        if isinstance(thing, keras.Model):
+            state = {name: value for name, value in state.items() if name not in _LEFT_OUT}
+            state |= dict.fromkeys(_OF_CHIEF)
+        return _hollow, (type(thing),), _unwound(state)
+    if isinstance(thing, TrackedList):  # needs its tracker before its items
+        return type(thing), (), None, iter(thing)
+    if isinstance(thing, TrackedDict):
+        return type(thing), (), None, None, iter(thing.items())
+    return None
+
+
+def _unwound(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state in an order in which deep models need no deep recursion.
+
+    A model's layers come first, from input to output, and do not know which layers follow.
+    """
+    layers = {"_layers": state["_layers"]} if "_layers" in state else {}
+    outbound: dict[str, Any] = {"_outbound_nodes": []} if "_outbound_nodes" in state else {}
+    return layers | state | outbound
+
+
+def _hollow(kind: type) -> Any:
+    return object.__new__(kind)
+
+
+reducers[:] = [_reduce]
 
 
 class ServedTrainer:

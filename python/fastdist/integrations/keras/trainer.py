@@ -29,8 +29,7 @@ from fastdist.integrations.keras.internals import (
     train_validation_split,
     unpack_x_y_sample_weight,
 )
-from fastdist.integrations.keras.logs import global_logs
-from fastdist.integrations.keras.metrics import combined
+from fastdist.integrations.keras.metrics import combined, global_logs
 from fastdist.integrations.keras.parts import Cutter, DistributedAdapter, PartAdapter
 from fastdist.integrations.keras.steps import ReplicaSteps, Step
 from fastdist.replicas.context import state

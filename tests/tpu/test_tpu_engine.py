@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fastdist.errors import CollectiveMismatchError, UnsupportedError
-from fastdist.tpu.comparison import Comparison
+from fastdist.tpu.engine import Comparison
 from virtual_devices import ON_CPU, N
 
 needs_xla = pytest.mark.skipif(not ON_CPU, reason="needs torch_xla and PJRT_DEVICE=CPU")

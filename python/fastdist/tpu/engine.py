@@ -12,7 +12,9 @@ All tensors of one dtype in a list are reduced by one all-reduce.
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, final
 
 import numpy as np
@@ -23,7 +25,7 @@ from fastdist.collectives.engines.engine import OPS, Bytes, Calls, Engine
 from fastdist.collectives.hints import unknown_op
 from fastdist.collectives.types import REDUCE_OPS
 from fastdist.errors import UnsupportedError
-from fastdist.tpu.comparison import Comparison, dtype_of
+from fastdist.recorder.signatures import DTYPES
 from fastdist.tpu.mesh import Mesh
 
 _XLA_OPS = ("sum", "mean", "min", "max")
@@ -307,3 +309,45 @@ def _require_xla(tensor: torch.Tensor) -> None:
 def _put(target: torch.Tensor, result: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(result.reshape(target.shape))
+
+
+_TIMEOUT_S = 600.0
+
+
+class Comparison:
+    """Compares calls between processes that trace; `peers` connects them on the host."""
+
+    def __init__(self, peers: Engine) -> None:
+        assert peers.compiled is not None
+        self._peers = peers.compiled
+        self._gather = peers.calls(_TIMEOUT_S).all_gather
+
+    def require_same(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        op: str = "sum",
+        root: int = 0,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> None:
+        """Compare a call on XLA tensors with the calls of all processes. Every process must call.
+
+        Raises:
+            CollectiveMismatchError: the calls differ; the message shows each call and its line.
+        """
+        words = [(prod(t.shape), DTYPES.index(dtype_of(t))) for t in tensors]
+        count = sum(word[0] for word in words)
+        dtype = dtype_of(tensors[0]) if tensors else "bool"
+        several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
+        self._peers.compare(name, dtype, op, root, count, several, timeout_s)
+
+    def joined(self, own: torch.Tensor) -> torch.Tensor:
+        """Join the tensors of all processes along axis 0; shapes must be equal."""
+        everyone = own.new_empty((own.shape[0] * self._peers.size, *own.shape[1:]))
+        self._gather(own.contiguous(), out=everyone)
+        return everyone
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype."""
+    return str(tensor.dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fastdist
-from fastdist.cli.bench import fastdist_cuda_driver, torch_nccl_driver
+from fastdist.cli.bench import fastdist_driver, torch_nccl_driver
 from fastdist.cli.bench.arrays import ArrayLibrary
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.fastdist_driver import FastdistCalls
@@ -57,6 +57,6 @@ class StreamDriver(FastdistCalls):
 
 
 if __name__ == "__main__":
-    fastdist_cuda_driver.FastdistCudaDriver = partial(StreamDriver, True)  # type: ignore[misc]
+    fastdist_driver.FastdistCudaDriver = partial(StreamDriver, True)  # type: ignore[misc]
     torch_nccl_driver.TorchNcclDriver = partial(StreamDriver, False)  # type: ignore[misc]
     raise SystemExit(main())

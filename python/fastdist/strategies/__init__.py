@@ -4,13 +4,13 @@ from fastdist.strategies.base import Strategy
 from fastdist.strategies.central_storage import CentralStorageStrategy
 from fastdist.strategies.default import (
     DefaultStrategy,
+    OneDeviceStrategy,
     get_replica_context,
     get_strategy,
     has_strategy,
 )
 from fastdist.strategies.mirrored import MirroredStrategy
 from fastdist.strategies.multi_worker import MultiWorkerMirroredStrategy
-from fastdist.strategies.one_device import OneDeviceStrategy
 from fastdist.strategies.options import CommunicationOptions
 
 __all__ = [

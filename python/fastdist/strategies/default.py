@@ -1,4 +1,4 @@
-"""The default strategy, and functions that return a thread's strategy and replica context."""
+"""Strategies of one device, and functions that return a thread's strategy and replica context."""
 
 from __future__ import annotations
 
@@ -8,8 +8,29 @@ from typing import cast
 import torch
 
 from fastdist.replicas.context import ReplicaContext, state
+from fastdist.replicas.devices import usable_device
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
+
+
+class OneDeviceStrategy(ReplicatedStrategy):
+    """Puts modules and data on one device (tf.distribute.OneDeviceStrategy).
+
+    Args:
+        device: as for `torch.device`.
+
+    Raises:
+        ValueError: torch cannot use the device.
+
+    Examples:
+        >>> import fastdist as fd, torch
+        >>> strategy = fd.OneDeviceStrategy("cpu")
+        >>> strategy.run(lambda: torch.ones(2).sum())
+        tensor(2.)
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        super().__init__(usable_device(device))
 
 
 class DefaultStrategy(ReplicatedStrategy):

@@ -24,10 +24,7 @@ _DRIVERS = {
     "mlx": ("mlx_driver:MlxDriver", ("concatenated",)),
     "deepspeed": ("deepspeed_driver:DeepSpeedDriver", ("one by one",)),
     "mpi": ("mpi_driver:MpiDriver", (_BUCKETED,)),
-    "fastdist_cuda": (
-        "fastdist_cuda_driver:FastdistCudaDriver",
-        ("list", "list in bf16", "one array"),
-    ),
+    "fastdist_cuda": ("fastdist_driver:FastdistCudaDriver", ("list", "list in bf16", "one array")),
     "torch_nccl": ("torch_nccl_driver:TorchNcclDriver", _TORCH),
 }
 LIST_VARIANTS = {kind: variants for kind, (_, variants) in _DRIVERS.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,7 @@ class TorchHostDriver(TorchCalls):
         self._dist.destroy_process_group()
 
 
-class GlooDriver(TorchHostDriver):
-    """Calls go to Gloo."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__("gloo", folder)
+GlooDriver = partial(TorchHostDriver, "gloo")
 
 
 class FastdistTorchDriver(TorchHostDriver):

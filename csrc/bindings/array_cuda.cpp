@@ -23,7 +23,8 @@ std::optional<DType> dtype_of(const std::string& typestr) {
   if (typestr.size() < 3 || typestr.size() > 4 || typestr[0] == '>') return std::nullopt;
   const auto code = kKinds.find(typestr[1]);
   const int bits = 8 * std::atoi(typestr.c_str() + 2);
-  if (code == kKinds.npos || bits > 128) return std::nullopt;
+  const bool is_number = typestr.find_first_not_of("0123456789", 2) == std::string::npos;
+  if (code == kKinds.npos || bits > 128 || !is_number) return std::nullopt;
   return dlpack_dtype({static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1});
 }
 

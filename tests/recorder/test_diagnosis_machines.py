@@ -1,4 +1,4 @@
-"""What `fastdist why` says where ranks are on two machines."""
+"""Diagnoses of jobs whose ranks are on two machines."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fastdist.recorder import observation, place, stacks
 from fastdist.recorder.diagnosis import diagnose
 from fastdist.recorder.endings import note_killed
 from fastdist.recorder.frames import Stack
-from fastdist.recorder.jobs import find_job, jobs_here
+from fastdist.recorder.jobs import NoSuchJobError, find_job, jobs_here
 from fastdist.recorder.occupation import Kind
 from fastdist.recorder.stacks import parse_faulthandler
 from fastdist.recorder.words import names, seconds, short
@@ -57,12 +57,12 @@ def test_processes_that_are_no_ranks_are_refused(
 ) -> None:
     write_records(folder)
     jobs, _ = jobs_here()
-    with pytest.raises(LookupError, match=f"process {os.getppid()} is no rank"):
+    with pytest.raises(NoSuchJobError, match=f"process {os.getppid()} is no rank"):
         find_job(jobs, str(os.getppid()))
     monkeypatch.setattr(jobs_module, "owner_of", lambda pid: os.getuid() + 4321)
-    with pytest.raises(LookupError, match=f"process 1 is of user {os.getuid() + 4321}"):
+    with pytest.raises(NoSuchJobError, match=f"process 1 is of user {os.getuid() + 4321}"):
         find_job(jobs, "1")
-    with pytest.raises(LookupError, match="no job or process of this user is named ffff"):
+    with pytest.raises(NoSuchJobError, match="no job or process of this user is named ffff"):
         find_job(jobs, "ffff")
     assert find_job(jobs, "0123") is jobs[0]
     assert find_job(jobs, str(os.getpid())) is jobs[0]
@@ -72,7 +72,7 @@ def test_ambiguous_ids_are_refused(folder: Path) -> None:
     write_records(folder, rank=0, job=b"abc1")
     write_records(folder, rank=1, job=b"abc2")
     jobs, _ = jobs_here()
-    with pytest.raises(LookupError, match="begins the ids of 2 jobs"):
+    with pytest.raises(NoSuchJobError, match="begins the ids of 2 jobs"):
         find_job(jobs, "abc")
 
 

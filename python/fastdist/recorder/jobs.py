@@ -12,6 +12,10 @@ from fastdist.recorder.ring import Records, UnreadableError, identity, read_reco
 from fastdist.recorder.system import owner_of, start_of, state_of
 
 
+class NoSuchJobError(LookupError):
+    """No job was found; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedRank:
     """A rank and its records."""
@@ -71,7 +75,7 @@ def job_of(pid: int) -> Job:
     """Find the job of a process, alive or dead; read no records but those of the job.
 
     Raises:
-        LookupError: the process has no records.
+        NoSuchJobError: the process has no records.
     """
     here = (each for each in record_paths() if each.is_here and each.pid == pid)
     found = [who for each in here if (who := identity(each.path)) is not None]
@@ -115,12 +119,12 @@ def find_job(jobs: Iterable[Job], name: str | None) -> Job:
         name: the id or process; None: the first job.
 
     Raises:
-        LookupError: no job or several jobs fit.
+        NoSuchJobError: no job or several jobs fit.
     """
     jobs = list(jobs)
     if name is None:
         if not jobs:
-            raise LookupError(
+            raise NoSuchJobError(
                 "no job of this user has records here; ranks keep them once they are connected"
             )
         return jobs[0]
@@ -132,8 +136,8 @@ def find_job(jobs: Iterable[Job], name: str | None) -> Job:
     if len(fitting) == 1:
         return fitting[0]
     if fitting:
-        raise LookupError(f"{name} begins the ids of {len(fitting)} jobs; see fastdist ps")
-    raise LookupError(_why_not(name))
+        raise NoSuchJobError(f"{name} begins the ids of {len(fitting)} jobs; see fastdist ps")
+    raise NoSuchJobError(_why_not(name))
 
 
 def _why_not(name: str) -> str:

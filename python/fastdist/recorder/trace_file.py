@@ -14,6 +14,10 @@ from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
 _PHASES = 0  # the row of phases; each communicator and lane has another row
 
 
+class TraceError(ValueError):
+    """A file is no trace of fastdist."""
+
+
 def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
     """Write a trace; a rank is a process in it, and its communicators are threads."""
     begins = [span.begin_s for rank in ranks for span in rank.spans]
@@ -31,7 +35,7 @@ def read_trace(path: Path) -> list[RankTimeline]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is another file.
+        TraceError: it is another file.
     """
     try:
         trace = json.loads(path.read_text())
@@ -43,7 +47,7 @@ def read_trace(path: Path) -> list[RankTimeline]:
             rank = ranks.setdefault(event["pid"], RankTimeline(event["pid"], ""))
             _take(rank, event, begin_s)
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of fastdist run --trace: {error!r}") from None
+        raise TraceError(f"{path} is no trace of fastdist run --trace: {error!r}") from None
     return sorted(ranks.values(), key=lambda each: each.rank)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastdist.cli.why.picture import check_plot, to_text, write_plot
 from fastdist.recorder.diagnosis import Diagnosis, diagnose
-from fastdist.recorder.jobs import find_job, jobs_here
+from fastdist.recorder.jobs import NoSuchJobError, find_job, jobs_here
 from fastdist.recorder.observation import ObservedRank
 from fastdist.recorder.words import columns, names, seconds, short
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     """Diagnose a job and print the result.
 
     Raises:
-        LookupError: there is no such job.
+        NoSuchJobError: there is no such job.
         ImportError: matplotlib is missing.
         ValueError: the file of the picture has another type.
     """
@@ -53,8 +53,8 @@ def run(options: argparse.Namespace) -> None:
     jobs, notes = jobs_here()
     try:
         job = find_job(jobs, options.job)
-    except LookupError as error:
-        raise LookupError("; ".join([str(error), *notes])) from None
+    except NoSuchJobError as error:
+        raise NoSuchJobError("; ".join([str(error), *notes])) from None
     diagnosis = diagnose(job, everywhere=True)
     unseen = [*notes, *diagnosis.observation.notes, *_missing(diagnosis)]
     sys.stdout.write(_to_json(diagnosis, unseen) if options.json else _to_text(diagnosis, unseen))

@@ -203,6 +203,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void hide_elsewhere(Wait& wait) noexcept;
   void withdraw(const Wait& wait) noexcept;
   [[nodiscard]] std::optional<Failure> find_deadlock_of(const Wait& wait);
+  void mark_failing_waits(const Failure& failure) noexcept;
   void end_wait(Wait& wait) noexcept;
   [[nodiscard]] std::optional<Blocked> blocked(int p) const noexcept;
   [[nodiscard]] std::vector<int> find_deadlock() const;

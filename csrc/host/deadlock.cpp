@@ -118,6 +118,7 @@ void HostCommunicator::hide_elsewhere(Wait& wait) noexcept {
 // rank had failed. So what is announced since then concerns this wait, and no earlier one.
 std::optional<Failure> HostCommunicator::find_deadlock_of(const Wait& wait) {
   std::optional<Failure> found;
+  HostCommunicator* where = nullptr;
   Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
     if (&other == this || found) return;
     if (other.me().control->blocked.number.load(std::memory_order_relaxed) != wait.number) return;
@@ -126,22 +127,50 @@ std::optional<Failure> HostCommunicator::find_deadlock_of(const Wait& wait) {
       if (!failure || failure->kind != FailureKind::kDeadlock) continue;
       if (std::ranges::find(failure->ranks, other.label(other.rank_)) == failure->ranks.end())
         continue;
-      other.announce(*failure, RankState::kFailed);
-      failure->detail = seen_elsewhere(failure->detail);
+      where = &other;
       found = std::move(failure);
     }
   });
+  if (!found) return std::nullopt;
+  where->announce(*found, RankState::kFailed);
+  found->detail = seen_elsewhere(found->detail);
   return found;
 }
 
+// Marks the waits that end with a failure announced here, in all communicators in which they are
+// shown. Their ranks may not have seen it yet, while this one already waits for them elsewhere.
+void HostCommunicator::mark_failing_waits(const Failure& failure) noexcept {
+  if (machine_->one_process()) return;
+  const auto is_deadlocked = [&](int p) {
+    return failure.kind == FailureKind::kDeadlock &&
+           std::ranges::count(failure.ranks, label(p)) != 0;
+  };
+  for (int p = 0; p < size(); ++p) {
+    const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
+    const std::uint64_t number = wait.number.load(std::memory_order_seq_cst);
+    const bool is_elsewhere = wait.reach.load(std::memory_order_relaxed) == Reach::kElsewhere;
+    if (p == rank_ || number == 0 || (is_elsewhere && !is_deadlocked(p))) continue;
+    const int member = members_[static_cast<std::size_t>(p)];
+    Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
+      if (other.machine_ != machine_) return;
+      const auto it = std::ranges::find(other.members_, member);
+      if (it == other.members_.end()) return;
+      const auto q = static_cast<std::size_t>(it - other.members_.begin());
+      other.peers_[q].control->failing.store(number, std::memory_order_release);
+    });
+  }
+}
+
 std::optional<HostCommunicator::Blocked> HostCommunicator::blocked(int p) const noexcept {
-  const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
+  const Control& control = *peers_[static_cast<std::size_t>(p)].control;
+  const BlockedWait& wait = control.blocked;
   const std::uint64_t number = wait.number.load(std::memory_order_seq_cst);
   const std::uint64_t rank = wait.rank.load(std::memory_order_acquire);
   const std::uint64_t offset = wait.offset.load(std::memory_order_acquire);
   const std::uint64_t value = wait.value.load(std::memory_order_acquire);
   // The counter of another wait may lie beyond the end of this rank's segment.
   if (number == 0 || wait.number.load(std::memory_order_seq_cst) != number) return std::nullopt;
+  if (control.failing.load(std::memory_order_acquire) == number) return std::nullopt;
   if (rank >= peers_.size()) return std::nullopt;
   const auto* counter =
       reinterpret_cast<const Counter*>(machine_->window(peers_[rank].machine_rank) + offset);

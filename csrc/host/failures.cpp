@@ -117,7 +117,7 @@ void HostCommunicator::check_timeout(const Wait& wait, int p) {
   fail({FailureKind::kTimeout, std::move(missing), label(rank_), waited}, wait);
 }
 
-// The first failure stays.
+// Also marks the waits that it ends. The first failure stays.
 void HostCommunicator::announce(const Failure& failure, RankState state) noexcept {
   Control& control = *me().control;
   {
@@ -128,6 +128,7 @@ void HostCommunicator::announce(const Failure& failure, RankState state) noexcep
     control.state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
   }
   wake_everyone();
+  mark_failing_waits(failure);
 }
 
 std::optional<Failure> HostCommunicator::find_told() const {

@@ -134,17 +134,22 @@ void NetCommunicator::answer_questions(Wait& wait, NetCommunicator& waiting) {
 void NetCommunicator::speak_elsewhere(Wait& wait) {
   if (!wait.caller->is_alone()) return;
   std::optional<std::string> deadlock;
-  Registry<NetCommunicator>::for_each([&](NetCommunicator& other) {
-    if (&other == this || other.is_closed_) return;
+  const auto for_each_other = [&](auto&& function) {
+    Registry<NetCommunicator>::for_each([&](NetCommunicator& other) {
+      if (&other != this && !other.is_closed_) function(other);
+    });
+  };
+  for_each_other([&](NetCommunicator& other) {
     for (int p = 0; p < other.size(); ++p) {
       if (p == other.rank_) continue;
       AnswerReader& answers = other.peer(p).answers;
       answers.poll();
       if (wait.id != 0 && !deadlock) deadlock = answers.deadlock_of(wait.id);
     }
-    other.answer_questions(wait, *this);
   });
-  if (!deadlock) return;
+  if (!deadlock) {
+    return for_each_other([&](NetCommunicator& other) { other.answer_questions(wait, *this); });
+  }
   std::vector<int> ranks = missing_in(wait);
   ranks.push_back(rank_);
   fail({.kind = FailureKind::kDeadlock,

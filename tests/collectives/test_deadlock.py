@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +144,28 @@ def test_communicators_used_in_crossed_order(make: Make) -> None:
     ranks = ProcessRanks(2)
     try:
         ranks.run(use_in_crossed_order, make)
+    finally:
+        ranks.close()
+
+
+def wait_for_a_rank_that_has_not_looked(comm: Communicator) -> None:
+    """Wait for a stopped rank, whose own wait for this one is about to fail."""
+    first, second = two_on_one_machine(comm)
+    pids = comm.all_gather_object(os.getpid())
+    if comm.rank == 0:
+        time.sleep(0.5)  # rank 1 waits by then
+        os.kill(pids[1], signal.SIGSTOP)
+        subprocess.run(["sh", "-c", f"(sleep 1; kill -CONT {pids[1]}) &"], check=True)
+    calls = [lambda: first.all_reduce(np.ones(2)), lambda: second.broadcast(np.ones(3), 0)]
+    with pytest.raises(CollectiveMismatchError, match="all_reduce"):
+        calls[comm.rank]()
+    comm.barrier()
+
+
+def test_rank_that_learns_late_of_a_deadlock() -> None:
+    ranks = ProcessRanks(2)
+    try:
+        ranks.run(wait_for_a_rank_that_has_not_looked)
     finally:
         ranks.close()
 

@@ -23,6 +23,10 @@ std::string describe(std::span<const LastCall> calls) {
   return text;
 }
 
+bool is_deadlock(FailureKind kind) {
+  return kind == FailureKind::kDeadlock || kind == FailureKind::kDeadlockElsewhere;
+}
+
 // Describes a failure for rank `rank`, without the call that it ended.
 std::string describe(const Failure& failure, int rank) {
   const auto& [kind, ranks, noticed_by, waited, detail, code] = failure;
@@ -49,7 +53,12 @@ std::string describe(const Failure& failure, int rank) {
       return is_own ? who + " did not come in time"
                     : name(noticed_by) + " gave up waiting for " + who;
     case FailureKind::kDeadlock:
-      return "ranks wait for each other, and none of their calls can end" + detail;
+    case FailureKind::kDeadlockElsewhere:
+      return "ranks wait for each other, and none of their calls can end" +
+             std::string(kind == FailureKind::kDeadlock
+                             ? ""
+                             : ", by their numbers in another communicator") +
+             detail;
     case FailureKind::kUnfinished:
       return "a call on GPUs has not finished";
     case FailureKind::kAborted:
@@ -65,7 +74,7 @@ std::string describe(const Failure& failure, int rank) {
 Error error_of(const Failure& failure, const std::string& text, int rank) {
   const bool is_interrupted = failure.kind == FailureKind::kInterrupted;
   std::vector<int> ranks = failure.ranks;
-  if (is_interrupted || failure.kind == FailureKind::kDeadlock) std::erase(ranks, rank);
+  if (is_interrupted || is_deadlock(failure.kind)) std::erase(ranks, rank);
   const bool is_own = is_interrupted && failure.noticed_by == rank;
   return {is_own ? ErrorCode::kState : code_of(failure), text, std::move(ranks)};
 }
@@ -75,7 +84,7 @@ Error error_of(const Failure& failure, const std::string& text, int rank) {
 ErrorCode code_of(const Failure& failure) noexcept {
   const FailureKind kind = failure.kind;
   if (kind == FailureKind::kError) return failure.code;
-  if (kind == FailureKind::kDeadlock) return ErrorCode::kMismatch;
+  if (is_deadlock(kind)) return ErrorCode::kMismatch;
   const bool is_late = kind == FailureKind::kTimeout || kind == FailureKind::kUnfinished;
   return is_late ? ErrorCode::kTimeout : ErrorCode::kPeerFailure;
 }
@@ -92,7 +101,7 @@ Error error_in(const Failure& failure, const Signature& call, int rank,
         std::chrono::round<std::chrono::duration<std::int64_t, std::deci>>(failure.waited);
     text = describe(call) + where + " reached its timeout after " + text_of(rounded) +
            " waiting for rank " + list_ranks(failure.ranks) + describe(last_calls);
-  } else if (failure.kind != FailureKind::kDeadlock) {
+  } else if (!is_deadlock(failure.kind)) {
     text = describe(call) + where + ": " + text + describe(last_calls);
   }
   return error_of(failure, text, rank);
@@ -124,11 +133,6 @@ std::string describe_waits(std::span<const WaitOfRank> waits, int rank, int rank
     if (!wait.site.empty()) text += " at " + wait.site;
   }
   return text;
-}
-
-std::string seen_elsewhere(const std::string& waits) {
-  static const std::string kNote = ", by their numbers in another communicator";
-  return waits.starts_with(kNote) ? waits : kNote + waits;
 }
 
 std::string text_of(std::chrono::duration<double> time) {

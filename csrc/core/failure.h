@@ -27,10 +27,11 @@ enum class FailureKind : std::uint32_t {
   kInterrupted,
   kMalformed,  // sent what no rank sends
   kTimeout,
-  kDeadlock,    // the detail is that of `describe_waits`
-  kUnfinished,  // a call on GPUs after its timeout
-  kAborted,     // died or aborted while calls on GPUs waited for it
-  kError,       // an error with `code`, whose message is the detail
+  kDeadlock,           // the detail is that of `describe_waits`
+  kDeadlockElsewhere,  // likewise, for ranks of another communicator
+  kUnfinished,         // a call on GPUs after its timeout
+  kAborted,            // died or aborted while calls on GPUs waited for it
+  kError,              // an error with `code`, whose message is the detail
 };
 
 struct Failure {
@@ -71,8 +72,6 @@ struct LastCall {
 
 // Describes the waits of a deadlock that rank `rank` of `ranks` has found.
 [[nodiscard]] std::string describe_waits(std::span<const WaitOfRank> waits, int rank, int ranks);
-// Returns such a description for ranks of another communicator than that of the rank.
-[[nodiscard]] std::string seen_elsewhere(const std::string& waits);
 // Returns "0.5 s", or "1, 2" for {1, 2}.
 [[nodiscard]] std::string text_of(std::chrono::duration<double> time);
 [[nodiscard]] std::string list_ranks(std::span<const int> ranks);

@@ -198,12 +198,13 @@ class HostCommunicator final : public BlockingCommunicator {
   // deadlock.cpp: detects ranks that wait for each other, such as one in send and one in barrier.
   void check_deadlock(int p, const Counter& counter, std::uint64_t value, Wait& wait);
   void publish_wait(int p, const Counter& counter, std::uint64_t value, const Wait& wait,
-                    Reach reach) noexcept;
+                    Reach reach, const std::string& site) noexcept;
   void show_elsewhere(int p, const Counter& counter, std::uint64_t value, Wait& wait);
   void hide_elsewhere(Wait& wait) noexcept;
   void withdraw(const Wait& wait) noexcept;
   [[nodiscard]] std::optional<Failure> find_deadlock_of(const Wait& wait);
   void mark_failing_waits(const Failure& failure) noexcept;
+  void mark_failing_wait(int p) noexcept;
   void end_wait(Wait& wait) noexcept;
   [[nodiscard]] std::optional<Blocked> blocked(int p) const noexcept;
   [[nodiscard]] std::vector<int> find_deadlock() const;
@@ -220,6 +221,7 @@ class HostCommunicator final : public BlockingCommunicator {
   [[noreturn]] void throw_peer_failure(int p, const Wait& wait);
   [[noreturn]] void fail(const Failure& failure, const Wait& wait);
   void announce(const Failure& failure, RankState state) noexcept;
+  bool tell(const Failure& failure, RankState state) noexcept;
   void wake_everyone() noexcept;
   [[nodiscard]] std::uint64_t last_sequence(int p) const noexcept;
   [[nodiscard]] std::vector<LastCall> last_calls() const;

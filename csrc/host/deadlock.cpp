@@ -33,9 +33,11 @@ void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64
   if (wait.number == 0) {
     static std::atomic<std::uint64_t> waits{0};
     wait.number = waits.fetch_add(1) + 1;
-    publish_wait(p, counter, value, wait, Reach::kHere);
+    publish_wait(p, counter, value, wait, Reach::kHere, wait.options->caller->location());
+    check_failures(wait);  // of ranks that failed before they could see it
   }
   show_elsewhere(p, counter, value, wait);
+  if (wait.number == 0) return;
   if (wait.is_shown) {
     if (auto failure = find_deadlock_of(wait)) {
       failure->ranks = {label(p), label(rank_)};
@@ -54,9 +56,10 @@ void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64
 }
 
 void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t value,
-                                    const Wait& wait, Reach reach) noexcept {
+                                    const Wait& wait, Reach reach,
+                                    const std::string& site) noexcept {
   Control& control = *me().control;
-  control.site.write(wait.options->caller->location());
+  control.site.write(site);
   BlockedWait& published = control.blocked;
   const Signature& call = wait.shown();
   published.signature.store(call.packed(), std::memory_order_relaxed);
@@ -86,10 +89,15 @@ void HostCommunicator::end_wait(Wait& wait) noexcept {
 }
 
 // Publishes the wait in this process's other communicators too, so that chains of waits lead
-// through them. A communicator that has failed tells nothing new: see `find_deadlock_of`.
+// through them. A communicator that has failed tells nothing new: see `find_deadlock_of`. A wait
+// that is no longer shown gets a new number, because ranks may have marked the old one as failing.
 void HostCommunicator::show_elsewhere(int p, const Counter& counter, std::uint64_t value,
                                       Wait& wait) {
-  if (machine_->one_process() || !wait.options->caller->is_alone()) return hide_elsewhere(wait);
+  if (machine_->one_process() || !wait.options->caller->is_alone()) {
+    if (wait.is_shown) end_wait(wait);
+    return;
+  }
+  const std::string site = me().control->site.text.data();
   wait.is_shown = true;
   me().control->blocked.reach.store(Reach::kEverywhere, std::memory_order_relaxed);
   Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
@@ -101,7 +109,7 @@ void HostCommunicator::show_elsewhere(int p, const Counter& counter, std::uint64
       if (other.has_left(q)) return;
     }
     other.publish_wait(static_cast<int>(awaited - other.members_.begin()), counter, value, wait,
-                       Reach::kElsewhere);
+                       Reach::kElsewhere, site);
   });
 }
 
@@ -118,7 +126,6 @@ void HostCommunicator::hide_elsewhere(Wait& wait) noexcept {
 // rank had failed. So what is announced since then concerns this wait, and no earlier one.
 std::optional<Failure> HostCommunicator::find_deadlock_of(const Wait& wait) {
   std::optional<Failure> found;
-  HostCommunicator* where = nullptr;
   Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
     if (&other == this || found) return;
     if (other.me().control->blocked.number.load(std::memory_order_relaxed) != wait.number) return;
@@ -127,38 +134,43 @@ std::optional<Failure> HostCommunicator::find_deadlock_of(const Wait& wait) {
       if (!failure || failure->kind != FailureKind::kDeadlock) continue;
       if (std::ranges::find(failure->ranks, other.label(other.rank_)) == failure->ranks.end())
         continue;
-      where = &other;
+      other.tell(*failure, RankState::kFailed);
+      failure->kind = FailureKind::kDeadlockElsewhere;
       found = std::move(failure);
     }
   });
-  if (!found) return std::nullopt;
-  where->announce(*found, RankState::kFailed);
-  found->detail = seen_elsewhere(found->detail);
   return found;
 }
 
-// Marks the waits that end with a failure announced here, in all communicators in which they are
-// shown. Their ranks may not have seen it yet, while this one already waits for them elsewhere.
+// Marks the waits that end with a failure announced here. Their ranks may not have seen it yet,
+// while this one already waits for them elsewhere.
 void HostCommunicator::mark_failing_waits(const Failure& failure) noexcept {
-  if (machine_->one_process()) return;
   const auto is_deadlocked = [&](int p) {
     return failure.kind == FailureKind::kDeadlock &&
            std::ranges::count(failure.ranks, label(p)) != 0;
   };
   for (int p = 0; p < size(); ++p) {
     const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
-    const std::uint64_t number = wait.number.load(std::memory_order_seq_cst);
     const bool is_elsewhere = wait.reach.load(std::memory_order_relaxed) == Reach::kElsewhere;
-    if (p == rank_ || number == 0 || (is_elsewhere && !is_deadlocked(p))) continue;
-    const int member = members_[static_cast<std::size_t>(p)];
-    Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
-      if (other.machine_ != machine_) return;
-      const auto it = std::ranges::find(other.members_, member);
-      if (it == other.members_.end()) return;
-      const auto q = static_cast<std::size_t>(it - other.members_.begin());
-      other.peers_[q].control->failing.store(number, std::memory_order_release);
-    });
+    if (!is_elsewhere || is_deadlocked(p)) mark_failing_wait(p);
   }
+}
+
+// Marks the wait of rank p in all communicators in which it may be shown.
+void HostCommunicator::mark_failing_wait(int p) noexcept {
+  const Control& control = *peers_[static_cast<std::size_t>(p)].control;
+  const std::uint64_t number = control.blocked.number.load(std::memory_order_seq_cst);
+  if (number == 0 || machine_->one_process()) return;
+  Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
+    if (other.machine_ != machine_) return;
+    const auto it = std::ranges::find(other.members_, members_[static_cast<std::size_t>(p)]);
+    if (it == other.members_.end()) return;
+    const auto q = static_cast<std::size_t>(it - other.members_.begin());
+    Counter& failing = other.peers_[q].control->failing;
+    std::uint64_t known = failing.load(std::memory_order_relaxed);
+    while (known < number && !failing.compare_exchange_weak(known, number)) {
+    }
+  });
 }
 
 std::optional<HostCommunicator::Blocked> HostCommunicator::blocked(int p) const noexcept {

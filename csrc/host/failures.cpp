@@ -117,18 +117,22 @@ void HostCommunicator::check_timeout(const Wait& wait, int p) {
   fail({FailureKind::kTimeout, std::move(missing), label(rank_), waited}, wait);
 }
 
-// Also marks the waits that it ends. The first failure stays.
 void HostCommunicator::announce(const Failure& failure, RankState state) noexcept {
+  if (tell(failure, state)) mark_failing_waits(failure);
+}
+
+// Returns false if this rank has told a failure before, which stays.
+bool HostCommunicator::tell(const Failure& failure, RankState state) noexcept {
   Control& control = *me().control;
   {
     const std::lock_guard lock(announce_mutex_);
     const auto active = static_cast<std::uint32_t>(RankState::kActive);
-    if (control.state.load(std::memory_order_relaxed) != active) return;
+    if (control.state.load(std::memory_order_relaxed) != active) return false;
     write(failure, control.failure);
     control.state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
   }
   wake_everyone();
-  mark_failing_waits(failure);
+  return true;
 }
 
 std::optional<Failure> HostCommunicator::find_told() const {

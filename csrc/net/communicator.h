@@ -138,6 +138,7 @@ class NetCommunicator final : public BlockingCommunicator {
     std::uint64_t question = 0;
     bool has_warned = false;  // of machines that cannot be reached
     std::uint64_t id = 0;     // random, once the rank has told others of the wait
+    std::string site;         // the caller's line, once the wait is long
 
    private:
     std::atomic<int>& calls_;

@@ -114,8 +114,7 @@ std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) cons
     own.received.push_back(p == rank_ ? 0 : peer(p).received.load());
   }
   own.awaited = std::move(awaited);
-  own.site = wait.caller->location();
-  if (own.site.size() > kSiteBytes) own.site.erase(0, own.site.size() - kSiteBytes);
+  own.site = wait.site;
   return serialize(own);
 }
 
@@ -152,10 +151,10 @@ void NetCommunicator::speak_elsewhere(Wait& wait) {
   }
   std::vector<int> ranks = missing_in(wait);
   ranks.push_back(rank_);
-  fail({.kind = FailureKind::kDeadlock,
+  fail({.kind = FailureKind::kDeadlockElsewhere,
         .ranks = std::move(ranks),
         .noticed_by = rank_,
-        .detail = seen_elsewhere(*deadlock)},
+        .detail = *deadlock},
        wait.signature);
 }
 
@@ -242,6 +241,10 @@ NetCommunicator::CallHead NetCommunicator::last_call(int p) const {
 
 // Called regularly by the thread that waits.
 void NetCommunicator::check_deadlock(Wait& wait) {
+  if (wait.site.empty()) {
+    wait.site = wait.caller->location();  // takes the GIL, so under no lock
+    if (wait.site.size() > kSiteBytes) wait.site.erase(0, wait.site.size() - kSiteBytes);
+  }
   answer_questions(wait, *this);
   if (submitted_.load(std::memory_order_acquire) != 0 || calls_.load() > 1) {
     return;  // another thread may act

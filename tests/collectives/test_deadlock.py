@@ -16,7 +16,7 @@ import pytest
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import Layout, NetEngine
-from fastdist.errors import CollectiveMismatchError
+from fastdist.errors import CollectiveMismatchError, PeerFailureError
 from ranks import ProcessRanks, ThreadRanks
 from test_net import LOCAL, TIMEOUT_S, MachineThreads
 
@@ -159,13 +159,36 @@ def wait_for_a_rank_that_has_not_looked(comm: Communicator) -> None:
     calls = [lambda: first.all_reduce(np.ones(2)), lambda: second.broadcast(np.ones(3), 0)]
     with pytest.raises(CollectiveMismatchError, match="all_reduce"):
         calls[comm.rank]()
+    if comm.rank == 1:
+        time.sleep(0.3)  # rank 0, which waits, does not take its error for another deadlock
     comm.barrier()
 
 
-def test_rank_that_learns_late_of_a_deadlock() -> None:
+def wait_for_a_rank_that_still_waits_for_a_closed_one(comm: Communicator) -> None:
+    first, _ = two_on_one_machine(comm)
+    pids = comm.all_gather_object(os.getpid())
+    if comm.rank == 1:
+        with pytest.raises(PeerFailureError, match="closed the communicator"):
+            first.barrier()
+    else:
+        time.sleep(0.5)  # rank 1 waits by then
+        os.kill(pids[1], signal.SIGSTOP)
+        subprocess.run(["sh", "-c", f"(sleep 1; kill -CONT {pids[1]}) &"], check=True)
+        first.close()
+    comm.barrier()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        wait_for_a_rank_that_has_not_looked,
+        wait_for_a_rank_that_still_waits_for_a_closed_one,
+    ],
+)
+def test_a_wait_that_is_about_to_fail_is_part_of_no_deadlock(wait: Call) -> None:
     ranks = ProcessRanks(2)
     try:
-        ranks.run(wait_for_a_rank_that_has_not_looked)
+        ranks.run(wait)
     finally:
         ranks.close()
 

@@ -92,6 +92,17 @@ CASE(a_deadlock_is_the_same_on_all_ranks) {
   }
 }
 
+CASE(a_deadlock_found_elsewhere_names_its_own_ranks) {
+  const Failure failure{
+      .kind = Kind::kDeadlockElsewhere, .ranks = {0, 2}, .noticed_by = 2, .detail = " (…)"};
+  const Error error = error_in(failure, kCall, 2, {});
+  check_text(error.what(),
+             "ranks wait for each other, and none of their calls can end, by their numbers in "
+             "another communicator (…)");
+  CHECK(error.code() == ErrorCode::kMismatch);
+  CHECK(error.ranks() == std::vector<int>{0});
+}
+
 CASE(a_failure_arrives_as_it_was_told) {
   for (std::uint32_t kind = 0; kind <= static_cast<std::uint32_t>(Kind::kError); ++kind) {
     const Failure told{static_cast<Kind>(kind),

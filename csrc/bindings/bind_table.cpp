@@ -199,7 +199,7 @@ void bind_row_table(py::module_& m) {
           },
           py::arg("piece_rows") = 65536)
       .def("__len__", &RowTable::size)
-      .def("reset_fixed", &RowTable::reset_fixed, py::call_guard<py::gil_scoped_release>())
+      .def("clear", &RowTable::clear, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("dim", &RowTable::dim)
       .def_property_readonly("slots", [](const RowTable& t) { return slot_names(t.rule()); })
       .def_property_readonly("slot_floats", &RowTable::slot_floats)

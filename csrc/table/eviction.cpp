@@ -81,6 +81,14 @@ void RowTable::sweep(std::uint64_t step) {
   }
 }
 
+void RowTable::clear() {
+  if (!striping_.hashed) return written_.clear();
+  for (std::size_t s = 0; s < striping_.count; ++s) {
+    const std::lock_guard lock(stripes_[s].mutex);
+    remove_if(stripes_[s], [](const RowIndex::Entry&) { return true; });
+  }
+}
+
 std::vector<std::uint64_t> RowTable::ids_of_part(std::size_t number) const {
   std::vector<std::uint64_t> ids;
   if (!striping_.hashed) {

@@ -26,13 +26,13 @@ struct RowTableOptions {
   UpdateRule rule;
   Initializer initializer;
   std::uint64_t seed = 0;
-  // Added to ids for initial values: the first id of a part of a larger table.
+  // Added to ids for initial values: the first id, if this is a range of a larger table.
   std::uint64_t first_id = 0;
   Format storage = Format::kFloat32;
   // The number of rows of a fixed table, with ids from 0; nothing for a hashed table, with any ids.
   std::optional<std::uint64_t> rows = {};
-  // Limits of a hashed table. Above max_rows, the rows touched the longest ago are evicted. Rows
-  // that more than max_age pushes have not touched are evicted too.
+  // Limits of a hashed table. Above max_rows, the least recently touched rows are evicted. Rows
+  // that have not been touched for more than max_age pushes are evicted too.
   std::optional<std::uint64_t> max_rows = {};
   std::optional<std::uint32_t> max_age = {};
 };
@@ -40,8 +40,8 @@ struct RowTableOptions {
 // All methods are thread-safe. Each row is read and changed atomically; the rows of one call are
 // not.
 //
-// The first push or assign creates a row, in a fixed table too; a pull before returns its initial
-// values. Every push is a step of the update rule, also a push without ids.
+// The first push or assign creates a row, in a fixed table too; before that, a pull returns its
+// initial values. Every push is a step of the update rule, even a push without ids.
 //
 // Rows are spread over stripes, each with a lock. A call visits its rows stripe by stripe, holding
 // the locks of the few stripes between the row it prefetches and the row it processes, so that many
@@ -80,9 +80,9 @@ class RowTable {
   }
   // Changes the initial values of rows that have not been created.
   void set_seed(std::uint64_t seed) noexcept { seed_.store(seed, std::memory_order_relaxed); }
-  // Removes all rows of a fixed table, before a checkpoint's rows are assigned: rows that the
-  // checkpoint does not have get their initial values again. Keeps the rows of a hashed table.
-  void reset_fixed() noexcept { written_.clear(); }
+  // Removes all rows, before a checkpoint's rows are assigned: those that the checkpoint does not
+  // have get their initial values again.
+  void clear();
 
   // For snapshots: `ids_of_part` lists the ids that a part of the table holds now. `read_present`
   // reads those of `ids` that are present into the beginnings of the arrays and returns their

@@ -324,8 +324,20 @@ CASE(rows_of_a_fixed_table_are_created_by_concurrent_pushes) {
   run_together({push, push, push, push}, kRows / 4);
   CHECK(table.size() == kRows);
   CHECK(pulled(table, range(0, kRows)) == before);
-  table.reset_fixed();
+  table.clear();
   CHECK(table.size() == 0);
+}
+
+CASE(a_hashed_table_can_be_cleared_and_used_again) {
+  RowTable table(options());
+  table.assign(range(0, 3000), Floats(3000 * kDim, 1.0F), {});
+  const std::size_t bytes = table.bytes();
+  table.clear();
+  CHECK(table.size() == 0);
+  CHECK(pulled(table, range(0, 3000)) == pulled(RowTable(options()), range(0, 3000)));
+  table.assign(range(5000, 8000), Floats(3000 * kDim, 2.0F), {});
+  CHECK(table.size() == 3000);
+  CHECK(table.bytes() <= 2 * bytes);  // the memory of removed rows is used again
 }
 
 CASE(a_snapshot_has_every_row_that_stays) {

@@ -118,7 +118,8 @@ def test_rows_that_no_worker_has_touched(stack: ExitStack, tmp_path: Path) -> No
     save_checkpoint(client, tmp_path / "a", first)
     other, second = tables(2, 2)
     assert not np.array_equal(second[0].pull(ids), before[0])
-    second[0].push([5], np.ones((1, 2)))
+    for table in second:
+        table.push([5], np.ones((1, 2)))
     restore_checkpoint(other, tmp_path / "a", second)
     save_checkpoint(other, tmp_path / "b", second)
     last, third = tables(1, 3)

@@ -20,30 +20,36 @@ def cluster() -> Iterator[PsCluster]:
     cluster.close()
 
 
-def counting(strategy: Any) -> tuple[Any, Any, Any]:
-    """A model, its optimizer, and a function each of whose calls adds 1 to all elements."""
+def counting(strategy: Any) -> tuple[Any, Any, Any, Any]:
+    """A model, its optimizer, a function each of whose calls adds 1 to all elements, and a table.
+
+    Each call also adds 1 to a row of the table, mostly a new one.
+    """
     with strategy.scope():
         model = nn.ParameterList([nn.Parameter(torch.zeros(2)) for _ in range(3)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        table = fd.nn.Embedding(None, 1, initializer=("constant", 0.0, 0.0))
+        optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], lr=1.0)
 
     def train() -> None:
         optimizer.zero_grad()
-        sum(parameter.sum() for parameter in model).neg().backward()
+        row = table(model[0][:1].detach().long())
+        (sum(parameter.sum() for parameter in model) + row.sum()).neg().backward()
         optimizer.step()
 
-    return model, optimizer, train
+    return model, optimizer, train, table
 
 
 def test_a_lost_server_costs_the_steps_since_the_checkpoint(
     cluster: PsCluster, tmp_path: Path
 ) -> None:
     strategy = cluster.strategy()
-    model, _optimizer, train = counting(strategy)
+    model, _optimizer, train, table = counting(strategy)
     coordinator = cluster.coordinator(strategy)
     state: dict[str, Any] = {"seen": []}
     reached = []
     for step in coordinator.run(train, steps=22, directory=tmp_path, save_every=5, state=state):
         assert [p.tolist() for p in model] == [[float(step)] * 2] * 3
+        assert table(torch.arange(22)).sum() == step
         state["seen"].append(step)
         reached.append(step)
         if reached == [5, 10, 15]:
@@ -58,7 +64,7 @@ def test_the_next_chief_continues(cluster: PsCluster, tmp_path: Path) -> None:
     found: list[int] = []
     for steps in (7, 12, 12):
         strategy = cluster.strategy()  # as that of a chief that is started again
-        model, _optimizer, train = counting(strategy)
+        model, _optimizer, train, _table = counting(strategy)
         coordinator = cluster.coordinator(strategy)
         state: dict[str, Any] = {}
         given = {"directory": tmp_path, "save_every": 5, "state": state}
@@ -71,7 +77,7 @@ def test_the_next_chief_continues(cluster: PsCluster, tmp_path: Path) -> None:
 
 def test_mistakes(cluster: PsCluster, tmp_path: Path) -> None:
     strategy = cluster.strategy()
-    _model, _optimizer, train = counting(strategy)
+    _model, _optimizer, train, _table = counting(strategy)
     coordinator = cluster.coordinator(strategy)
     for wrong in ({"steps": -1}, {"steps": 1, "save_every": 0}):
         with pytest.raises(ValueError, match=r"must be (0 or more|at least 1), got"):

@@ -82,7 +82,7 @@ def test_a_fixed_table_creates_rows_when_they_are_changed() -> None:
     assert len(table) == 2
     assert present(table) == {5, last}
     assert table.nbytes < rows // 4  # a bit for each row, not a row
-    table.reset_fixed()
+    table.clear()
     assert len(table) == 0
     np.testing.assert_array_equal(pulled(table, ids), before)
 

@@ -109,10 +109,9 @@ def restore_checkpoint(
 ) -> Any:
     """Read a checkpoint into existing variables and tables, however they are sharded.
 
-    Rows that a hashed table has and the checkpoint lacks stay as they are; those that neither has
-    begin as in the job that wrote the checkpoint. All files and their checksums are checked before
-    any server changes anything, unless `check_checkpoint` has done so. Returns the state that was
-    saved with them.
+    Rows that the checkpoint lacks begin as in the job that wrote it. All files and their checksums
+    are checked before any server changes anything, unless `check_checkpoint` has done so. Returns
+    the state that was saved with them.
 
     Raises:
         OSError, UnavailableError: there is no checkpoint, or a server cannot read a file of it.

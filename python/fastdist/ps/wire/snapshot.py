@@ -35,7 +35,7 @@ class Part:
         name: the name of the whole variable or table.
         begin: the first row.
         end: one past the last; -1 for a table without a limit of rows.
-        owner: for a table without a limit: the server's number among the `owners`.
+        owner: the server's number among the `owners`, for a table without a limit.
         owners: number of servers that share the table.
     """
 
@@ -46,7 +46,7 @@ class Part:
     owners: int = 1
 
     def may_share_rows(self, other: Part) -> bool:
-        """True if another part of the same variable or table may have some of these rows."""
+        """Return True if another part of the same variable or table may have some of these rows."""
         if self.end < 0:
             return self.owners != other.owners or self.owner == other.owner
         return max(self.begin, other.begin) < min(self.end, other.end)
@@ -102,8 +102,8 @@ def require_checksums(checksums: Mapping[Path, int]) -> None:
 def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     """Read the rows of an object that this server keeps, its part, and the object's step.
 
-    In a table with a limit of rows, those that the files lack get their initial values. The files
-    are complete and checked; any server may have written them.
+    Rows that the files lack get their initial values. The files are complete and checked; any
+    server may have written them.
 
     Returns the number of rows that were read. Raises OSError if a file cannot be read, ValueError
     if it is damaged.
@@ -113,7 +113,7 @@ def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
         return _restore_dense(spec, stored, part, opened)
     # Set before the rows: assigned rows take the table's step as their age.
     stored.step = max((file.step for file in opened), default=0)
-    stored.reset_fixed()
+    stored.clear()
     return sum(_read_rows(file, stored, part) for file in opened)
 
 

@@ -14,10 +14,10 @@ namespace fastdist::bindings {
 // ValueError.
 [[noreturn]] void throw_unexpected(const std::string& expected, pybind11::handle got);
 
-// The module of Python that composes messages, once it has given itself to `set_hints`.
+// Returns the Python module that composes messages; None until it is given to `set_hints`.
 [[nodiscard]] pybind11::handle hints();
 
-// Returns a message of that module.
+// Returns a message from that module.
 template <class... Args>
 [[nodiscard]] std::string hint(const char* function, Args&&... args) {
   return hints().attr(function)(std::forward<Args>(args)...).template cast<std::string>();

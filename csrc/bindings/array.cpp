@@ -178,7 +178,7 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
     PyTypeObject* const other = known.type.load(std::memory_order_relaxed);
     if (other == type) break;  // added by another thread
     if (other != nullptr) continue;
-    Py_INCREF(type);  // its address stays its own
+    Py_INCREF(type);  // so that no other type gets its address
     known.api = api;
     known.type.store(type, std::memory_order_release);
     break;
@@ -194,7 +194,7 @@ void check_mutable(py::handle object, const char* argument) {
   if (passed.load(std::memory_order_relaxed) == type) return;
   const std::string message = hint("immutable", argument, object);
   if (!message.empty()) throw Error(ErrorCode::kType, message);
-  Py_INCREF(type);  // a type that is cached is never freed: its address stays its own
+  Py_INCREF(type);  // a cached type is never freed, so no other gets its address
   passed.store(type, std::memory_order_relaxed);
 }
 
@@ -235,9 +235,9 @@ TensorView view_dlpack_object(py::handle object, Access access, const Placement&
 
 // --- all of them -------------------------------------------------------------------------------
 
-// The array that this thread asked `gpu_of` for last, if its type has an exchange table.
+// The last array that this thread passed to `gpu_of`, if its type has an exchange table.
 struct Described {
-  PyObject* object = nullptr;  // owned: its address stays its own
+  PyObject* object = nullptr;  // owned, so no other gets its address
   dlpack::Tensor tensor;
 
   void forget() noexcept { Py_CLEAR(object); }

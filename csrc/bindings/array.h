@@ -26,14 +26,14 @@ inline constexpr int kOnHost = -2;
 inline constexpr int kSomeGpu = -1;  // of an empty array whose library does not say which
 
 // Returns the GPU of an array, or of the first array of a list that has one; or kOnHost, kSomeGpu.
-// `device_of` tells it of arrays whose type has no C function for that: a number, or None.
+// `device_of` is called for arrays whose type has no C function for this: a number, or None.
 [[nodiscard]] int gpu_of(pybind11::handle arrays, pybind11::handle device_of);
-// Returns the current stream of the library of an array, or of a list's first array, on a GPU;
-// nothing if the library has no C function for that.
+// Returns the stream on `gpu` that is current in the library of an array, or of a list's first
+// array; nothing if the library has no C function for that.
 [[nodiscard]] std::optional<void*> current_stream(pybind11::handle arrays, int gpu);
 
-// `gpu_of` keeps the description of the array that it was asked for, for the conversion that
-// follows. This forgets it at the end of the call.
+// `gpu_of` keeps the array's description for the conversion that follows. This forgets the
+// description at the end of the call.
 class ForgetDescription {
  public:
   ForgetDescription() = default;
@@ -70,7 +70,7 @@ class Arrays {
   std::vector<TensorView> list_;
 };
 
-// Returns its dtype and number of elements, for messages.
+// Returns a view's dtype and number of elements, for messages.
 [[nodiscard]] std::string text_of(const TensorView& view);
 // Raises ValueError unless each array of `out` fits its array of `in` and is either the same memory
 // or disjoint.

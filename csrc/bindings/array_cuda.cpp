@@ -19,7 +19,7 @@ namespace fastdist::bindings {
 namespace {
 
 std::optional<DType> dtype_of(const std::string& typestr) {
-  constexpr std::string_view kKinds = "iuf  cb";  // by DLPack's codes
+  constexpr std::string_view kKinds = "iuf  cb";  // indexed by DLPack's codes
   if (typestr.size() < 3 || typestr.size() > 4 || typestr[0] == '>') return std::nullopt;
   const auto code = kKinds.find(typestr[1]);
   const int bits = 8 * std::atoi(typestr.c_str() + 2);

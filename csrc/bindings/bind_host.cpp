@@ -52,8 +52,8 @@ class EndpointOf : public Endpoint {
  private:
   std::shared_ptr<C> engine_;
 };
-using HostEndpoint = EndpointOf<HostCommunicator>;     // a rank of a machine
-using NetEndpoint = EndpointOf<net::NetCommunicator>;  // a rank of several machines
+using HostEndpoint = EndpointOf<HostCommunicator>;     // ranks of one machine
+using NetEndpoint = EndpointOf<net::NetCommunicator>;  // ranks of several machines
 
 // Compares a call of another engine with the calls of all ranks.
 void compare(Endpoint& self, const std::string& op, const std::string& dtype,
@@ -88,7 +88,7 @@ std::tuple<std::string, std::string, bool, int, double> route(Endpoint& self, co
   return {found.way, found.why, found.moves_arrays, found.crossings, found.link_bytes};
 }
 
-// `parent` is a communicator of more ranks, whose links are as fast, or None.
+// `parent`: a communicator of more ranks whose measured links are used, or None.
 std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& listener, int rank,
                                      const std::vector<std::tuple<int, std::string, int>>& places,
                                      const py::bytes& token, const NetEndpoint* parent,
@@ -153,7 +153,7 @@ void bind_host(py::module_& m) {
                   })
       .def_static("of_threads", &Machine::of_threads);
 
-  // The part of a communicator's shared memory that this rank owns.
+  // This rank's own block of a communicator's shared memory.
   py::class_<SharedBlock, std::shared_ptr<SharedBlock>>(m, "SharedBlock")
       .def(py::init(
           [](std::shared_ptr<Machine> machine, int machine_rank, int ranks, const Tuning& tuning) {

@@ -114,7 +114,7 @@ class Messages {
   py::object pending(std::shared_ptr<Work> work, const py::object& result, py::handle kept) {
     return py::cast(endpoint_.pending(std::move(work), kept, result));
   }
-  // Nothing can be read: another thread must send.
+  // Waits for a message of this rank to itself, which another thread must send.
   py::object await_own(const Received& receive, const py::object& result, const py::object& kept,
                        Timeout timeout, bool async) {
     py::object call = pending(receive->work(), result, kept);
@@ -134,7 +134,7 @@ class Messages {
     });
     return is_done;
   }
-  // Reads messages until the receive has ended. What ends the communicator ends the receive.
+  // Reads messages until the receive has ended. An error that ends the communicator ends it, too.
   void read(Receive& receive, int src, const CallOptions& options) noexcept {
     try {
       if (src != kAnyRank) {

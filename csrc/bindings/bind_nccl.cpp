@@ -122,7 +122,7 @@ void wait_until_compared(const GpuWork& work) {
 }
 
 // Makes `stream` wait. If `compared`, the host waits until the ranks have compared the call: if
-// they made different ones, this rank's result must not be used.
+// they made different calls, this rank's result must not be used.
 py::object wait_on_stream(const GpuWork& work, const py::object& stream, bool compared) {
   if (compared) wait_until_compared(work);
   work.owner->check_usable();
@@ -188,7 +188,7 @@ void bind_arrays(py::module_& m) {
   py::class_<GpuMark>(m, "GpuMark");
   py::class_<GpuWork>(m, "GpuWork")
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
-      .def("is_enqueued", [](const GpuWork&) { return true; })  // unlike a call that is to connect
+      .def("is_enqueued", [](const GpuWork&) { return true; })  // unlike calls that connect first
       .def("wait", &wait_on_stream, py::arg("stream"), py::kw_only(), py::arg("compared") = true)
       .def("synchronize", &synchronize, py::arg("timeout") = py::none());
   py::class_<GpuRegistration>(m, "GpuRegistration").def("close", [](const py::object& self) {

@@ -50,7 +50,7 @@ const Interned& interned_names() {
   return names;
 }
 
-// Returns the position of a name that is not interned, or not where callers pass it.
+// Returns the position of a name that is not interned, or not passed in the usual order.
 std::size_t position_of(PyObject* name) {
   for (std::size_t i = 0; i < kNames.size(); ++i) {
     if (PyUnicode_CompareWithASCIIString(name, kNames[i].text) == 0) return i;
@@ -78,9 +78,9 @@ Layout layout_of(PyObject* keywords) {
   return layout;
 }
 
-// Returns the layout of `keywords`, if it is one of the first few tuples that calls of `op` had.
-// Each line of Python that calls has one tuple. It is kept, so that no other gets its address. To
-// find a layout takes a tenth of the time of a small collective less than to make one.
+// Returns the cached layout of `keywords`, if that is one of the first few tuples in calls of `op`.
+// Each calling line of Python has one tuple, which is kept so that no other gets its address. The
+// cache saves a tenth of the time of a small collective.
 const Layout* find_layout(Op op, PyObject* keywords) {
   constexpr std::size_t kMost = 4;
   static std::array<std::array<std::atomic<const Layout*>, kMost>, kOpCount> known;
@@ -145,15 +145,15 @@ void check_row_major(const Arrays& arrays) {
   }
 }
 
-// Throws unless `whole` has as many times the elements of `part` as there are ranks. The two do not
-// share memory, or `part` is the place of this rank in `whole`.
+// Throws unless `whole` has room for a `part` of every rank, and `part` shares no memory with
+// `whole` or is this rank's slice of it.
 void check_sizes(Op op, const Arrays& part, const Arrays& whole, const Communicator& ranks) {
   const auto size = static_cast<std::size_t>(ranks.size());
   const auto rank = static_cast<std::size_t>(ranks.rank());
   check_row_major(part);
   check_row_major(whole);
   check_same_count(part, whole);
-  std::vector<TensorView> apart;  // parts that are not this rank's part of the whole itself
+  std::vector<TensorView> apart;  // parts that are not slices of their whole
   for (std::size_t i = 0; i < part.views().size(); ++i) {
     const TensorView& one = part.views()[i];
     const TensorView& all = whole.views()[i];

@@ -1,5 +1,5 @@
-// A call of a collective: parsed from Python's arguments and checked once, whatever engine makes
-// it. Nothing else knows which arguments a collective takes.
+// A call of a collective: its Python arguments, parsed and checked in one way for host and GPU
+// arrays. In Python, collectives/engines/nccl.py and tpu/engine.py know some of them, too.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -20,7 +20,7 @@ namespace py = pybind11;
 
 // The arguments of a call as Python gives them: borrowed, and None where they were not given.
 struct CallArguments {
-  // Takes the arguments of a vectorcall, of which the array alone may be positional.
+  // Takes the arguments of a vectorcall. Only the array may be positional.
   CallArguments(Op op, py::handle default_timeout, PyObject* const* values, Py_ssize_t positional,
                 PyObject* keywords);
 

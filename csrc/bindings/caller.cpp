@@ -15,7 +15,7 @@ namespace fastdist::bindings {
 namespace {
 
 std::atomic<bool> exiting{false};
-std::atomic<bool> is_telling{false};  // a thread tells of a call that waits
+std::atomic<bool> is_telling{false};  // a thread reports a waiting call
 // Never released: they may be used until the process ends.
 py::handle stalled_function = Py_None;
 py::handle explain_function = Py_None;
@@ -60,7 +60,7 @@ std::string explain_failure(bool is_late) {
   try {
     return why.cast<std::string>();
   } catch (const std::exception&) {
-    return "";  // text that is not valid; the failure itself must be told
+    return "";  // invalid text; the failure itself must still be reported
   }
 }
 
@@ -77,12 +77,12 @@ void Patience::wait() noexcept {
         const py::gil_scoped_acquire gil;
         try {
           if (!stalled_function.is_none()) stalled_function(seconds);
-        } catch (const std::exception&) {  // what only tells of a call must not end the program
+        } catch (const std::exception&) {  // a mere report must not end the program
         }
       }
       is_telling = false;
     }).detach();
-  } catch (const std::exception&) {  // no thread can be made
+  } catch (const std::exception&) {  // no thread can be created
     is_telling = false;
   }
 }
@@ -112,7 +112,7 @@ bool PythonCaller::is_alone() const {
   if (is_finalizing() || WorkQueue::any_pending()) return false;
   const py::gil_scoped_acquire gil;
   PyThreadState* const own = PyThreadState_Get();
-  // The list begins with the newest thread. Only this thread's own state is sure to live on.
+  // The list begins with the newest thread. Only this thread's own state is sure to stay valid.
   return PyInterpreterState_ThreadHead(PyInterpreterState_Get()) == own &&
          PyThreadState_Next(own) == nullptr;
 }

@@ -17,7 +17,7 @@
 namespace fastdist::bindings {
 
 // Must be called when the interpreter is about to shut down, with the GIL. Waits for the thread
-// that tells of a call that waits.
+// that reports a waiting call.
 void begin_exit() noexcept;
 
 // Takes the GIL again. While the interpreter shuts down, taking the GIL would end the thread by
@@ -25,19 +25,19 @@ void begin_exit() noexcept;
 // until the process ends.
 void retake_gil(PyThreadState* state) noexcept;
 
-// Sets two functions of Python: `stalled`, which is called in a thread of its own with the seconds
-// that a call has waited, from the fifth on and then less and less often; and `explain`, which says
-// why a call has failed, and takes whether it did because a rank is late.
+// Sets two Python functions. `stalled(seconds)` is called in its own thread with the time that a
+// call has waited, at 5 s and then less and less often. `explain(is_late)` says why a call has
+// failed; `is_late` is true if it failed because a rank is late.
 void set_speaker(const pybind11::object& stalled, const pybind11::object& explain);
 // Returns what `explain` says; "" if nothing. Throws what a signal handler raises meanwhile, such
 // as KeyboardInterrupt. Needs the GIL.
 [[nodiscard]] std::string explain_failure(bool is_late);
 
-// Notices calls that wait for long.
+// Notices that a call has waited for a long time.
 class Patience {
  public:
-  // Called now and then while a call waits. Does not take the GIL: the call must go on though
-  // another thread keeps that, and no signal handler may run here.
+  // Called now and then while a call waits. Does not take the GIL: the call must continue while
+  // another thread keeps the GIL, and no signal handler may run here.
   void wait() noexcept;
 
  private:
@@ -68,7 +68,7 @@ class PythonCaller final : public Caller {
  public:
   // Not defaulted: gcc would fill the whole object with zeros first, which takes 5 ns.
   PythonCaller() noexcept {}
-  // `location` spares a thread without the GIL the search for it.
+  // `location`: known in advance, so that the thread need not search for it without the GIL.
   explicit PythonCaller(std::string location)
       : location_(std::move(location)), site_(python_site()) {}
   ~PythonCaller() override {
@@ -85,8 +85,8 @@ class PythonCaller final : public Caller {
   [[nodiscard]] bool is_alone() const override;
   void warn(const std::string& text) const override { log_warning(text); }
   // Makes a call. What a signal handler raises meanwhile is thrown when the call has ended, since a
-  // call that ends early ends the communicator; but Ctrl-C and other exceptions that are to end the
-  // program (those that are no `Exception`) end the call.
+  // call that ends early ends the communicator; but Ctrl-C and other exceptions that should end the
+  // program (those not derived from `Exception`) end the call.
   template <class Call>
   void run(Call&& call) const {
     defers_ = true;

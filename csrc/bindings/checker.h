@@ -14,8 +14,8 @@
 
 namespace fastdist::bindings {
 
-// Compares calls in the queue of a communicator of the same ranks on host memory, hence in one
-// order with that communicator's own calls. Create and destroy it with the GIL held.
+// Compares calls in the queue of a host communicator of the same ranks, so in one order with that
+// communicator's own calls. Create and destroy it with the GIL held.
 class HostChecker final : public nccl::Checker {
  public:
   explicit HostChecker(py::object hosts)
@@ -30,7 +30,7 @@ class HostChecker final : public nccl::Checker {
     return hosts_.communicator().find_lost();
   }
 
-  // The comparison of the last call that was compared later.
+  // Returns the last comparison of `compare_later`.
   [[nodiscard]] std::shared_ptr<Work> last() const {
     const std::lock_guard lock(mutex_);
     return last_;

@@ -41,7 +41,7 @@ class Endpoint {
       : owner_(std::move(communicator)), communicator_(*owner_) {}
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
-  // The queues end before the communicator. Closing it makes their pending calls fail at once.
+  // The queues end before the communicator. Closing it makes pending calls fail immediately.
   virtual ~Endpoint() {
     communicator_.close();
     const GilRelease release;
@@ -58,7 +58,7 @@ class Endpoint {
 
   [[nodiscard]] BlockingCommunicator& communicator() noexcept { return communicator_; }
 
-  // The queue of the collectives, and that of the sends to a rank or the receives from it.
+  // The queue of collectives, and the queue of sends to a rank or of receives from it.
   [[nodiscard]] Queue& collectives() noexcept { return collectives_; }
   [[nodiscard]] Queue& lane(int peer, bool sends) {
     const std::lock_guard lock(mutex_);
@@ -152,13 +152,13 @@ class Endpoint {
     return call;
   }
 
-  // The next call throws `failure`, which was found after its own call had returned.
+  // Makes the next call throw `failure`, which was found after the failed call had returned.
   void tell_next(const Error& failure) {
     const std::lock_guard lock(mutex_);
     untold_ = failure;
     is_told_ = false;
   }
-  // Throws that failure, if the caller does not know of it.
+  // Throws that failure, if the caller does not know of it yet.
   void throw_untold() {
     if (is_told_.load(std::memory_order_acquire) || is_told_.exchange(true)) return;
     const std::lock_guard lock(mutex_);
@@ -188,7 +188,7 @@ class Endpoint {
     BlockingCommunicator& communicator;
   };
   // Makes a call when it is its turn. Sends and receives, which have queues of their own, concern
-  // two ranks, and other calls go on after their mismatch.
+  // two ranks, so other calls continue after their mismatch.
   template <class Call>
   void make(Queue& queue, const Call& call, CallOptions& options) {
     recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
@@ -245,7 +245,7 @@ class Endpoint {
   std::atomic<bool> is_told_{true};
   std::vector<std::function<void(const Error&)>> on_mismatch_;
   std::vector<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
-  std::size_t sweep_at_ = 1;  // when in_flight_ has so many calls, the ended ones are released
+  std::size_t sweep_at_ = 1;  // ended calls are released when in_flight_ has this many
   Queue collectives_;
   std::map<std::pair<int, bool>, Queue> lanes_;
   std::optional<std::uint16_t> recorded_;  // the number in the recorder's file

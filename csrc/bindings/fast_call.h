@@ -57,7 +57,7 @@ struct FastCall<kMethod> {
   }
 };
 
-// Returns a dict of a builtin for each of `definitions`, by name. They must live forever. The
+// Returns a dict of builtins by name, one for each of `definitions`, which must live forever. The
 // builtins keep `capsule` alive, which is their `self`.
 inline pybind11::dict bind_all(std::span<PyMethodDef> definitions, pybind11::handle capsule) {
   pybind11::dict result;

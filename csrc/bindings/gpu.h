@@ -42,7 +42,7 @@ struct GpuMark {
 struct GpuWork {
   std::shared_ptr<Gpu> owner;
   std::shared_ptr<const nccl::Mark> mark;
-  std::shared_ptr<Work> comparison;  // of the call with those of the other ranks; may be null
+  std::shared_ptr<Work> comparison;  // with the calls of the other ranks; may be null
   py::object result;
   nccl::StreamHandle from;  // the stream on which it was made
 };
@@ -64,8 +64,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   [[nodiscard]] Placement placement() const { return {communicator_->device()}; }
 
   // Enqueues `call(communicator, options)`: on `stream`, returning `result`, or if `async`, on the
-  // communicator's own stream, returning a GpuWork. `kept` is a tuple of the arrays of the call, or
-  // of lists of them.
+  // communicator's own stream, returning a GpuWork. `kept` is a tuple of the call's arrays or lists
+  // of arrays.
   template <class Call>
   py::object run(const Call& call, nccl::StreamHandle stream, std::chrono::nanoseconds timeout,
                  bool async, py::handle result, py::handle kept) {
@@ -94,7 +94,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
                             py::reinterpret_borrow<py::object>(result), stream});
   }
 
-  // Launches what `calls` calls as one, on `stream`.
+  // Launches all calls that `calls` makes together, on `stream`.
   void run_group(const py::function& calls, const py::object& stream, const py::object& timeout) {
     const PythonCaller caller;
     const CallOptions options{to_duration(timeout), &caller, nullptr, nullptr, to_stream(stream)};
@@ -107,7 +107,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
       });
     });
   }
-  // Makes the ranks compare their calls now. Does nothing if they do not compare them.
+  // Makes the ranks compare their calls now. Does nothing if calls are not compared.
   void hurry() {
     if (checker_) checker_->hosts().collectives().hurry();
   }
@@ -122,8 +122,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     if (checker_) checker_->hosts().throw_untold();
   }
 
-  // Keeps the arrays of a tuple until the call that `mark` ends has finished, or `release`: the
-  // arrays' library does not know about the communicator's stream and would reuse their memory.
+  // Keeps the arrays of a tuple until the call with this `mark` has finished, or until `release`:
+  // their library does not know about the communicator's stream and would reuse their memory.
   void keep(std::shared_ptr<const nccl::Mark> mark, py::handle arrays) {
     py::list items;
     for (const py::handle each : arrays) {
@@ -145,7 +145,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     }
     keep(std::move(mark), arrays);
   }
-  // Releases the arrays of a call for which the stream on which they are used next waits.
+  // Releases the arrays of a call, once the stream that uses them next waits for the call.
   void release(const nccl::Mark* mark) {
     py::object dropped;  // destroyed after the lock: destruction may run Python code
     const std::lock_guard lock(kept_mutex_);
@@ -164,7 +164,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     }
   }
 
-  // Returns true unless the arrays' memory may be used for others.
+  // Returns true while the arrays' memory must not be reused.
   [[nodiscard]] static bool uses_arrays(const nccl::Mark& mark) {
     try {
       return mark.uses_arrays();
@@ -206,7 +206,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   std::unique_ptr<HostChecker> checker_;
   std::recursive_mutex mutex_;  // one call, or group of calls, at a time
   using Kept = std::pair<std::shared_ptr<const nccl::Mark>, py::object>;
-  std::mutex kept_mutex_;  // guards kept_; held without Python code
+  std::mutex kept_mutex_;  // guards kept_; no Python code runs while it is held
   std::deque<Kept> kept_;
 };
 

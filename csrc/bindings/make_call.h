@@ -46,7 +46,7 @@ PyObject* parse_and_make(PyObject* capsule, PyObject* const* values, Py_ssize_t 
 }
 
 // Returns a dict of all collectives, by name, as builtins bound to the engine that `owner` holds.
-// `timeout`: the seconds that calls wait for other ranks unless they give others.
+// `timeout`: seconds to wait for other ranks, for calls that do not give their own.
 template <class Engine>
 py::dict bind_calls(const py::object& owner, const py::object& timeout) {
   static auto definitions = []<std::size_t... kOps>(std::index_sequence<kOps...>) {

@@ -113,7 +113,7 @@ const Frame* innermost() {
 
 // --- what is known of them ----------------------------------------------------------------------
 
-// Values of places in code.
+// Maps places in code to values.
 template <class Value, std::size_t kSlots>
 class Memory {
  public:
@@ -146,7 +146,7 @@ class Memory {
   std::size_t used_ = 0;
 };
 
-// A line of the user's that calls a function of fastdist, which makes the call: most are such.
+// A line of user code that calls a fastdist function which itself makes the call: the usual case.
 struct Direct {
   const void* inner = nullptr;  // the code of that function
   const void* code = nullptr;
@@ -185,7 +185,7 @@ class Knowledge {
     file_ = file;
   }
 
-  std::vector<py::object> dropped;  // to be released when nobody uses this: Python code may run
+  std::vector<py::object> dropped;  // released when nobody uses this, since Python code may run
 
  private:
   void forget_sites() noexcept {
@@ -197,7 +197,7 @@ class Knowledge {
   std::array<Direct, 64> direct_;
   Memory<Layer, 4096> layers_;
   Memory<std::uint16_t, 2048> sites_;
-  std::vector<py::object> codes_;  // with a known layer: no other code takes their addresses
+  std::vector<py::object> codes_;  // with known layers; kept so that no other gets their addresses
 };
 
 // What is known, for one thread at a time. Needs the GIL.
@@ -222,13 +222,13 @@ class Access {
  private:
   static inline Knowledge& known = *new Knowledge;  // lives longer than the interpreter
 #ifdef Py_GIL_DISABLED
-  // A std::mutex would keep a thread that waits for it from stopping when all threads must.
+  // A thread that waits for a std::mutex could not stop when all threads must.
   static inline PyMutex mutex{};
 #endif
 };
 
 // Calls `look(frame, code, layer)` for this thread's frames, the innermost first, until it returns
-// true. Learns the layers of these.
+// true. Learns their layers.
 template <class Look>
 void look_at_frames(Knowledge& known, const Look& look) {
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
@@ -252,8 +252,8 @@ void learn_layers(Knowledge& known) {
   }
 }
 
-// Returns the innermost frame of the user's, or else of a library's, code; null if there is none,
-// or if the layers of the frames before are not all known.
+// Returns the innermost frame of user code, or else of library code; null if there is none, or if
+// the search meets a frame of an unknown layer.
 const Frame* find_caller(const Knowledge& known, bool& knows_all) {
   const Frame* inner = nullptr;
   knows_all = true;
@@ -269,7 +269,7 @@ const Frame* find_caller(const Knowledge& known, bool& knows_all) {
   return inner;
 }
 
-// Returns the innermost frame's text, and remembers the layers that it has looked at.
+// Returns the text of the caller's frame, and remembers the layers of the frames that it looks at.
 std::string location_of(Knowledge& known) {
   std::string found;  // in a library if no frame is the user's: that may be in another thread
   look_at_frames(known, [&](PyFrameObject* frame, PyCodeObject* code, Layer layer) {

@@ -27,13 +27,13 @@ py::object Router::make_call(const CallArguments& given) const {
   return general(name_of(given.op), given.by_name());
 }
 
-// Returns nothing if the call takes more than the engine: a lane, a stream of the caller's, or one
-// for which the arrays' library has no C function.
+// Returns nothing if the engine alone cannot make the call: it needs a lane, is asynchronous, gives
+// a stream, or its arrays' library has no C function for the current stream.
 py::object Router::call_at_once(const CallArguments& given, int gpu) const {
   if (given.op == Op::kSend || given.op == Op::kRecv) return {};
   if (!given.stream.is_none() || given.async_op.ptr() != Py_False) return {};
   const auto stream = current_stream(given.first_array(), gpu);
-  constexpr std::uintptr_t kPerThreadStream = 2;  // whose use depends on NCCL's settings
+  constexpr std::uintptr_t kPerThreadStream = 2;  // NCCL's settings decide whether it can be used
   if (!stream || reinterpret_cast<std::uintptr_t>(*stream) == kPerThreadStream) return {};
   return bindings::make_call(*engine_, given, static_cast<nccl::StreamHandle>(*stream));
 }

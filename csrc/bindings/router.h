@@ -1,5 +1,5 @@
-// Sends each call of a communicator to its engine: arrays on the host to the host's, arrays on a
-// GPU to NCCL's.
+// Sends each call of a communicator to the engine for its arrays: the host engine, or NCCL's for
+// arrays on a GPU.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,8 +16,8 @@ namespace fastdist::bindings {
 
 class Router {
  public:
-  // `hosts` is the host engine's endpoint. `general()` returns a function of Python (or None, when
-  // the communicator has ended) that makes a call on arrays on GPUs: (op, arguments by name).
+  // `hosts` is the host engine's endpoint. `general()` returns a Python function that makes a call
+  // on GPU arrays, given the op and the arguments by name, or None if the communicator has ended.
   // `device_of` tells where an array is; see `gpu_of`.
   Router(py::object hosts, py::object general, py::object device_of)
       : owner_(std::move(hosts)),
@@ -25,8 +25,8 @@ class Router {
         general_(std::move(general)),
         device_of_(std::move(device_of)) {}
 
-  // Makes calls on the arrays of the engine's GPU go straight to it. Call it once; other threads
-  // may make calls meanwhile.
+  // Sends calls on arrays of `engine`'s GPU straight to `engine` from now on. Must be called only
+  // once; other threads may make calls meanwhile.
   void connect(std::shared_ptr<Gpu> engine);
   [[nodiscard]] py::object make_call(const CallArguments& given) const;
 
@@ -37,7 +37,7 @@ class Router {
   Endpoint& endpoint_;
   py::object general_;
   py::object device_of_;
-  std::atomic<int> gpu_{kOnHost};  // the engine's; its release publishes the engine
+  std::atomic<int> gpu_{kOnHost};  // the engine's; storing it publishes engine_
   std::shared_ptr<Gpu> engine_;
 };
 

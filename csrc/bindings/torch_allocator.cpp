@@ -8,7 +8,7 @@
 
 namespace nccl = fastdist::nccl;
 
-// torch has made the device current. For null, it raises its error for memory that is used up.
+// torch has made the device current. If this returns null, torch raises its out-of-memory error.
 FASTDIST_EXPORT void* fastdist_allocate(std::size_t bytes, int, nccl::abi::Stream) noexcept {
   const auto* library = nccl::loaded_library();
   void* data = nullptr;

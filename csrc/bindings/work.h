@@ -15,7 +15,7 @@ namespace fastdist::bindings {
 struct PendingCall {
   std::shared_ptr<Work> work;
   pybind11::object result;
-  // Shared with the communicator. The first thread that sees the call has ended empties it.
+  // Shared with the communicator. Emptied by the first thread that sees that the call has ended.
   std::shared_ptr<pybind11::object> kept;
   pybind11::object owner;  // the communicator
 };

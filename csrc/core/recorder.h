@@ -2,8 +2,8 @@
 // process did even if that is stopped, stuck in C or dead, and without asking it.
 //
 // The file lies in memory (tmpfs). It holds a header, the process's communicators, the lines of
-// Python from which calls came, and a ring of calls. Whoever reads may meet an entry while it is
-// written: its number differs then before and after.
+// Python from which calls came, and a ring of calls. A reader may see a half-written entry: its
+// number then differs before and after the reading.
 #pragma once
 
 #include <array>
@@ -129,7 +129,7 @@ struct Identity {
 
 // Begins to record in a new file at `path`. Throws if that cannot be made. A second start leaves
 // the first file and its records where they are. The file is locked (flock) as long as the process
-// lives, which can be seen where its id means nothing.
+// lives, so that readers in another PID namespace can tell that it is alive.
 void start(const std::string& path, const Identity& identity);
 // Says that the process is a rank of another job from now on.
 void set_job(int rank, int world_size, const std::string& job) noexcept;

@@ -5,14 +5,14 @@
 namespace fastdist::cuda {
 namespace {
 
-// An array is cut at multiples of this many elements, hence of 16 bytes in any dtype.
+// An array is cut at multiples of this many elements, so also of 16 bytes in any dtype.
 constexpr std::size_t kCutElements = 16;
 
 std::size_t round_up(std::size_t value, std::size_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Adds pieces to the buckets of one dtype. A new piece has room for at least one cut.
+// Adds pieces to the buckets of one dtype. Only an array's last piece may be below kCutElements.
 class Filler {
  public:
   Filler(std::vector<Bucket>& buckets, DType dtype, std::size_t limit)
@@ -53,7 +53,7 @@ class Filler {
 }  // namespace
 
 BucketPlan plan_buckets(TensorViews arrays, std::optional<DType> wire, std::size_t bucket_bytes) {
-  // The smallest bucket holds one cut of the widest dtype.
+  // The smallest bucket holds kCutElements of the widest dtype.
   constexpr std::size_t kSmallest = kCutElements * 16;
   const std::size_t limit =
       std::clamp(bucket_bytes, kSmallest, kLargestBucket) / kSmallest * kSmallest;

@@ -1,4 +1,4 @@
-// Plans which parts of a list of arrays share a bucket, and where each part is in its bucket.
+// Plans which pieces of a list's arrays share a bucket, and where each piece is in its bucket.
 //
 // Every rank must compute the same plan, so it depends on sizes and dtypes only, not on addresses.
 // A bucket holds values of one dtype; each piece begins at a multiple of 16 bytes, so the bucket's
@@ -14,7 +14,7 @@
 namespace fastdist::cuda {
 
 inline constexpr std::size_t kQuantumBytes = 16;
-// The pieces per bucket that one kernel launch can take as parameters (see moves.h).
+// The most pieces that one kernel launch can take as parameters (see moves.h).
 inline constexpr std::size_t kMostPieces = 1024;
 inline constexpr std::size_t kLargestBucket = std::size_t{1} << 30;
 

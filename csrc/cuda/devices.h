@@ -21,11 +21,11 @@ struct DeviceFacts {
 [[nodiscard]] bool is_built() noexcept;
 // Return versions as 1000 · major + 10 · minor; 0 if built without CUDA, or if there is no driver.
 [[nodiscard]] int runtime_version() noexcept;
-// Leaves the driver as it is: the children of a process that has initialised it cannot use it.
+// Does not initialize the driver: a process forked after that could not use it.
 [[nodiscard]] int driver_version() noexcept;
 // Returns the reason why no GPU can be used, or "".
 [[nodiscard]] std::string why_unusable();
-// Returns the free memory of the current GPU; a number that is too large if it cannot be told.
+// Returns the free memory of the current GPU; the largest number if it is unknown.
 [[nodiscard]] std::size_t free_bytes() noexcept;
 // Returns the GPUs that this process can use; empty if there are none.
 [[nodiscard]] std::vector<DeviceFacts> devices();

@@ -34,7 +34,7 @@ Function entry_of(const char* name) {
   return reinterpret_cast<Function>(find_entry(name));
 }
 
-// The names with the versions of the functions that these parameters belong to.
+// The names include the versions of the functions that have these parameters.
 struct Driver {
   Result (*get_device)(int*, int) = entry_of<decltype(get_device)>("cuDeviceGet");
   Result (*retain)(Context*, int) = entry_of<decltype(retain)>("cuDevicePrimaryCtxRetain");

@@ -34,7 +34,7 @@ struct Kept {
   std::shared_ptr<void> memory;
 };
 
-// Called in a thread of CUDA's own.
+// CUDA calls this in one of its own threads.
 void note_end(void* argument) {
   const std::unique_ptr<Kept> kept(static_cast<Kept*>(argument));
   const std::lock_guard lock(left().mutex);
@@ -56,7 +56,7 @@ void keep_with_graph(const Capture& capture, std::shared_ptr<void> memory) {
 }
 
 void free_left_memory() noexcept {
-  std::vector<std::shared_ptr<void>> freed;  // after the lock
+  std::vector<std::shared_ptr<void>> freed;  // after the lock is released
   try {
     const std::lock_guard lock(left().mutex);
     if (!left().by_device.empty()) freed.swap(left().by_device[current_device()]);

@@ -7,12 +7,12 @@
 
 namespace fastdist::cuda {
 
-// Keeps `memory`, which is of the current device, until the graph and all that was made of it are
-// gone and have run. It is freed by the next `free_left_memory` then.
+// Keeps `memory`, which is on the current device, until the graph and everything made from it have
+// finished running and are destroyed. The next `free_left_memory` then frees it.
 void keep_with_graph(const Capture& capture, std::shared_ptr<void> memory);
 
-// Frees what ended graphs of the current device have kept: CUDA may not be called where it tells of
-// their end.
+// Frees the memory that ended graphs have kept on the current device. CUDA forbids API calls in the
+// callback that reports a graph's end.
 void free_left_memory() noexcept;
 
 }  // namespace fastdist::cuda

@@ -23,8 +23,8 @@ struct Cast {
   int ranks = 1;
 };
 
-// Load the kernels onto the current device. Left to their first launch, this could wait for a
-// kernel of NCCL that waits for other ranks, or fail in a capture.
+// Load the kernels onto the current device. Loading at their first launch could wait for an NCCL
+// kernel that waits for other ranks, or fail in a capture.
 void load_packing_kernels();
 void load_reduction_kernels();
 

@@ -24,7 +24,7 @@ void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, St
   check(cudaGetLastError(), "launch of a kernel(");
 }
 
-// For all GPUs of the system.
+// These two order memory for all GPUs of the system.
 __device__ inline void store_release(std::uint32_t* at, std::uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }

@@ -62,7 +62,7 @@ __device__ const Move& move_of(const Table<kCapacity>& table, std::uint32_t tile
   return table.moves[low];
 }
 
-// Returns the power of two that maps the sum over all ranks into the format's range: as the host
+// Returns the power of two that fits the sum over all ranks into the format's range, like the host
 // engine's `largest_sum`.
 __device__ float scale_of(float magnitude, int ranks, DType wire) {
   const float most = magnitude * static_cast<float>(ranks);
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // --- Magnitudes -------------------------------------------------------------------------------
 
-// Returns |x| as the bits of a float, which have the order of the numbers, with NaN above all.
+// Returns |x| as the bits of a float. Bits are ordered like the numbers, with NaN above all.
 template <class Number>
 __device__ std::uint32_t largest_in_tile(const Move& move, std::uint32_t each,
                                          std::uint32_t first) {

@@ -17,8 +17,8 @@
 namespace fastdist::cuda {
 namespace {
 
-// Beyond this, two shots move fewer bytes over each GPU's links; with few ranks one shot moves no
-// more.
+// Two shots move fewer bytes over each GPU's links, but exchange signals twice. They are used above
+// both of these limits.
 constexpr std::size_t kMostInOneShot = std::size_t{256} << 10;
 constexpr int kFewRanks = 4;
 constexpr std::size_t kQuantum = 16;
@@ -30,7 +30,7 @@ struct Address {
   cudaIpcMemHandle_t handle;
 };
 
-// Returns a number that no other process has: in containers, process ids may be the same.
+// Returns a number unique to this process, unlike a process id, which containers may share.
 std::uint64_t this_process() {
   static const std::uint64_t number = [] {
     std::random_device random;
@@ -39,8 +39,8 @@ std::uint64_t this_process() {
   return number;
 }
 
-// Memory that was left, by device. It is not freed but used again, as other processes may have it
-// mapped for a moment longer.
+// The memory of destroyed objects, by device. It is reused, not freed, since other processes may
+// have it mapped for a moment longer.
 std::mutex left_mutex;
 std::multimap<int, std::unique_ptr<DeviceBuffer>>& left() {
   static auto& all = *new std::multimap<int, std::unique_ptr<DeviceBuffer>>;  // outlives CUDA
@@ -86,7 +86,7 @@ PeerMemory::PeerMemory(int rank) : rank_(rank) {
 }
 
 PeerMemory::~PeerMemory() {
-  if (is_in_use_) {  // nothing of it may go before the process ends
+  if (is_in_use_) {  // all of it must stay until the process ends
     give_up();
     (void)own_.release();
     return;
@@ -145,7 +145,7 @@ bool PeerMemory::can_reduce(const TensorView& array, ReduceOp op) noexcept {
 
 void PeerMemory::all_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
                             StreamHandle stream, bool is_captured) {
-  constexpr std::size_t kOfBlock = 64;  // quanta, if there are enough blocks
+  constexpr std::size_t kOfBlock = 64;  // quanta per block, while there are enough blocks
   const std::size_t quanta = (in.bytes() + kQuantum - 1) / kQuantum;
   const std::size_t blocks = std::min<std::size_t>(kPeerBlocks, (quanta + kOfBlock - 1) / kOfBlock);
   PeerCall call{.pages = {},

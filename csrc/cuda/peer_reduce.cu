@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr std::uint32_t kQuantum = 16;
-// A look takes under a microsecond, and reading the host's memory longer: many threads that read it
-// take turns.
+// Looks at a signal per look at the host's flag. A look at a signal takes under a microsecond, but
+// reads of the host's memory by many threads are served one after another.
 constexpr unsigned kLooksAtHost = 4096;
 
 template <class T>
@@ -23,8 +23,8 @@ struct alignas(kQuantum) Quantum {
   T values[kEach];
 };
 
-// Waits until this block of every rank has come to a step as often as this one. What the ranks have
-// written before is then visible. Returns false to all threads if the call was given up.
+// Waits until this block has reached a step on every rank as often as on this one. What the ranks
+// wrote before is then visible. Returns false to all threads if the call was given up.
 __device__ bool meet(const PeerCall& call, int step) {
   __shared__ bool is_given_up;
   PeerPage::Block& own = call.pages[call.rank]->blocks[blockIdx.x];
@@ -48,7 +48,7 @@ __device__ bool meet(const PeerCall& call, int step) {
   return !is_given_up;
 }
 
-// The elements of a call that this block works on, of which `first` is at a multiple of 16 bytes.
+// The elements of a call that this block works on. `first` is at a multiple of 16 bytes.
 struct Part {
   std::uint32_t first;
   std::uint32_t count;

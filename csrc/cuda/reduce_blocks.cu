@@ -1,5 +1,5 @@
-// Reductions that NCCL lacks, of blocks gathered from all ranks. One thread reads an element's
-// blocks in rank order, so every rank computes the same bits.
+// Reductions that NCCL lacks, of blocks gathered from all ranks. A thread reads an element of each
+// block, in rank order, so every rank computes the same bits.
 
 #include <cstdint>
 #include <string>
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(Blocks blocks, float f
   }
 }
 
-// What is done with a kernel: it is launched, or loaded.
+// The actions on a kernel: Launch and Load.
 struct Launch {
   const Blocks& blocks;
   StreamHandle stream;

@@ -15,8 +15,8 @@ using StreamHandle = CUstream_st*;
 // Makes a device current in this thread permanently, for threads that fastdist has started.
 void make_current(int device);
 
-// Makes a device current for its lifetime. The device that was current before is not initialized by
-// coming back to it: a context takes hundreds of megabytes of a GPU that the process may not use.
+// Makes a device current for its lifetime. Returning to the previous device does not initialize it:
+// a context takes hundreds of megabytes of a GPU that the process may never use.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);

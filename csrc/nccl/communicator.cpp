@@ -209,7 +209,7 @@ std::shared_ptr<void> NcclCommunicator::lend(std::byte* data, std::size_t bytes,
                                              const CallOptions& options) {
   const cuda::DeviceGuard device(handle_->device());
   const Use use(*handle_);
-  check_usable();  // an abort by another thread waits for the end of the use from here on
+  check_usable();  // from here on, an abort by another thread waits for the use
   return std::make_shared<Registration>(handle_, data, bytes, options);
 }
 
@@ -232,7 +232,7 @@ void NcclCommunicator::use_peer_memory(bool all_can) {
 }
 
 // Calls on several streams must not overlap. Replays of graphs cannot wait for other calls, and may
-// overlap with them; their user orders the replays.
+// overlap with them; the user orders the replays.
 void NcclCommunicator::reduce_by_peers(const TensorView& in, const TensorView& out, ReduceOp op,
                                        const CallOptions& options) {
   const cuda::Range range("peer_all_reduce");
@@ -278,7 +278,7 @@ abi::UniqueId make_unique_id() {
 
 namespace {
 
-// NCCL's numbers of this rank and of all.
+// Return this rank's number in NCCL, and NCCL's number of ranks.
 int rank_in(const Connection& connection) {
   if (!connection.lane) return connection.rank;
   return connection.rank == connection.lane->sender ? 0 : 1;

@@ -88,8 +88,8 @@ class NcclCommunicator final : public GpuCommunicator {
   class Use;
   class Call;
   class Group;
-  // Makes calls and ends their group. NCCL launches those before an exception too, hence they are
-  // watched like all others.
+  // Makes calls and ends their group. NCCL also launches the calls made before an exception, so
+  // they are watched like all others.
   static void end_after(Call& call, Group& group, const std::function<void()>& calls);
   class ScratchUse;
   class OutsideGroups;
@@ -97,9 +97,9 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] static StreamHandle stream_of(const CallOptions& options) noexcept {
     return static_cast<StreamHandle>(options.stream);
   }
-  // Returns true if a call that begins now is one of the user's: it is not nested, but in a group.
+  // Returns true if a call that begins now is the user's own: not nested, except in a group.
   [[nodiscard]] bool is_users_call() const noexcept { return depth_ == (is_group_ ? 1 : 0); }
-  // Returns the memory of the current call.
+  // Returns the scratch memory of the current call.
   [[nodiscard]] Scratch& scratch() { return capture_ ? captured_scratch() : eager_; }
   [[nodiscard]] Scratch& captured_scratch();
   // Returns the signature that the ranks compare and that messages show.
@@ -120,8 +120,8 @@ class NcclCommunicator final : public GpuCommunicator {
   void exchange_reduce_scatter(const TensorView& in, const TensorView& out, ReduceOp op,
                                const CallOptions& options);
   [[nodiscard]] std::size_t exchange_bytes(DType dtype, std::size_t bytes, ReduceOp op) const;
-  // Allocates before a list is reduced, so that a rank without memory leaves all arrays as they
-  // were. Does nothing if `bytes` is 0.
+  // Allocates before a list is reduced, so that all arrays stay as they were if this fails. Does
+  // nothing if `bytes` is 0.
   void reserve_gathered(std::size_t bytes, const CallOptions& options);
   void reduce_gathered(std::byte* gathered, std::size_t stride, std::size_t bytes, DType dtype,
                        ReduceOp op, StreamHandle stream);
@@ -166,7 +166,7 @@ class NcclCommunicator::Use {
   Handle& handle_;
 };
 
-// A call from beginning to end. Does nothing if it is nested in another call, but for the
+// A call from beginning to end. Does nothing if it is nested in another call, except for the
 // comparison in `as_group`.
 class NcclCommunicator::Call {
  public:
@@ -217,7 +217,7 @@ class NcclCommunicator::OutsideGroups {
   int depth_;
 };
 
-// A use of the scratch memory on `stream`. A use that an error ends is over once its work is.
+// A use of the scratch memory on `stream`. After an error, it still lasts until its work finishes.
 class NcclCommunicator::ScratchUse {
  public:
   ScratchUse(NcclCommunicator& communicator, StreamHandle stream)
@@ -231,10 +231,10 @@ class NcclCommunicator::ScratchUse {
     try {
       end();
     } catch (const Error&) {
-      return;  // the error that ends the use is thrown
+      return;  // the first error is the one to throw
     }
   }
-  // Makes the side stream begin after the work of `stream`, which waits for it at the end.
+  // Makes the side stream wait for the work on `stream`. `end` makes `stream` wait in turn.
   [[nodiscard]] Scratch::Lane& fork() {
     lane_ = &scratch_.lane();
     lane_->start.record(stream_);

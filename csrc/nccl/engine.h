@@ -2,7 +2,7 @@
 // CUDA (unavailable.cpp), `connect` throws.
 //
 // Calls are asynchronous: a method enqueues its work on CallOptions::stream and returns. A Mark
-// waits for enqueued work. Views must be of memory of this rank's device.
+// waits for enqueued work. Views must refer to memory on this rank's device.
 #pragma once
 
 #include <chrono>
@@ -34,9 +34,8 @@ class Mark {
 
   // Does not block. Returns true for calls in a captured graph, which have no end to wait for.
   [[nodiscard]] virtual bool is_done() const = 0;
-  // Whether the memory of the call's arrays must not be used for others yet. In a capture, memory
-  // that is free may be used by another branch of the graph, so this is true until the capture
-  // ends.
+  // Returns true while the memory of the call's arrays must not be reused. In a capture, that is
+  // until the capture ends, since another branch of the graph could use freed memory.
   [[nodiscard]] virtual bool uses_arrays() const = 0;
   virtual void make_wait(StreamHandle stream) const = 0;
 };
@@ -66,8 +65,8 @@ class Checker {
   virtual bool agree(const Signature& signature, bool flag, const CallOptions&) = 0;
   // Compares a call after this function has returned, so that no call waits for the slowest rank.
   // On a mismatch, or if a rank is late or lost, the function given to `on_failure` gets the error
-  // on every rank, once. If that is the communicator's first failure, it must call `tell` before
-  // any call can see the failure.
+  // on every rank, once. If that is the communicator's first failure, the function must call
+  // `tell` before any call can see the failure.
   virtual void compare_later(const Signature& signature, const CallOptions&) = 0;
   // Must be called before calls are compared.
   using Fail = std::function<void(const Error& error, const std::function<void()>& tell)>;
@@ -95,7 +94,7 @@ class GpuCommunicator : public Communicator {
   virtual void as_one(const Signature& whole, const CallOptions& options,
                       const std::function<void(const CallOptions&)>& calls) = 0;
 
-  // Launches all that `calls` calls as one. Sends and receives in it do not wait for each other.
+  // Launches all calls that `calls` makes together. Sends and receives do not wait for each other.
   virtual void as_group(const CallOptions& options, const std::function<void()>& calls) = 0;
 
   // The communicator's own stream, for calls that must not delay the caller's stream.
@@ -112,12 +111,12 @@ class GpuCommunicator : public Communicator {
   [[nodiscard]] virtual std::string make_peer_memory() = 0;
   // Maps the memory of all ranks; throws if a GPU cannot reach another's.
   virtual void open_peer_memory(std::span<const std::string> addresses) = 0;
-  // Every rank must call: from now on uses the memory, or, unless all could open it, frees it.
+  // Uses the memory from now on if `all_can` open it, otherwise frees it. Every rank must call.
   virtual void use_peer_memory(bool all_can) = 0;
 
   // Every rank must call, with the same `bytes`.
   [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) = 0;
-  // Registers memory of others with NCCL until the result ends. This rank alone may call.
+  // Registers the caller's memory with NCCL until the result is destroyed. One rank alone may call.
   [[nodiscard]] virtual std::shared_ptr<void> lend(std::byte* data, std::size_t bytes,
                                                    const CallOptions&) = 0;
   // From now on a failure of one communicator is a failure of both.
@@ -146,10 +145,10 @@ struct Blocks {
 struct Connection {
   abi::UniqueId id;
   int rank;
-  int size;  // of all ranks, also if only the two of a lane connect
+  int size;  // number of all ranks, even if only the two of a lane connect
   int device;
   // NCCL's mode: blocking calls take less of the host's time; non-blocking calls can be aborted at
-  // any point, also while ranks connect.
+  // any point, even while ranks connect.
   bool blocking = true;
   Checker* checker = nullptr;  // null: calls are not compared
   std::optional<Lane> lane;

@@ -33,7 +33,7 @@ Range part_of(std::size_t chunk, std::size_t part, int p) {
 
 }  // namespace
 
-// Returns the scratch memory for an exchange of an array; 0 if NCCL reduces it.
+// Returns the bytes of scratch memory that an exchange of an array needs; 0 if NCCL reduces it.
 std::size_t NcclCommunicator::exchange_bytes(DType dtype, std::size_t bytes, ReduceOp op) const {
   if (bytes == 0 || native_reduction(dtype, op)) return 0;
   const auto n = static_cast<std::size_t>(size_);
@@ -108,7 +108,7 @@ void NcclCommunicator::exchange_reduce_scatter(const TensorView& in, const Tenso
   const StreamHandle stream = stream_of(options);
   const abi::Comm comm = handle_->get();
   const auto n = static_cast<std::size_t>(size_);
-  // Bytes of each rank's part per chunk; a multiple of 16 bytes, hence whole elements of any dtype.
+  // Bytes of each rank's part per chunk; a multiple of 16 bytes, so whole elements of any dtype.
   const std::size_t step = std::max(round_up(kChunkBytes / n), cuda::kQuantumBytes);
   const std::size_t stride = round_up(std::min(out.bytes(), step));
   ScratchUse scratch(*this, stream);

@@ -75,7 +75,7 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
 }
 
 // Returns the largest magnitude of each array on any rank, on the device. Magnitudes are compared
-// as the bits of floats, which have the order of the numbers, with NaN above all of them.
+// as the bits of floats, which are ordered like the numbers, with NaN above all.
 const float* NcclCommunicator::measure_all(const cuda::BucketPlan& plan, TensorViews in,
                                            const CallOptions& options) {
   const StreamHandle stream = stream_of(options);

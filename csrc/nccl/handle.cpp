@@ -13,7 +13,7 @@ namespace fastdist::nccl {
 namespace {
 
 constexpr std::size_t kMebibyte = std::size_t{1} << 20;
-// If the GPU has less left, memory is what NCCL lacks: it does not tell which call of CUDA failed.
+// If the GPU has less free memory, NCCL needs more: it does not say which CUDA call failed.
 constexpr std::size_t kLittleMemory = 256 * kMebibyte;
 
 }  // namespace
@@ -69,7 +69,7 @@ void Handle::check_usable() const {
 
 void Handle::throw_unless_settled(abi::Result result, const char* call) const {
   if (!blocking_ && result == abi::kInProgress) return;  // `settle` waits for it
-  // If the call was aborted from outside, `result` is a consequence, so throw the reason instead.
+  // If another thread aborted the call, `result` follows from that, so throw the reason instead.
   check_usable();
   throw to_error(result, call, comm_);
 }
@@ -128,7 +128,7 @@ void Handle::hold_until_end(const std::shared_ptr<const void>& memory) {
 bool Handle::set_failure(const Error& why, const std::function<void()>& tell) noexcept {
   const std::lock_guard lock(mutex_);
   const bool is_first = is_usable();
-  // NCCL's own errors after a mismatch are its consequences, and may be seen before it is found.
+  // A mismatch replaces NCCL's own error: it causes such errors, but may be found after them.
   if (!is_first && (why.code() != ErrorCode::kMismatch || !failure_)) return false;
   failure_.emplace(why);
   if (!is_first) return false;

@@ -51,28 +51,28 @@ class Handle {
   // Returns an error that NCCL reported asynchronously, if any.
   [[nodiscard]] std::optional<Error> background_error() const;
 
-  // Aborts all pending calls. Every later call throws `why`. Only the first failure has an effect,
-  // and calls `tell` before any call can see it; NCCL no longer knows the communicator afterwards.
+  // Aborts all pending calls. Every later call throws `why`. Only the first failure has an effect:
+  // `tell` is called before any call can see it. NCCL then no longer knows the communicator.
   void fail(const Error& why, const std::function<void()>& tell = {}) noexcept;
   void close() noexcept;
-  // Calls `function` at the failure; it must not throw.
+  // Calls `function` when the communicator fails; it must not throw.
   void at_failure(std::function<void()> function);
   // From now on a failure of one is a failure of both.
   static void share_failures(const std::shared_ptr<Handle>& one,
                              const std::shared_ptr<Handle>& other);
 
-  // Must be called around each call's use of NCCL. An abort by another thread waits for its end,
-  // for a moment: NCCL frees what the call uses, but a call that waits for other ranks ends only
-  // then.
+  // Must be called around each call's use of NCCL. An abort by another thread waits briefly for the
+  // call, because NCCL frees what the call uses. A call that waits for other ranks returns only
+  // after the abort.
   void begin_use() noexcept;
   void end_use() noexcept;
 
-  // Keeps memory that NCCL may use until the communicator has ended, even if nobody else holds it.
+  // Keeps `memory` alive while the communicator ends, since NCCL may still use it.
   void hold_until_end(const std::shared_ptr<const void>& memory);
-  // Records that symmetric windows cannot be had, which holds for all ranks.
+  // Records that some rank cannot create symmetric windows, so that no rank uses them.
   void note_no_windows() noexcept { has_windows_ = false; }
   [[nodiscard]] bool has_windows() const noexcept { return has_windows_; }
-  // Records that a call is captured in a graph, which lives as long as its owner wants.
+  // Records that a call is captured in a graph, whose lifetime the user controls.
   void note_capture() noexcept { captured_.store(true, std::memory_order_relaxed); }
   [[nodiscard]] bool is_captured() const noexcept {
     return captured_.load(std::memory_order_relaxed);

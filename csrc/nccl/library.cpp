@@ -81,7 +81,7 @@ Library open_library(void* handle, const std::string& asked) {
   return library;
 }
 
-// A library that is loaded under another name (a link) has the handle of the first.
+// A loaded library has the same handle under all its names (links).
 void* find_loaded(std::string& asked) {
   asked = kName;
   if (void* handle = ::dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) return handle;
@@ -164,7 +164,7 @@ std::vector<Setting> settings_for_sharing(int version, int process) {
     // NCCL's documentation of this mode advises few channels and no multicast.
     return {{"NCCL_MULTI_RANK_GPU_ENABLE", "1"}, {"NCCL_MAX_CTAS", "8"}, {"NCCL_NVLS_ENABLE", "0"}};
   }
-  // Ranks with different host ids are not checked for sharing a GPU; they communicate by sockets.
+  // NCCL lets ranks with different host ids share a GPU; they communicate through sockets.
   return {{"NCCL_HOSTID", "fastdist-" + std::to_string(process)}};
 }
 

@@ -71,11 +71,11 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
   try {
     registration_.emplace(handle_, data_.get(), bytes, options);
   } catch (const Error&) {
-    handle_->check_usable();  // an optimization: the memory is used unregistered
+    handle_->check_usable();  // registration only saves time: use the memory without it
   }
 }
 
-// Ranks choose their algorithms by whether memory is a window, so it must be one on all or none.
+// NCCL's algorithm depends on whether memory is a window, so all ranks must have one, or none.
 bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Checker* checker) {
   const abi::Functions& f = functions();
   if (f.window_register == nullptr || !handle_->has_windows()) return false;

@@ -17,7 +17,7 @@ namespace fastdist::nccl {
 void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
                      const CallOptions& options, Checker* checker);
 
-// Memory of others that NCCL may use without a copy, until this object ends.
+// Memory owned by the caller, registered with NCCL, which can then use it without a copy.
 class Registration {
  public:
   // The device must be current. Throws if NCCL refuses.

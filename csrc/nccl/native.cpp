@@ -163,8 +163,8 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
   call.end();
 }
 
-// Only two ranks take part, so the checker of all ranks cannot compare the call. NCCL's numbers of
-// a lane's ranks are 0 and 1.
+// Only two ranks take part, so the checker of all ranks cannot compare the call. NCCL numbers the
+// ranks of a lane 0 and 1.
 void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNever);
   if (in.count != 0) {

@@ -37,9 +37,8 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
   Bucket& bucket = buckets_[which];
   if (captured_) return grow(bucket.plain, bytes, options, checker);
   if (bucket.bytes < bytes) {
-    // The old bucket is freed first, so that only one is allocated. Waits for its last use by an
-    // event, since synchronizing the device would fail while another thread captures one of its
-    // streams.
+    // The old bucket is freed first, so that only one is allocated. An event shows the end of its
+    // last use: synchronizing the device would fail while another thread captures a stream.
     if (bucket.registered && free_) free_->synchronize();
     bucket.registered.reset();
     bucket.bytes = 0;
@@ -49,7 +48,7 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
   return bucket.registered->data();
 }
 
-// Waits even on the same stream handle, which may belong to a new stream after the old was
+// Waits even on the same stream handle: it may belong to a new stream after the old one was
 // destroyed.
 void Scratch::begin(StreamHandle stream) {
   if (free_) free_->make_wait(stream);

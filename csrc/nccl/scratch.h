@@ -21,9 +21,9 @@ class Scratch {
  public:
   explicit Scratch(bool captured) : captured_(captured) {}
 
-  // Returns bucket `which`, registered with NCCL, which is a collective call with `options`, whose
-  // outcome is compared by `checker`.
-  // Captured buckets are plain memory, since nothing can be registered during a capture.
+  // Returns bucket `which`, registered with NCCL. Registering is a collective call with `options`;
+  // `checker` compares its outcome. Captured buckets are plain memory, since nothing can be
+  // registered during a capture.
   [[nodiscard]] std::byte* bucket(std::size_t which, std::size_t bytes,
                                   const std::shared_ptr<Handle>& handle, const CallOptions& options,
                                   Checker* checker);
@@ -59,8 +59,8 @@ class Scratch {
     std::unique_ptr<NcclMemory> registered;
     cuda::DeviceBuffer plain;
   };
-  // Grows a buffer on all ranks or none; a capture, which may be of one rank, grows by itself.
-  // Earlier calls of a capture refer to the old memory, which is kept.
+  // Grows a buffer on all ranks or on none. In a capture, which other ranks may not make, this rank
+  // grows alone, and the old memory is kept, since earlier calls of the capture use it.
   [[nodiscard]] std::byte* grow(cuda::DeviceBuffer& buffer, std::size_t bytes,
                                 const CallOptions& options, Checker* checker);
 

@@ -132,7 +132,7 @@ std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
   } else {
     error = handle_->background_error();
     is_of_nccl = error.has_value();
-    // NCCL does not tell which rank it has lost.
+    // NCCL does not say which rank it has lost.
     const bool is_of_peer = is_of_nccl && error->code() == ErrorCode::kPeerFailure;
     const bool is_old = !is_of_nccl && age > kBeforeLivenessCheck;
     const bool may_ask = checker_ != nullptr && (is_of_peer || is_old);
@@ -140,11 +140,11 @@ std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
       error = error_in({FailureKind::kAborted, {*lost}, rank_}, oldest.signature, rank_, {});
     }
   }
-  // A comparison that fails, because calls do not match or a rank is late, is told instead.
+  // If a comparison fails, because calls differ or a rank is late, its error is reported instead.
   if (error && checker_ != nullptr) (void)checker_->settle(kUntilCompared);
   lock.lock();
-  // Peers that have seen a mismatch abort, perhaps before this rank has made the call that does not
-  // match, while its last one is ending.
+  // Peers that have seen a mismatch abort, perhaps while this rank's previous call is still ending
+  // and before it makes the call that does not match.
   polls_with_error_ = is_of_nccl ? polls_with_error_ + 1 : 0;
   if (is_of_nccl && polls_with_error_ < kPollsUntilBlamed) return std::nullopt;
   return error;

@@ -113,7 +113,7 @@ class Watcher {
   recorder::Places places_;
   std::uint64_t calls_ = 0;
   int generation_ = process_generation();
-  int polls_with_error_ = 0;  // successive ones; of the thread
+  int polls_with_error_ = 0;  // in a row; used by the thread only
   std::unique_ptr<State> state_ = std::make_unique<State>();
 };
 

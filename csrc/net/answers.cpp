@@ -22,7 +22,7 @@ enum class Kind : std::uint32_t {
   kDeadlock
 };
 
-// Precedes each answer; `bytes` of text follow, or of a FailureRecord.
+// Precedes each message; `bytes` bytes of text or of a FailureRecord follow.
 struct Head {
   Kind kind;
   std::uint32_t bytes;

@@ -1,5 +1,5 @@
-// The messages that travel against a lane: acknowledgements of its transfers, notices that a rank
-// leaves the communicator, and the questions and answers of deadlock detection. Thread-safe.
+// Messages from a lane's receiver back to its sender: acknowledgements of transfers, notices that a
+// rank leaves the communicator, and the questions and answers of deadlock detection. Thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -31,17 +31,17 @@ class AnswerReader {
 
   // Reads what has arrived, without waiting.
   void poll();
-  // Returns the answer to the last transfer that was answered.
+  // Returns the latest answer to a transfer.
   [[nodiscard]] Acknowledgement last() const;
   // The peer has closed the communicator.
   [[nodiscard]] bool has_closed() const;
   // The peer has closed the connection: it has closed the communicator, or has died.
   [[nodiscard]] bool has_ended() const;
-  // Why the peer gave up.
+  // Returns why the peer gave up, if it did.
   [[nodiscard]] std::optional<Failure> failure() const;
-  // Returns the number of a question for this rank's state, once.
+  // Returns, once, the number of the peer's latest question about this rank's state.
   [[nodiscard]] std::optional<std::uint64_t> take_question();
-  // Returns the peer's answer to question `number` or a later one, if it has come.
+  // Returns the peer's answer to question `number` or a later one, if it has arrived.
   [[nodiscard]] std::optional<std::string> state(std::uint64_t number) const;
   // Returns the peer's description of a deadlock that includes wait `id`, if it has found one.
   [[nodiscard]] std::optional<std::string> deadlock_of(std::uint64_t id) const;

@@ -107,8 +107,8 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   }
 }
 
-// Joins `bytes` bytes of every rank, in the order of `order_`, by one crossing between the first
-// ranks of the machines.
+// Gathers `bytes` bytes of every rank on all ranks, in the order of `order_`, with one crossing
+// between the first ranks of the machines.
 void NetCommunicator::share(const std::byte* own, std::size_t bytes, std::byte* everyone) {
   const auto offset_of = [&](int machine) {
     std::size_t before = 0;
@@ -152,8 +152,7 @@ void NetCommunicator::compare() {
   if (!matches) throw_mismatch();
 }
 
-// Called by every rank when signatures differ, so that one more crossing carries the callers'
-// lines.
+// Every rank calls this when signatures differ, so one more crossing can carry the callers' lines.
 void NetCommunicator::throw_mismatch() {
   std::array<char, 512> own{};
   const std::string site = options_->caller->location();

@@ -1,14 +1,14 @@
 // Collectives between ranks on several machines: shared memory within each machine, TCP across.
 //
-// Every collective starts with one crossing in which all ranks' records meet: number and signature
-// of the call, and an input of a few hundred bytes. If signatures differ, every rank knows, no data
-// has moved, and all ranks throw. A small collective ends there. In a large one each rank carries
-// its share of the bytes over its own connections, in chunks: while one chunk crosses, the ranks of
-// a machine reduce the next one and distribute the one before.
+// Every collective starts with one crossing that gives every rank the records of all ranks: the
+// number and signature of the call, and its input if that has at most a few hundred bytes. If the
+// signatures differ, every rank knows, no data has moved, and all ranks throw. A small collective
+// ends there. In a large one each rank carries its share of the bytes over its own connections, in
+// chunks: while one crosses, a machine's ranks reduce the next and distribute the previous one.
 //
-// A reduction goes through the ranks of each machine in order, and then through the machines in
-// order, whatever the size. So the bits are the same on every rank and in every run, but differ
-// from those of one machine. 16-bit and 8-bit floats stay float32 until the end.
+// A reduction of any size goes through the ranks of each machine in order, and then through the
+// machines in order. So the bits are the same on every rank and in every run, but may differ from
+// those of the same ranks on one machine. 16-bit and 8-bit floats are reduced in float32.
 #pragma once
 
 #include <array>
@@ -37,7 +37,7 @@
 
 namespace fastdist::net {
 
-struct Waiting;  // what a rank answers; see state.h
+struct Waiting;  // the reply of a waiting rank; see state.h
 
 class NetCommunicator final : public BlockingCommunicator {
  public:
@@ -80,7 +80,7 @@ class NetCommunicator final : public BlockingCommunicator {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // Another rank. The stream of a rank of this machine is not connected.
+  // Another rank. `stream` is unset for ranks of this machine.
   struct Peer {
     Peer(Connections connections, int ranks)
         : stream(std::move(connections.stream)),
@@ -100,7 +100,7 @@ class NetCommunicator final : public BlockingCommunicator {
     std::atomic<std::int64_t> ended_at{0};   // when the end of the connection was noticed
   };
 
-  // A collective of a rank.
+  // Identifies a collective of a rank.
   struct CallHead {
     std::uint64_t sequence = 0;
     std::uint64_t signature = 0;
@@ -113,7 +113,7 @@ class NetCommunicator final : public BlockingCommunicator {
       return signature == other.signature && count == other.count && list == other.list;
     }
   };
-  // What a rank tells all others of its call.
+  // What a rank tells all others about its call.
   static constexpr std::size_t kPayload = 464;
   struct Record {
     CallHead head;
@@ -136,18 +136,18 @@ class NetCommunicator final : public BlockingCommunicator {
     Clock::time_point since = Clock::now();
     Clock::time_point asked_at = Clock::now();
     std::uint64_t question = 0;
-    bool has_warned = false;  // of machines that cannot be reached
-    std::uint64_t id = 0;     // random, once the rank has told others of the wait
+    bool has_warned = false;  // about machines that cannot be reached
+    std::uint64_t id = 0;     // random; 0 until the rank tells others about the wait
     std::string site;         // the caller's line, once the wait is long
 
    private:
     std::atomic<int>& calls_;
   };
 
-  // Makes waits within the machine notice what happens beyond it.
+  // Makes waits for ranks of this machine notice events on other machines.
   class Watcher final : public Caller {
    public:
-    // Of a collective if `moves` is true: bytes for other machines move on meanwhile.
+    // `moves` is true for a collective: its bytes between machines move on meanwhile.
     Watcher(NetCommunicator& communicator, Wait& wait, bool moves)
         : communicator_(communicator), wait_(wait), moves_(moves) {}
     [[nodiscard]] std::string location() const override { return wait_.caller->location(); }
@@ -166,7 +166,7 @@ class NetCommunicator final : public BlockingCommunicator {
     bool moves_;
   };
 
-  // Memory that the ranks of the machine can read, which grows as needed.
+  // Memory that all ranks of the machine can read and that grows as needed.
   class Buffer {
    public:
     std::byte* of(host::HostCommunicator& inner, std::size_t bytes) {
@@ -184,10 +184,10 @@ class NetCommunicator final : public BlockingCommunicator {
     std::size_t bytes_ = 0;
   };
 
-  // A reduction of one run of arrays of one dtype.
+  // A reduction of a run of arrays with the same dtype.
   struct Reduction;
-  // What a rank sends to its partners, and what it receives in return: part i is machine i's. With
-  // step 0 all are sent the same.
+  // What a rank sends to its partners and receives from them: part i goes to or comes from machine
+  // i. If `step` is 0, every partner is sent the same bytes.
   struct Parts {
     const std::byte* out;
     std::size_t step;
@@ -278,7 +278,7 @@ class NetCommunicator final : public BlockingCommunicator {
   [[nodiscard]] const std::vector<int>& ranks_of(int machine) const {
     return machines_[static_cast<std::size_t>(machine)];
   }
-  // The ranks of this machine have successive numbers.
+  // Returns true if the ranks of this machine have consecutive numbers.
   [[nodiscard]] bool is_contiguous() const {
     const std::vector<int>& here = ranks_of(machine_of(rank_));
     return here.back() - here.front() + 1 == width();
@@ -295,12 +295,12 @@ class NetCommunicator final : public BlockingCommunicator {
   int rank_;
   std::vector<Place> places_;
   std::vector<std::vector<int>> machines_;  // the ranks of each machine, ascending
-  std::vector<int> local_;                  // each rank's number in its machine
+  std::vector<int> local_;                  // each rank's number on its machine
   std::vector<int> order_;                  // all ranks, machine by machine
   LinkModel links_;
-  bool is_even_ = true;  // all machines have as many ranks
+  bool is_even_ = true;  // all machines have the same number of ranks
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::vector<int> busy_;  // peers whose streams have something to do
+  std::vector<int> busy_;  // peers whose streams have bytes to move
   int generation_ = process_generation();
 
   std::atomic<bool> is_closed_{false};
@@ -308,7 +308,7 @@ class NetCommunicator final : public BlockingCommunicator {
   std::atomic<int> calls_{0};  // threads in a call
   std::atomic<std::uint64_t> questions_{0};
   mutable std::mutex failure_mutex_;
-  std::atomic<std::int64_t> moved_at_{0};  // when bytes of a stream moved last
+  std::atomic<std::int64_t> moved_at_{0};  // when a stream last moved bytes
   std::atomic<std::int64_t> dead_at_{0};   // when the death of a rank of this machine was noticed
   std::optional<Failure> failure_;
 
@@ -318,7 +318,7 @@ class NetCommunicator final : public BlockingCommunicator {
   const Watcher* watcher_ = nullptr;
   Wait* wait_ = nullptr;
   std::vector<Record> records_;             // in the order of `order_`
-  std::vector<CallHead> last_;              // of each rank, by rank
+  std::vector<CallHead> last_;              // the latest of each rank, by rank
   static constexpr std::size_t kSlots = 3;  // chunks in flight
   std::array<Buffer, kSlots> own_, parts_, results_;
   Buffer packed_, unpacked_;

@@ -23,7 +23,7 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::chrono::milliseconds kRetryInterval{200};
 // How long a stranger may stay silent before its connection is closed.
 constexpr std::chrono::seconds kSilence{10};
-// How often a rank that has not come is probed, and after how many refusals in a row it has gone.
+// How often a missing rank is probed, and the number of refusals in a row that show its death.
 constexpr std::chrono::seconds kProbeInterval{1};
 constexpr int kMostRefusals = 2;
 // Number of connections, in addition to those of ranks, that may wait for authentication.
@@ -155,17 +155,17 @@ class Rendezvous {
     Challenge challenge{};
     Digest proof{};
     std::size_t at = 0;                      // bytes read of the object that this step awaits
-    Clock::time_point since = Clock::now();  // accepted, or when to begin
+    Clock::time_point since = Clock::now();  // when accepted, or when to begin
     bool is_done = false;
   };
   enum class Got { kAll, kPart, kEnd };
-  // A connection to a higher rank that has not come; for that rank, one of a silent stranger.
+  // A connection to a missing higher rank, to which it looks like that of a silent stranger.
   struct Probe {
     FileDescriptor fd{};
     int refusals = 0;  // in a row
   };
 
-  // Ranks of one machine have no streams.
+  // There are no streams between ranks of one machine.
   [[nodiscard]] std::uint32_t purposes(int p) const {
     const bool is_here = places_[static_cast<std::size_t>(p)].machine ==
                          places_[static_cast<std::size_t>(rank_)].machine;
@@ -188,7 +188,7 @@ class Rendezvous {
     retry_or_throw(one, errno);
   }
 
-  // A cable may be out for a while: tries again until the rendezvous' deadline.
+  // Retries until the deadline if the error may pass, because a cable may be unplugged briefly.
   void retry_or_throw(Pending& one, int error) {
     if (!may_pass(error)) throw_unreachable(one, error);
     outages_[static_cast<std::size_t>(one.rank)] = error;
@@ -257,9 +257,9 @@ class Rendezvous {
     }
   }
 
-  // A higher rank connects to this one, so its death shows only in its listener, which is open
-  // until it is connected to all. A probe stays open: it ends with that rank's process, and does
-  // not fill its queue. One refusal may be that of a firewall before a rank that is about to come.
+  // A higher rank connects to this one, so its death shows only at its listener, which stays open
+  // until that rank is connected to all. A probe stays open until the rank's process ends, and so
+  // does not fill the listener's queue. One refusal may come from a firewall while the rank starts.
   void probe_missing() {
     next_probe_ = Clock::now() + kProbeInterval;
     for (int p = rank_ + 1; p < static_cast<int>(places_.size()); ++p) {
@@ -286,7 +286,7 @@ class Rendezvous {
     const Address address = resolve(place.ip, place.port);
     probe.fd = FileDescriptor(
         ::socket(address.get()->sa_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-    if (probe.fd.get() < 0) return;  // all are in use; see accept_some
+    if (probe.fd.get() < 0) return;  // no file descriptor is free; see accept_some
     if (::connect(probe.fd.get(), address.get(), address.length) == 0) return;
     if (errno != EINPROGRESS) note_end(probe, errno);
   }

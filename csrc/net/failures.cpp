@@ -42,7 +42,7 @@ std::optional<int> NetCommunicator::find_lost() const noexcept {
 }
 
 // Throws if any rank has given up or died: the call cannot finish then, even if this rank waits for
-// another one.
+// a different rank.
 void NetCommunicator::check_failures(Wait& wait) {
   const Signature& signature = wait.signature;
   check_usable();
@@ -89,7 +89,7 @@ void NetCommunicator::warn_of_silence(Wait& wait) {
   }
 }
 
-// Throws since rank p has closed the communicator, died or given up.
+// Throws because rank p has closed the communicator, died or given up.
 void NetCommunicator::throw_ended(int p, const Signature& signature) {
   AnswerReader& answers = peer(p).answers;
   const auto start = Clock::now();
@@ -120,7 +120,7 @@ void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
   fail({FailureKind::kTimeout, find_late(wait, {p}), rank_, waited}, wait.signature);
 }
 
-// Throws since rank p's machine has not answered the kernel's probes for `silence`.
+// Returns true if rank p's machine has not answered the kernel's probes for `silence`.
 bool NetCommunicator::is_unreachable(int p, std::chrono::milliseconds silence) const {
   tcp_info info{};
   socklen_t length = sizeof(info);
@@ -129,7 +129,7 @@ bool NetCommunicator::is_unreachable(int p, std::chrono::milliseconds silence) c
   return asks && info.tcpi_last_ack_recv > silence.count();
 }
 
-// Throws for an error of a call between the ranks of this machine.
+// Throws the failure behind an error that a call between the ranks of this machine has thrown.
 void NetCommunicator::throw_inner(const Error& error, Wait& wait) {
   const Signature& signature = wait.signature;
   {

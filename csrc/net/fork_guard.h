@@ -1,7 +1,7 @@
 // Closes connections in forked children.
 //
 // A connection lasts as long as any process holds it. Without this, peers would not notice that a
-// rank has died while a child of it lives, such as a worker that loads data.
+// rank has died while one of its children lives, such as a worker that loads data.
 #pragma once
 
 namespace fastdist::net {

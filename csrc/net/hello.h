@@ -7,8 +7,8 @@
 //   the rank that accepts     kWelcome
 //
 // A proof is the HMAC of everything that both have said and of their ranks, so that nobody can use
-// it on another connection. A rank that connects learns first that it has reached its peer; it
-// keeps a connection only once it is welcome.
+// it on another connection. The rank that connects is the first to know that it has reached its
+// peer, but keeps the connection only after kWelcome.
 #pragma once
 
 #include <array>
@@ -19,11 +19,11 @@
 
 namespace fastdist::net {
 
-// The key that the ranks of one communicator have, and nobody else.
+// The secret key that only the ranks of one communicator have.
 using Token = std::array<std::byte, 32>;
 using Nonce = std::array<std::byte, 16>;
 
-enum class Purpose : std::uint32_t { kOut, kIn, kStream };  // of the rank that connects
+enum class Purpose : std::uint32_t { kOut, kIn, kStream };  // as the rank that connects sees it
 inline constexpr std::uint32_t kPurposes = 3;
 
 struct Hello {

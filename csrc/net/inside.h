@@ -5,8 +5,8 @@
 
 namespace fastdist::net {
 
-// Ranks wait longer for the second step than for the first, and so on, so that the rank that knows
-// who is late raises first.
+// Ranks wait longer for each further step, so that the rank that knows which rank is late raises
+// first.
 inline constexpr std::chrono::milliseconds kGrace{300};
 
 template <class Call>

@@ -1,9 +1,9 @@
 // send and recv between machines.
 //
 // A transfer is a header and the bytes of the array, on the sender's connection. The receiver
-// compares the header with its own call and answers; a send returns when the answer has come. If
+// compares the header with its own call and answers; a send returns when the answer has arrived. If
 // the two do not match, the receiver drops the bytes and answers with what it expected, the sender
-// tells its line of source, and both throw.
+// sends its source line, and both throw.
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -46,7 +46,7 @@ std::byte* bytes_of(T& object) {
   return reinterpret_cast<std::byte*>(&object);
 }
 
-// Returns the signature of a transfer, unless `send` never writes such a header.
+// Returns the signature of a transfer; nothing if `send` cannot have written the header.
 std::optional<Signature> parse(const TransferHead& head) {
   const Signature theirs = unpack_signature(head.signature, head.count, 0);
   if (theirs.op != Op::kSend || static_cast<int>(theirs.dtype) >= kDTypeCount) return std::nullopt;
@@ -166,7 +166,7 @@ void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const Call
     ~Sending() { flag.store(false); }
     std::atomic<bool>& flag;
   } const sending(them.sends);
-  auto start = Clock::now();  // of the wait since bytes have moved
+  auto start = Clock::now();  // of the wait since bytes last moved
   auto last_check = start;
   int kept = 0;  // bytes that were sent and are still in the kernel's buffer
   const auto pause = [&](int fd, short events) {
@@ -213,7 +213,7 @@ void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const Call
 void NetCommunicator::recv_across(TensorView out, int src, Wait& wait, const CallOptions& options) {
   Peer& them = peer(src);
   const Signature& signature = wait.signature;
-  auto start = Clock::now();  // of the wait since bytes have moved
+  auto start = Clock::now();  // of the wait since bytes last moved
   auto last_check = start;
   const auto read = [&](std::byte* data, std::size_t bytes) {
     while (bytes > 0) {

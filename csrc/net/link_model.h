@@ -5,13 +5,13 @@
 
 namespace fastdist::net {
 
-// Equal on all ranks. Measured between the machines that are there; the slowest link counts.
+// Equal on all ranks. Measured between the communicator's machines; the slowest link counts.
 struct LinkModel {
   double latency_s = 50e-6;  // of a few bytes, one way
   double bytes_per_s = 1e9;  // in one direction, while the other is in use too
 
-  // Reductions: true if each machine sends its sums to all others, instead of one part of them to
-  // each and then the result of a part to all.
+  // Reductions: true if each machine sends all its sums to every other machine. Otherwise it sends
+  // each machine one part, and then sends the result of its own part to all.
   [[nodiscard]] bool reduces_directly(int machines, double bytes) const noexcept {
     const double m = machines;
     const double more_bytes = bytes * ((m - 1) - 2 * (m - 1) / m);

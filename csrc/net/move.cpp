@@ -45,8 +45,8 @@ void NetCommunicator::broadcast(TensorViews inout, int root, const CallOptions& 
       [&] { broadcast_chunks(inout, root); });
 }
 
-// The root's machine shares each chunk, and each of its ranks sends a slice of it to the partners
-// on other machines, which share the slices.
+// The root's machine distributes each chunk among its ranks. Each of them sends a slice to its
+// partners on other machines, which distribute the slices there.
 void NetCommunicator::broadcast_chunks(TensorViews inout, int root) {
   const ArrayList whole(inout);
   const int n = machines();
@@ -129,7 +129,7 @@ void NetCommunicator::gather_here(TensorView in, std::byte* out, int root) {
   }
 }
 
-// Every array is sent once to each other machine, to one rank there, which shares it.
+// Every array is sent once to each other machine, to one rank, which distributes it there.
 void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
   const std::size_t bytes = in.bytes();
   const auto copy_payloads = [&] {
@@ -156,8 +156,8 @@ void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOption
     gather_here(in, out.data, -1);
     for (std::size_t begin = 0; begin < bytes; begin += kChunkBytes) {
       const std::size_t end = std::min(bytes, begin + kChunkBytes);
-      // A rank hardly sends while it waits for others of its machine. So every rank sends a piece
-      // before it waits for the piece to be shared; otherwise the machines may wait for each other.
+      // A rank sends little while it waits for others of its machine. So every rank sends a piece
+      // before it waits for pieces to be distributed; otherwise machines may wait for each other.
       for (int m = 0; m < machines(); ++m) {
         if (m != here) await_sent(partner(m), to[static_cast<std::size_t>(m)] + end);
       }
@@ -200,7 +200,7 @@ void NetCommunicator::gather(TensorView in, TensorView out, int root, const Call
   });
 }
 
-// Cuts the root's array for the ranks of this machine, of which the root is one.
+// Scatters the root's array among the ranks of this machine, which include the root.
 void NetCommunicator::scatter_here(const std::byte* in, TensorView out, int root) {
   const std::size_t bytes = out.bytes();
   const std::vector<int>& here = ranks_of(machine_of(rank_));
@@ -256,7 +256,7 @@ void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const 
       give_at[q + 1] = give_at[q] + bytes_between(r, q);
       take_at[q + 1] = take_at[q] + bytes_between(q, r);
     }
-    for (std::size_t step = 1; step < n; ++step) {  // at each step, every rank has another partner
+    for (std::size_t step = 1; step < n; ++step) {  // no two ranks send to the same rank in a step
       const std::size_t to = (r + step) % n;
       const std::size_t from = (r + n - step) % n;
       if (!is_here(static_cast<int>(from))) {
@@ -282,8 +282,8 @@ void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const 
   });
 }
 
-// Exchanges the parts between the ranks of this machine: `table` has their bytes, and rank q's
-// begin at `give_at[q]` and `take_at[q]`.
+// Exchanges data between the ranks of this machine. `table` has the bytes from each to each; those
+// to rank q begin at `give_at[q]`, and those from it at `take_at[q]`.
 void NetCommunicator::all_to_all_here(std::byte* in, std::span<const std::size_t> give_at,
                                       std::byte* out, std::span<const std::size_t> take_at,
                                       std::span<const std::size_t> table) {

@@ -8,7 +8,7 @@
 //   the share and sends the result to the others, so that no byte crosses a link twice;
 // - finish: the ranks of each machine gather the shares.
 //
-// Machines of different sizes leave the crossing to their first ranks.
+// If machines have different numbers of ranks, only their first ranks cross.
 
 #include <algorithm>
 #include <cstring>
@@ -24,8 +24,8 @@ namespace fastdist::net {
 namespace {
 
 // Bytes that cross a connection at a time: enough to keep a link busy while the machine's ranks
-// work on the next chunk, and few enough to stay in the caches. Not a power of two: the pieces of
-// all machines would lie in the same sets of the caches.
+// work on the next chunk, and few enough to stay in the caches. Not a power of two, which would put
+// the pieces of all machines into the same cache sets.
 constexpr std::size_t kPieceBytes = std::size_t{90} << 10;
 constexpr std::size_t kMostChunkBytes = std::size_t{2} << 20;
 constexpr std::size_t kLeastChunkBytes = std::size_t{64} << 10;
@@ -48,8 +48,8 @@ struct NetCommunicator::Reduction {
   std::size_t chunks;
   std::size_t shares;  // ranks of a machine that carry a share
   bool direct;         // one crossing instead of two
-  // Of chunk k, in slot k % kSlots: this rank's share in `wide`, its result, and the positions in
-  // each partner's stream at which the first and second crossing have arrived, and all was sent.
+  // Of chunk k, in slot k % kSlots: this rank's share in `wide`, its result and, for each partner,
+  // the stream positions at which both crossings have arrived (`first`, `second`) or are `sent`.
   std::array<std::byte*, kSlots> own = {}, result = {};
   std::array<std::vector<std::uint64_t>, kSlots> first = {}, second = {}, sent = {};
 
@@ -57,11 +57,11 @@ struct NetCommunicator::Reduction {
   [[nodiscard]] std::size_t length(std::size_t k) const {
     return std::min(count, begin(k) + chunk) - begin(k);
   }
-  // Elements of each rank's share of chunk k: a multiple of the parts into which it is divided.
+  // Elements of each rank's share of chunk k: a multiple of `parts`, into which it is divided.
   [[nodiscard]] std::size_t share(std::size_t k, std::size_t parts) const {
     return divide_up(length(k), shares * parts) * parts;
   }
-  // Returns the memory of elements [begin, begin + count) if they lie in one array, else null.
+  // Returns the memory of bytes [begin, begin + bytes) if they are in one array, else null.
   static std::byte* contiguous(const ArrayList& run, std::size_t begin, std::size_t bytes) {
     std::byte* found = nullptr;
     int pieces = 0;
@@ -74,7 +74,7 @@ struct NetCommunicator::Reduction {
   }
 };
 
-// Returns into how many parts a share is divided.
+// Returns the number of parts into which a share is divided.
 std::size_t NetCommunicator::parts_of(const Reduction& call) const {
   return call.direct ? 1 : machines_.size();
 }
@@ -117,7 +117,7 @@ void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op
   });
 }
 
-// Reduces the inputs that came with the records, in the same order as larger ones.
+// Reduces the inputs that came with the records, in the same order as larger inputs.
 void NetCommunicator::reduce_payloads(const Reduction& call) {
   const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
   if (!has_result || call.count == 0) return;
@@ -157,7 +157,7 @@ void NetCommunicator::reduce_chunks(Reduction& call) {
   const std::size_t pieces = call.shares * (call.direct ? 1 : machines_.size());
   const std::size_t most = std::min(kMostChunkBytes, pieces * kPieceBytes);
   const std::size_t wanted = std::clamp(divide_up(call.count * item, 4), kLeastChunkBytes, most);
-  // A multiple of the parts of a chunk, so that only the last chunk is padded.
+  // A multiple of the number of parts, so that only the last chunk is padded.
   const std::size_t unit = call.shares * machines_.size() * 16;
   call.chunk = divide_up(wanted / item, unit) * unit;
   call.chunks = divide_up(call.count, call.chunk);
@@ -227,9 +227,9 @@ std::byte* NetCommunicator::pack(Reduction& call, std::size_t k, std::size_t pad
   return packed;
 }
 
-// Starts the first crossing of this rank's share of chunk k. Layout of the slot's buffer: in direct
-// calls a share of each machine, else one part of each; this rank's own in `wire` are among them if
-// they differ from `wide`.
+// Starts the first crossing of this rank's share of chunk k. Layout of the slot's buffer: one part
+// from each machine (a whole share in direct calls), then this rank's share in `wire`, if that
+// differs from `wide`.
 void NetCommunicator::send_share(Reduction& call, std::size_t k) {
   const std::size_t slot = k % kSlots;
   const std::size_t share = call.share(k, parts_of(call));
@@ -257,7 +257,7 @@ void NetCommunicator::send_share(Reduction& call, std::size_t k) {
         {outgoing, call.direct ? 0 : bytes, buffer, bytes}, call.first[slot]);
 }
 
-// Starts to exchange parts with the partners: with all, or those that the root's machine lacks.
+// Starts to exchange parts with all partners, or else to send them to the root's machine only.
 void NetCommunicator::cross(Reduction& call, std::size_t slot, bool to_all, const Parts& parts,
                             std::vector<std::uint64_t>& arrived) {
   const int here = machine_of(rank_);
@@ -275,7 +275,7 @@ void NetCommunicator::cross(Reduction& call, std::size_t slot, bool to_all, cons
   progress();
 }
 
-// Adds what the machines have sent of chunk k; in two-step calls, sends this machine's part on.
+// Adds up what the machines have sent for chunk k. If there is a second crossing, starts it.
 void NetCommunicator::combine(Reduction& call, std::size_t k) {
   if (static_cast<std::size_t>(local_of(rank_)) >= call.shares) return;
   const std::size_t slot = k % kSlots;

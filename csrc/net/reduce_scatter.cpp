@@ -1,5 +1,5 @@
-// reduce_scatter between machines: each destination's part is reduced within every machine by the
-// rank that sends it there.
+// reduce_scatter between machines: on every machine, one rank reduces the machine's inputs for a
+// destination and sends it the result.
 
 #include <algorithm>
 #include <vector>
@@ -36,7 +36,7 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
         }
       }
       std::byte* mine = nullptr;
-      // Begin with the next machine, so that not all send to the same one at a time.
+      // Begin with the next machine, so that not all send to the same one at the same time.
       std::size_t next = 0;
       for (int m = 0; m <= here; ++m) next += ranks_of(m).size();
       for (std::size_t j = 0; j < order_.size(); ++j) {

@@ -29,11 +29,11 @@ bool travels_with_records(Op op) {
 
 }  // namespace
 
-// The first ranks of the machines stand in a ring: each sends to the next one and receives from the
-// one before, at the same time, so that links are used in both directions.
+// The first ranks of the machines form a ring: each sends to the next rank while it receives from
+// the previous one, so that links are used in both directions.
 void NetCommunicator::measure_links(const CallOptions& options) {
   run(Signature{.op = Op::kBarrier}, options, {}, nullptr, [&] {
-    std::array<double, 2> own{0, 0};  // seconds of a few bytes, and of `kBulkBytes`
+    std::array<double, 2> own{0, 0};  // seconds for one byte, and for `kBulkBytes`
     if (local_of(rank_) == 0) {
       const int next = ranks_of((machine_of(rank_) + 1) % machines())[0];
       const int before = ranks_of((machine_of(rank_) + machines() - 1) % machines())[0];

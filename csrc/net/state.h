@@ -1,4 +1,4 @@
-// What a rank that waits answers when others ask for its state; see deadlock.cpp.
+// The reply of a waiting rank to a state query; see deadlock.cpp.
 #pragma once
 
 #include <cstddef>
@@ -11,17 +11,17 @@
 
 namespace fastdist::net {
 
-// At the beginning of an answer. The numbers of sends to and receives from each rank follow, then
-// the waits of those for which a rank waits elsewhere, and the caller's line.
+// The beginning of a reply. Then follow the numbers of sends to and receives from each rank, the
+// ids of the waits that a rank depends on in another communicator, and the caller's line.
 struct State {
-  std::uint64_t sequence;   // collectives begun
+  std::uint64_t sequence;   // number of collectives begun
   std::uint64_t signature;  // of the call in which the rank waits
   std::uint64_t count;
   std::uint64_t list;
-  std::uint64_t id;      // of the wait, if the process makes no call at all before it ends, else 0
-  std::uint32_t number;  // of the transfer, if it waits in one
+  std::uint64_t id;      // of the wait; 0 if the process may make other calls before the wait ends
+  std::uint32_t number;  // of the transfer, if the rank waits in one
   std::uint32_t ranks;
-  std::uint32_t is_alone;  // no other thread of the rank may act meanwhile
+  std::uint32_t is_alone;  // no other call of the rank is pending
   std::uint32_t is_elsewhere;
   std::uint32_t awaited;
   std::uint32_t unused;
@@ -37,10 +37,10 @@ struct Waiting {
   Signature call;  // as in `state`
 };
 
-// Returns the answer of a rank that waits; `call` is not used.
+// Returns the reply as bytes; `call` is not used.
 [[nodiscard]] std::string serialize(const Waiting& waiting);
 
-// Reads an answer of a communicator of `ranks` ranks, if it can be one.
+// Reads a reply in a communicator of `ranks` ranks; returns nothing if `text` is not one.
 [[nodiscard]] std::optional<Waiting> parse(const std::string& text, std::size_t ranks);
 
 }  // namespace fastdist::net

@@ -9,7 +9,7 @@
 
 namespace fastdist::net {
 
-// Returns the number of bytes that the kernel keeps, since the peer has not acknowledged them.
+// Returns the number of bytes in the kernel's send buffer, which the peer has not acknowledged.
 [[nodiscard]] int unacknowledged(int fd) noexcept;
 
 class Stream {
@@ -20,7 +20,7 @@ class Stream {
   void send(const std::byte* data, std::size_t bytes);
   void receive(std::byte* data, std::size_t bytes);
 
-  // Moves what can be moved at once. Returns true if any byte has moved.
+  // Moves what can be moved without waiting. Returns true if any byte has moved.
   bool progress();
 
   [[nodiscard]] int fd() const noexcept { return fd_.get(); }

@@ -58,13 +58,13 @@ bool NetCommunicator::progress() {
   return moved;
 }
 
-// Waits until `ready`, which depends on the stream of rank p. The timeout counts from the last
-// bytes that have moved.
+// Waits until `ready`, which depends on the stream of rank p. The timeout restarts whenever bytes
+// move.
 void NetCommunicator::await(int p, const std::function<bool()>& ready) {
   if (ready()) return;
   auto start = Clock::now();
   auto last_check = start;
-  int kept = 0;  // by the kernel, of what was sent
+  int kept = 0;  // bytes that were sent and are still in the kernel's buffer
   for (;;) {
     const bool moved = progress();
     if (ready()) return;
@@ -90,7 +90,7 @@ void NetCommunicator::await(int p, const std::function<bool()>& ready) {
     if (ready()) return;
     check_failures(*wait_);
     peer(p).answers.poll();
-    // What a rank has sent before it closed the communicator may still be on its way.
+    // Bytes that a rank sent before it closed the communicator may still be on their way.
     if (peer(p).answers.has_closed() && !peer(p).stream.receives())
       throw_ended(p, wait_->signature);
     if (now - start > options_->timeout + kGrace) throw_late(p, *wait_, now - start);

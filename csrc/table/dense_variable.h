@@ -17,7 +17,7 @@ namespace fastdist::table {
 // All methods are thread-safe. Each chunk of kChunk elements is read and changed atomically, under
 // its own lock: threads follow one another through a large variable instead of waiting for each
 // other to finish, and a pull may see a push applied to some chunks only. Each chunk counts its
-// pushes, so that the ranges of one gradient may come in any order, between those of others.
+// pushes, so that the ranges of one gradient may arrive in any order, mixed with those of others.
 class DenseVariable {
  public:
   static constexpr std::size_t kChunk = 16384;
@@ -26,7 +26,7 @@ class DenseVariable {
 
   // Reads the elements from `begin` on, as many as `values` holds.
   void pull(std::size_t begin, std::span<float> values);
-  // Makes a step of the elements from `begin` on, which is a multiple of kChunk.
+  // Applies a step to the elements from `begin` on. `begin` must be a multiple of kChunk.
   void push(std::size_t begin, std::span<const float> gradient,
             std::optional<double> learning_rate);
   // Sets the values from `begin` on and, unless `slots` is empty, their slots: slot after slot.
@@ -51,7 +51,7 @@ class DenseVariable {
  private:
   struct Chunk {
     std::mutex mutex;
-    std::uint64_t step = 0;  // how many pushes it has seen
+    std::uint64_t step = 0;  // number of pushes that the chunk has seen
   };
 
   // Calls `call(chunk, begin, count)` for the part of each chunk that is in the range, under the

@@ -77,7 +77,7 @@ WireFormat::WireFormat(std::string_view name, std::size_t dim) {
   }
   if (dim == 0) refuse(ErrorCode::kValue, "dim must be 1 or more, got 0");
   format_ = *format;
-  dim_ = format == Format::kInt8 ? dim : SIZE_MAX;  // the others convert all values at once
+  dim_ = format == Format::kInt8 ? dim : SIZE_MAX;  // other formats convert all values as one row
 }
 
 std::size_t WireFormat::bytes(std::size_t values) const noexcept {

@@ -24,7 +24,7 @@ void write_row(Format format, std::byte* row, const float* values, std::size_t c
 // row may be shorter.
 class WireFormat {
  public:
-  // "bfloat16", "float16" or "int8"; throws kValue.
+  // `name` is "bfloat16", "float16" or "int8"; throws kValue for others.
   WireFormat(std::string_view name, std::size_t dim);
 
   [[nodiscard]] std::size_t bytes(std::size_t values) const noexcept;

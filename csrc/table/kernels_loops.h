@@ -64,7 +64,7 @@ void adagrad(const Coefficients& coefficients, float* __restrict values,
   }
 }
 
-// As many partial sums for every instruction set, so that all add in the same order.
+// Every instruction set has the same number of partial sums, so that all add in the same order.
 constexpr std::size_t kLanes = 16;
 using Lanes = float __attribute__((vector_size(kLanes * sizeof(float))));
 
@@ -183,7 +183,7 @@ void widen_int8(float* __restrict dst, const std::int8_t* __restrict src, float 
 // Returns the scale for the values: NaN if a magnitude is not finite, 0 if the largest is too small
 // for a scale. The scale is rounded up to 16 significant bits, so no value exceeds 127 × scale.
 inline float int8_scale(const float* __restrict src, std::size_t count) {
-  std::uint32_t largest = 0;  // magnitudes have the order of their bits
+  std::uint32_t largest = 0;  // magnitudes are ordered like their bits
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t magnitude = bits_of(src[i]) & 0x7FFFFFFFU;
     largest = magnitude > largest ? magnitude : largest;

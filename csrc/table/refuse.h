@@ -1,4 +1,4 @@
-// Errors whose messages hold numbers.
+// Errors whose messages contain numbers.
 #pragma once
 
 #include <sstream>
@@ -7,7 +7,7 @@
 
 namespace fastdist::table {
 
-// Throws an Error with the message that the parts make, one after another.
+// Throws an Error whose message is `parts`, one after another.
 template <class... Parts>
 [[noreturn]] void refuse(ErrorCode code, const Parts&... parts) {
   std::ostringstream message;

@@ -8,7 +8,7 @@
 
 namespace fastdist::table {
 
-// The owners of ids: each owns a range of ids or, without ranges, an equal part of the hashes.
+// The owners of ids: each owns a range of ids or, without ranges, an equal share of the hashes.
 struct Owners {
   std::size_t count;
   std::vector<std::uint64_t> begins;  // the first id of each range, ascending from 0
@@ -30,7 +30,7 @@ struct Routes {
   std::vector<std::int64_t> positions;
 };
 
-// Sets the owner of each id. Throws kIndex for an id outside all ranges.
+// Writes the owner of each id to `found`. Throws kIndex for an id outside all ranges.
 void find_owners(const Owners& owners, std::span<const std::uint64_t> ids,
                  std::span<std::int64_t> found);
 // Throws kIndex for an id outside all ranges.

@@ -10,8 +10,8 @@ namespace {
 
 constexpr std::size_t kBlockBytes = std::size_t{16} << 20;
 constexpr std::size_t kLeastBlockRows = 4096;
-// Rows of a larger mapping are too many to be all used soon, and a huge page for each would take
-// long to clear, and more memory than the rows.
+// A larger mapping has too many rows to use all of them soon, and a huge page for each used row
+// would take long to clear and need more memory than the rows.
 constexpr std::size_t kMostHugeBytes = std::size_t{1} << 30;
 constexpr const char* kWhat = "a table's rows";
 

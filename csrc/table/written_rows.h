@@ -1,4 +1,4 @@
-// Which rows of a fixed table have been written: one bit per row. Other rows have initial values.
+// Records which rows of a fixed table were written, one bit per row. Others have initial values.
 #pragma once
 
 #include <atomic>

@@ -15,7 +15,7 @@ from fastdist.errors import DamagedCheckpointError, FastdistError
 from fastdist.strategies.replicated import replicas_of
 
 T = TypeVar("T")
-# Exceptions that other ranks raise too: the first class that fits.
+# Classes of the exception that other ranks raise: the first that fits the original.
 _KINDS = (
     FileNotFoundError,
     FileExistsError,
@@ -32,7 +32,7 @@ class Ranks:
     """The ranks that save and restore a checkpoint together; rank 0 reads and writes files.
 
     Args:
-        modules: those of the checkpoint. If they were made in a strategy's scope, the ranks are
+        modules: the checkpoint's modules. If they were made in a strategy's scope, the ranks are
             its replicas; otherwise those of `fastdist.init`, if it was called; otherwise this
             process is alone.
     """

@@ -30,7 +30,7 @@ Stage = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 class Checkpoint:
     """The objects and values of a training job that are saved and restored together.
 
-    Made and used like this, on every replica:
+    Make and use one on every replica:
 
         checkpoint = fd.Checkpoint(model=model, optimizer=optimizer, data=batches, step=0)
         manager = fd.CheckpointManager("checkpoints", max_to_keep=3)
@@ -42,17 +42,17 @@ class Checkpoint:
                 manager.save(checkpoint)
 
     A checkpoint does not depend on the strategy or the number of replicas: any other can restore
-    it, and so can torch alone: `model.load_state_dict(safetensors.torch.load_file(path /
+    it. Torch alone can restore it too: `model.load_state_dict(safetensors.torch.load_file(path /
     "model.safetensors"))`. (If parameters share memory, each is saved once, and
-    `safetensors.torch.load_model` loads them.) Only modules and optimizers of a
-    `ParameterServerStrategy` are written by its servers, for any number of servers and
-    `fd.ps.load`.
+    `safetensors.torch.load_model` loads them.) The exceptions are modules and optimizers of a
+    `ParameterServerStrategy`: its servers write them, and any number of servers or `fd.ps.load` can
+    read them.
 
     Args:
-        parts: objects by name. What has `state_dict` and `load_state_dict` (modules, optimizers,
-            schedulers, scalers, metrics, distributed datasets) is restored by them, and a tensor
-            in place. Other values, such as numbers, strings, lists and dictionaries, are
-            attributes of the checkpoint (`checkpoint.step`); restoring replaces them.
+        parts: objects by name. Objects with `state_dict` and `load_state_dict` (modules,
+            optimizers, schedulers, scalers, metrics, distributed datasets) are restored by these,
+            and tensors in place. Other values, such as numbers, strings, lists and dictionaries,
+            are attributes of the checkpoint (`checkpoint.step`); restoring replaces them.
 
     Raises:
         TypeError: no part was given, or a part has the name of a method.
@@ -97,7 +97,7 @@ class Checkpoint:
     def save(self, path: str | Path) -> Path:
         """Write all parts into a new directory. Every replica must call, outside `run`.
 
-        The directory gets its name after all of it is flushed. See `CheckpointManager` for a
+        The directory gets its final name after everything is flushed. See `CheckpointManager` for a
         series of checkpoints.
 
         Returns:
@@ -123,15 +123,15 @@ class Checkpoint:
         """Restore all parts from a directory that was saved. Every replica must call.
 
         Parts that only the directory has are ignored. If anything does not fit, nothing is
-        changed: names and shapes are compared first, and all parts get their old states back if one
-        refuses its new state.
+        changed: names and shapes are compared first, and if a part refuses its new state, all parts
+        get their old states back.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             DamagedCheckpointError: a ValueError: bytes are missing or have changed; the message
                 names the file and the tensor.
-            ValueError: another model was saved (the message lists names and shapes), an object
-                of another class, or other data; or a newer release wrote the checkpoint.
+            ValueError: the checkpoint is of another model (the message lists names and shapes), an
+                object of another class, or other data; or a newer release wrote it.
             Exception: what an object's `load_state_dict` raises.
         """
         path = Path(path).absolute()

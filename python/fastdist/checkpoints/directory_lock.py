@@ -24,7 +24,7 @@ class DirectoryLock:
     between machines.
 
     Args:
-        directory: created if it does not exist.
+        directory: the directory, created if it does not exist.
 
     Raises:
         OSError: another job holds the lock, or the directory cannot be written.

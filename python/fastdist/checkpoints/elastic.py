@@ -1,4 +1,4 @@
-"""Training that goes on when ranks come and go."""
+"""Training that continues when ranks join or leave."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_FAILURES = 100  # in a row, without a commit between; the launcher limits 
 
 
 class WorldChangedError(BaseException):
-    """Leaves the training function; no Exception, which the function might handle."""
+    """Leaves the training function; not an Exception, which the function might handle."""
 
 
 class Elastic:
@@ -49,20 +49,21 @@ class Elastic:
     Until `run`, each rank is alone: it makes the strategy, model and data as a single replica, so
     that no rank waits for another that starts. `run` joins the others and takes their state. When a
     rank is lost, the others leave `train`, go back to the last commit, divide the same global
-    batches among fewer replicas, and call `train` again; a new rank joins at a commit. As global
-    batches stay what they are, results are those of one device, to rounding.
+    batches among fewer replicas, and call `train` again; a new rank joins at a commit. The global
+    batches stay the same, so results are those of one device, up to rounding.
 
-    `train` must go on from where the checkpoint stands. Datasets must be parts of the checkpoint to
-    go on within an epoch. `run` is called once; what follows it is not protected.
+    `train` must continue from the checkpoint's state. To continue within an epoch, datasets must be
+    parts of the checkpoint. `run` is called once; what follows it is not protected.
 
-    Started otherwise, `run` only calls the function, and `commit` does nothing.
+    Without `fastdist run --min`, `run` only restores from `manager` and calls the function, and
+    `commit` does nothing.
 
     Args:
         strategy: a `MirroredStrategy` or `MultiWorkerMirroredStrategy`.
-        checkpoint: what all ranks share, and what goes back when a step is lost. Gradients are not
-            part of it.
-        manager: restored when the job begins; saves the work from the loss of all ranks, if `train`
-            saves by it.
+        checkpoint: the shared state, restored to the last commit when a step is lost. Gradients are
+            not part of it.
+        manager: the manager to restore from when the job begins. If `train` saves to it, the work
+            outlasts the loss of all ranks.
 
     Examples:
         >>> import fastdist as fd, torch
@@ -104,12 +105,12 @@ class Elastic:
         """Keep the checkpoint's state in memory, and let ranks that wait join.
 
         Every replica must call, outside `run` of the strategy, between steps. Costs a copy of the
-        state, and twice its memory; where that is long beside a step, commit every few steps, and a
-        loss repeats as many.
+        state, and twice its memory. If copying takes long compared with a step, commit every few
+        steps; a lost rank then costs up to that many steps.
         """
         if not self._strategy.is_elastic:
             return
-        if self._strategy.has_left:  # the function has gone on after an error
+        if self._strategy.has_left:  # the function has continued after an error
             raise WorldChangedError("a collective has failed since the last commit")
         self._keep()
         self._commits += 1
@@ -120,10 +121,10 @@ class Elastic:
         """Call `train` until it returns, from the last commit each time; return its result.
 
         Raises:
-            PeerFailureError: it was raised 100 times in a row without a commit between; likewise
-                the error that says so of a function that handles it.
+            PeerFailureError: it was raised 100 times in a row without a commit between. The same
+                holds for the error that `commit` raises if `train` swallowed the failure.
             RuntimeError: `run` was called before; a rank that comes later would not know that.
-            Exception: what `train` raises on this rank, which leaves the job; the others go on.
+            Exception: what `train` raises on this rank, which leaves the job; the others continue.
         """
         member = elastic_member()
         if member is None or not self._strategy.is_elastic:
@@ -140,7 +141,7 @@ class Elastic:
             try:
                 self._join(member)
                 result = train()
-                default_communicator().barrier()  # a rank that is lost now needs the others again
+                default_communicator().barrier()  # if a rank is lost now, all train again
             except (CollectiveTimeoutError, PeerFailureError, WorldChangedError) as error:
                 failures = failures + 1 if self._commits == reached else 1
                 reached = self._commits
@@ -154,15 +155,15 @@ class Elastic:
                 return result
 
     def _join(self, member: Member) -> None:
-        """Join the ranks that are there, and take over the state of those that are furthest."""
+        """Join the other ranks, and take over the state of those that have committed most."""
         before = self._strategy.num_replicas_in_sync
         member.progress = self._commits
         self._strategy.regroup()
         world = default_communicator()
         commits = world.all_gather(np.array([self._commits])).tolist()
-        newest = commits[0]  # the roster puts the furthest first
+        newest = commits[0]  # the roster sorts by progress, most first
         if self._manager is not None and world.rank:
-            self._manager.release()  # of the lock, which rank 0 needs
+            self._manager.release()  # the directory lock, for rank 0
         if not newest:
             if self._manager is not None:
                 self._manager.restore(self._checkpoint)
@@ -180,7 +181,7 @@ class Elastic:
                 "%d replicas train now, %d before; they go on from commit %d",
                 now,
                 before,
-                newest - 1,  # the first is that of the state with which all began
+                newest - 1,  # the first commit is the initial state
             )
 
     def _keep(self) -> None:
@@ -198,7 +199,7 @@ class Elastic:
         self._checkpoint.load(workers, Path(), self._copies, with_random=True)
 
     def _copies(self) -> dict[str, PartFiles]:
-        """Return the kept parts for restoring, which may keep tensors that it is given."""
+        """Return the kept parts; clones of tensors that the restored part might keep."""
         copies = {}
         for name, part in self._saved.items():
             tensors = part.tensors

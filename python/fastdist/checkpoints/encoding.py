@@ -2,8 +2,8 @@
 
 Dictionaries with ordinary string keys, lists, strings, numbers and None stay as they are in JSON.
 Everything else is an object with one key that begins with "$". `{"$tensor": name}` is the tensor of
-that name in the part's safetensors file, and `{"$tensor": {"complex": name}}` is made of it: its
-last axis has the real and the imaginary parts.
+that name in the part's safetensors file. `{"$tensor": {"complex": name}}` is complex: the last axis
+of that tensor has the real and the imaginary parts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Encoder:
     """Turns one state into JSON, and collects its tensors.
 
     Attributes:
-        tensors: by name. Names are the path in the state, joined by dots; a flat state_dict keeps
-            its names.
+        tensors: the state's tensors by name. Names are the path in the state, joined by dots; a
+            flat state_dict keeps its names.
     """
 
     def __init__(self) -> None:

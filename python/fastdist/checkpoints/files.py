@@ -79,8 +79,8 @@ def write(
     Starts no thread. Replaces a checkpoint of that name at the end; an error leaves it unchanged.
 
     Args:
-        write_others: writes and flushes further files into the directory that it is given; returns
-            what the index says of them.
+        write_others: a function that writes and flushes further files into the directory it is
+            given; it returns what the index says of them.
 
     Raises:
         OSError: the disk is full, or the directory cannot be written.
@@ -147,7 +147,7 @@ def set_damaged_aside(path: Path) -> None:
     """Rename a damaged checkpoint, for the user to look at."""
     place = path.with_name(f"damaged-{path.name}")
     times = 1
-    while place.exists():  # the same number was saved again, and damaged again
+    while place.exists():  # a checkpoint of this number was damaged before
         times += 1
         place = path.with_name(f"damaged-{path.name}.{times}")
     path.rename(place)

@@ -21,7 +21,7 @@ class Keeper(Protocol):
         """Check every byte of the files in a checkpoint.
 
         Raises:
-            ValueError: they are damaged, or of other values.
+            ValueError: the files are damaged, or hold other values.
         """
 
     def read_files(self, directory: Path) -> None:
@@ -32,13 +32,13 @@ _keepers: weakref.WeakKeyDictionary[Any, weakref.ref[Keeper]] = weakref.WeakKeyD
 
 
 def keep(parts: Iterable[nn.Module | torch.optim.Optimizer], keeper: Keeper) -> None:
-    """Record who keeps the values of modules and optimizers."""
+    """Record the keeper of the values of modules and optimizers."""
     for part in parts:
         _keepers[part] = weakref.ref(keeper)
 
 
 def keeper_of(part: Any) -> Keeper | None:
-    """Return who keeps a part's values; None if it has them itself."""
+    """Return the keeper of a part's values; None if the part has them itself."""
     if not isinstance(part, nn.Module | torch.optim.Optimizer):
         return None
     known = _keepers.get(part)

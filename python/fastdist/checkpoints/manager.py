@@ -32,10 +32,10 @@ class CheckpointManager:
 
     One job uses a directory at a time. Every replica makes a manager and makes the same calls,
     outside `run`; replica 0 reads and writes, and the others get the values from it, so that only
-    its machine needs the directory.
+    the machine of replica 0 needs the directory.
 
     Args:
-        directory: created if it does not exist.
+        directory: the directory, created if it does not exist.
         max_to_keep: number of checkpoints; older ones are removed. None: keep all.
 
     Raises:
@@ -73,7 +73,7 @@ class CheckpointManager:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.close()
-        else:  # other replicas may be at another call
+        else:  # other replicas may be in another call
             self.release()
 
     @property
@@ -92,9 +92,10 @@ class CheckpointManager:
         """Save a checkpoint. Every replica must call.
 
         Args:
-            checkpoint: what to save.
-            number: orders the checkpoints and names the directory; the part called "step" if it is
-                an int, otherwise one more than the newest. The same number again replaces it.
+            checkpoint: the checkpoint to save.
+            number: a number that orders the checkpoints and names the directory; by default the
+                part "step" if it is an int, otherwise one more than the newest. The same number
+                again replaces it.
             async_op: return when the tensors are copied, and write in a thread (parameter servers
                 write their files before `save` returns). At most one checkpoint is written at a
                 time: the next call, `wait`, `close` and the end of the program wait for it. The
@@ -139,8 +140,7 @@ class CheckpointManager:
 
         Raises:
             OSError: another job uses the directory.
-            ValueError: the newest complete checkpoint has another model, or is from a newer
-                release.
+            ValueError: the newest complete checkpoint is of another model, or from a newer release.
         """
         parts: dict[str, PartFiles] = {}
 
@@ -182,7 +182,7 @@ class CheckpointManager:
             self.release()
 
     def release(self) -> None:
-        """Finish writing, and let other jobs use the directory.
+        """Wait for the writing thread, and let other jobs use the directory.
 
         For one replica alone, after a failure; it calls no collective.
         """
@@ -206,7 +206,7 @@ class CheckpointManager:
     def end(self) -> None:
         """Declare the end of the job to evaluators. Every replica must call, after the last save.
 
-        It ends `fd.checkpoints_iterator`. A job that uses the directory again withdraws it.
+        This ends `fd.checkpoints_iterator`. A job that uses the directory later withdraws the end.
 
         Raises:
             OSError: another job uses the directory, or it cannot be written.
@@ -263,7 +263,7 @@ class CheckpointManager:
         return [files.set_aside(old) for old in self.checkpoints[: -self._max_to_keep]]
 
     def _later(self, task: Callable[[], None]) -> None:
-        """Run a task in a thread; the interpreter waits for it before it exits."""
+        """Run a task in a thread; the interpreter waits for the task before it exits."""
         self._writing = Future()
         threading.Thread(
             target=_run, args=[task, self._writing], name="fastdist-checkpoint"
@@ -317,7 +317,7 @@ _COPY_THREADS = 4  # one thread does not reach the memory's bandwidth
 
 
 class Staging:
-    """Copies the tensors of a checkpoint's parts to the CPU. Allocating memory anew is slow."""
+    """Copies the tensors of a checkpoint's parts to the CPU, into memory that is kept for reuse."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str], torch.Tensor] = {}

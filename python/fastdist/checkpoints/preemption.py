@@ -20,9 +20,9 @@ _FAILED = 2
 
 
 class PreemptionCheckpointHandler:
-    """Saves and exits, at a step that all replicas agree on, after a replica is told to end.
+    """Saves a checkpoint and exits after any replica is told to end, at the same step on all.
 
-    SIGTERM and SIGUSR1 tell it; they have no other effect while the handler is open.
+    SIGTERM or SIGUSR1 tells a replica to end; they do nothing else while the handler is open.
 
     Make it on every replica, in the main thread, after `manager.restore`, and call
     `save_if_preempted` after every step:
@@ -37,8 +37,8 @@ class PreemptionCheckpointHandler:
     starts the job again, which restores the checkpoint.
 
     Args:
-        manager: where to save.
-        checkpoint: what to save.
+        manager: the manager that saves.
+        checkpoint: the checkpoint to save.
         watcher: a function that returns True when the end is near, for clouds that announce it
             in another way; called every second, in a thread.
         exit_code: exit code of the process; by default EX_TEMPFAIL, "try again later".

@@ -26,12 +26,12 @@ def add_command(
     """Add a command.
 
     Args:
-        subparsers: where to add it.
+        subparsers: the subparsers that get the command.
         name: the command.
         handler: "module:function" below fastdist.cli, which is imported when the command runs. It
             takes the parsed arguments and returns the exit code, or None for 0.
         errors: exceptions of the handler that end the command as a `UsageError` does.
-        title: begins the message of such an error; "" for the whole command.
+        title: beginning of the message of such an error; "" for the whole command.
         parser_options: options of the command's parser.
     """
     parser = subparsers.add_parser(

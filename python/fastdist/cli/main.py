@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def console() -> NoReturn:
-    """Entry point of the installed `fastdist` script."""
+    """Run the command line, as the installed `fastdist` script."""
     _open_standard_files()
     sys.exit(main())
 

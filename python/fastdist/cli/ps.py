@@ -17,7 +17,7 @@ _TITLES = ("job", "state", "ranks", "began", "last call", "pids", "program")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the `ps` command."""
+    """Add the `ps` command."""
     parser = add_command(
         subparsers,
         "ps",

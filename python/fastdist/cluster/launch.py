@@ -59,9 +59,9 @@ class Launch:
         launcher: "fastdist run", "fastdist.launch", "torchrun", "environment" (RANK and WORLD_SIZE
             set by hand), "openmpi", "hydra" (MPICH, Intel MPI), "srun" or "init" (arguments of
             `fastdist.init`).
-        rank: from 0 to world_size - 1.
+        rank: this rank, from 0 to world_size - 1.
         world_size: number of ranks in the job, on all machines.
-        local_rank: from 0 to local_world_size - 1, among the ranks of this machine.
+        local_rank: this rank among those of this machine, from 0 to local_world_size - 1.
         local_world_size: number of ranks on this machine.
         job_key: a string that all ranks of this job on this machine share, and that differs from
             other jobs running at the same time. Any length, any characters.

@@ -96,7 +96,7 @@ def started_replica() -> StartedReplica | None:
 
 
 def patience_s() -> float:
-    """Extra rendezvous time, in seconds, for replicas that rerun the program from its start.
+    """Return extra rendezvous seconds for replicas that rerun the program from its start.
 
     This process's whole life so far has gone into what they rerun.
     """

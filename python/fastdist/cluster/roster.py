@@ -49,7 +49,7 @@ _MOST_BYTES = 1 << 20  # of a message
 
 @dataclass(frozen=True, slots=True)
 class RosterPlace:
-    """The way of a process into an elastic job.
+    """The socket and slot by which a process joins an elastic job.
 
     Attributes:
         name: the roster's abstract Unix socket.
@@ -117,12 +117,12 @@ class _Member:
     """A process that has connected.
 
     Attributes:
-        pid_fd: becomes readable when the process ends; its children may keep the connection open.
+        pid_fd: descriptor that is readable once the process ends; the connection may stay open.
         world: the number of the world of which it is a rank; 0 before the first.
         rank: its rank there.
-        progress: how far it has come, while it waits for the next world; None otherwise.
+        progress: its number of commits, while it waits for the next world; None otherwise.
         is_told: True once it was told to ask for the next world.
-        ends_s: when it is killed, unless it asks for the next world before; None: never.
+        ends_s: the time of its kill, unless it asks for the next world before; None: never.
         gathering: its contribution to a gathering that is not complete, in a list; else empty.
     """
 
@@ -326,7 +326,7 @@ class Roster:
         self._last_call_s = self._gathered_s = None
         self._world += 1
         self._size = len(waiting)
-        waiting.sort(key=lambda member: -(member.progress or 0))  # of equals, who came first
+        waiting.sort(key=lambda member: -(member.progress or 0))  # ties keep arrival order
         for rank, member in enumerate(waiting):
             member.world, member.rank = self._world, rank
             member.progress, member.is_told, member.ends_s = None, False, None

@@ -42,7 +42,7 @@ class ClusterSpec:
         """Check a cluster and keep it.
 
         Args:
-            cluster: for each job the addresses of its tasks, "host:port" or "[IPv6]:port": a list,
+            cluster: the addresses of the tasks of each job, "host:port" or "[IPv6]:port": a list,
                 or a dict from index to address. None in a list, and an index missing from a dict
                 below its last index, are tasks with an unknown address. A job without tasks is the
                 same as an absent job.

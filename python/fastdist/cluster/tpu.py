@@ -64,8 +64,8 @@ class TPUClusterResolver(SimpleClusterResolver):
             worker_id: index of this host; optional for a single host.
             port: port for the rendezvous at the first host; TPUs use 8470 to 8480 themselves.
             environ: the environment to read.
-            read_metadata: returns an attribute of the machine's metadata, or None; by default
-                asks Google's metadata server, with a timeout of 2 s.
+            read_metadata: a function that returns an attribute of the machine's metadata, or None;
+                by default it asks Google's metadata server, with a timeout of 2 s.
 
         Raises:
             ClusterConfigError: no source names the hosts, or the source is malformed.

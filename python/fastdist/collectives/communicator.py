@@ -182,9 +182,9 @@ class Communicator:
                 float32's range for bf16 and fp8, for float64 arrays too.
             bucket_bytes: bytes to send at a time; "auto" lets the engine choose. Ignored by the
                 host engine, which never copies into buckets.
-            stream: for GPU arrays, the CUDA stream of any library, or its handle, on which the
-                arrays are ready and the call is enqueued; the library's current stream if None.
-            async_op: return a `Work` at once.
+            stream: the CUDA stream of any library, or its handle, on which GPU arrays are ready and
+                the call is enqueued; the library's current stream if None.
+            async_op: return a `Work` immediately.
             timeout: seconds to wait for other ranks; the communicator's default if None.
 
         Returns:
@@ -705,7 +705,7 @@ class Communicator:
 
         Args:
             color: ranks with equal colors share a communicator; None makes none for this rank.
-            key: orders the ranks of a color; ranks with equal keys keep their order.
+            key: number that orders the ranks of a color; ranks with equal keys keep their order.
             timeout: seconds to wait for other ranks.
 
         Returns:
@@ -862,8 +862,8 @@ class Communicator:
         arrays. Each block takes one of the GPU's multiprocessors.
 
         Args:
-            least: at least so many; None lets NCCL choose.
-            most: at most so many; None lets NCCL choose.
+            least: the minimum; None lets NCCL choose.
+            most: the maximum; None lets NCCL choose.
 
         Raises:
             ValueError: not 1 <= least <= most <= 64.

@@ -16,7 +16,7 @@ from fastdist.errors import ClusterConfigError
 
 
 class BrokenWorldError(Exception):
-    """A rank has ended, or another has come, while the ranks of a new world met."""
+    """A rank has left or joined during the rendezvous of a new world."""
 
 
 class Member:
@@ -26,8 +26,7 @@ class Member:
 
     Attributes:
         world: the number of the world of which this process is a rank; 0 before the first.
-        progress: how far this process has come; the ranks that have come furthest are the first of
-            the next world.
+        progress: this process's number of commits; the ranks with most are first in the next world.
         has_run: True once `fastdist.Elastic.run` was called.
 
     Raises:
@@ -64,10 +63,10 @@ class Member:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Return a context manager: ranks that meet inside raise if their world is over.
+        """Return a context manager for a rendezvous, which raises if its world is over.
 
         Raises:
-            BrokenWorldError: in whatever waits for other ranks.
+            BrokenWorldError: inside, in any call that waits for other ranks.
         """
         self._is_meeting = True
         try:
@@ -123,7 +122,7 @@ class Member:
         """Return the objects of all ranks, which are made of lists, strings and numbers.
 
         Raises:
-            BrokenWorldError: a rank has ended, or another has come.
+            BrokenWorldError: a rank has left, or another has joined.
         """
         self._check()
         self._line.send(gather=obj)
@@ -148,7 +147,7 @@ class Member:
             for message in messages:
                 if message[0] in kinds:
                     found = message
-                if message[0] in ("anew", "place"):  # before a place it is about the world before
+                if message[0] in ("anew", "place"):  # "anew" before a place: the old world
                     self._is_over = message[0] == "anew"
             if found is not None:
                 return found

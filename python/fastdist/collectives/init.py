@@ -100,8 +100,8 @@ def init(
 
     The ranks are the processes that `fastdist run`, torchrun, mpiexec or srun started; a process
     without a launcher is a world of one rank. Later calls return the same communicator until it is
-    closed. Ranks of one machine share memory. In a job on several machines, the ranks meet at
-    MASTER_ADDR:MASTER_PORT, by torch's TCPStore, and connect by TCP.
+    closed. Ranks of one machine share memory. In a job on several machines, the rendezvous is
+    torch's TCPStore at MASTER_ADDR:MASTER_PORT, and the ranks connect by TCP.
 
     Args:
         bootstrap: an mpi4py communicator that defines the ranks instead.
@@ -195,7 +195,7 @@ def next_world(old: Communicator, timeout_s: float) -> Communicator:
 
 
 def must_regroup(comm: Communicator) -> bool:
-    """Return True if ranks of an elastic job must meet anew. Every rank of `comm` must call."""
+    """Return True if an elastic job needs a new rendezvous. Every rank of `comm` must call."""
     member = _World.member
     if member is None:
         return False
@@ -232,7 +232,7 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
 
     Args:
         size: number of ranks, at most 1024.
-        timeout: as for `init`.
+        timeout: the `timeout` of `init`.
 
     Examples:
         >>> from concurrent.futures import ThreadPoolExecutor
@@ -256,8 +256,8 @@ def communicator_of(
     """Make a communicator beside the default one. Every rank of `bootstrap` must call.
 
     Args:
-        bootstrap: defines the ranks; strangers may speak in it too, so ranks on several machines
-            prove the job's secret.
+        bootstrap: a communicator that defines the ranks. Strangers may use it too, so ranks on
+            several machines prove the job's secret.
         timeout_s: seconds to wait for the ranks, and the communicator's default.
         host: a name or address of the machine of rank 0, if it is known.
 
@@ -381,7 +381,7 @@ def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
 def _meet(
     launcher: str, rank: int, size: int, coordinator: str, timeout_s: float
 ) -> tuple[Engine, Launch]:
-    """Make the engine of ranks that meet at an address, and find this rank's place."""
+    """Make the engine of ranks with a rendezvous address, and find this rank's place."""
     if size > 1 and not _is_loopback(coordinator):
         return _on_machines(launcher, rank, size, coordinator, timeout_s)
     key = secrets.token_hex(8) if size == 1 else f"{launcher}/{coordinator}"
@@ -448,7 +448,7 @@ def _require(value: object, argument: str, expected: str, *attributes: str) -> N
 def _on_machines(
     launcher: str, rank: int, size: int, coordinator: str, timeout_s: float
 ) -> tuple[Engine, Launch]:
-    """Meet the other ranks through a store, and make the engine that fits their machines."""
+    """Rendezvous through a store, and make the engine that fits the ranks' machines."""
     # Imported here since `import fastdist` must be quick.
     from fastdist.collectives.engines.machine_rendezvous import meet_machines
 

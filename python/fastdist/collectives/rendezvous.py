@@ -58,7 +58,7 @@ def meet(launch: Launch, generation: int, own_fd: int, timeout_s: float) -> list
     """Exchange memory with every rank of the job. Every rank must call.
 
     Args:
-        launch: describes this rank; all ranks must be on this machine.
+        launch: the description of this rank; all ranks must be on this machine.
         generation: number of this rendezvous in the job; counts the calls to `fastdist.init`.
         own_fd: descriptor of this rank's memory.
         timeout_s: seconds to wait for all ranks.
@@ -173,7 +173,7 @@ class _Guests:
 
     Attributes:
         fds: descriptor of each rank's memory.
-        connections: to each rank but 0.
+        connections: the connection to each rank but 0.
     """
 
     def __init__(self, rendezvous: _Rendezvous, own_fd: int) -> None:

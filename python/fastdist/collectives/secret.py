@@ -1,6 +1,6 @@
 """The secret by which the ranks of a job on several machines know each other.
 
-Whoever can reach the store in which ranks meet can read and write it. So ranks seal what they post
+Anyone who can reach the store of the rendezvous can read and write it. So ranks seal what they post
 there with the secret, and use nothing that is not sealed. The key of their connections is derived
 from the secret and from random numbers of all ranks. On each connection both ends prove that they
 have the key (csrc/net/hello.h), so that values recorded in another job are of no use. The secret
@@ -46,7 +46,7 @@ class Secret:
 
     Attributes:
         key: the secret; empty if the job continues without one.
-        origin: where this rank found it, for messages.
+        origin: the place where this rank found it, for messages.
     """
 
     key: bytes

@@ -87,8 +87,8 @@ class OwnData:
 
         Args:
             parts: the parts of this worker.
-            spare: makes batches of size zero for a worker without parts; returns None if the
-                source has no example to copy the shapes from.
+            spare: a function that makes batches of size zero for a worker without parts; it returns
+                None if the source has no example to copy the shapes from.
         """
         exchange = self._exchange
         empty: Batches | None = None

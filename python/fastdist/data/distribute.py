@@ -67,14 +67,14 @@ def distribute_dataset(
         global_batch_size: examples per step of all replicas; required unless a DataLoader has it.
         shuffle: draw a new order in every epoch, from the seed and the epoch's number; the same for
             all numbers of replicas and workers (under OFF each worker draws its own).
-        seed: not negative; seeds the shuffle, and what samplers, datasets and collate_fn draw from
-            torch's default generator. What is drawn for an example of a map-style source depends on
-            the seed, the epoch and the example's position alone: not on the number of replicas,
-            workers and loader processes, nor on the step at which the epoch was resumed.
+        seed: a non-negative seed of the shuffle, and of what samplers, datasets and collate_fn draw
+            from torch's default generator. What is drawn for an example of a map-style source
+            depends on the seed, the epoch and the example's position alone: not on the number of
+            replicas, workers and loader processes, nor on the step at which the epoch was resumed.
         drop_remainder: leave out a last batch with fewer examples.
         auto_shard_policy: the way workers share the source.
-        collate_fn: makes a batch from a list of examples; None: torch's default_collate, extended
-            to keep tuples and to accept dataclasses.
+        collate_fn: a function that makes a batch from a list of examples; None: torch's
+            default_collate, extended to keep tuples and to accept dataclasses.
         num_workers: loader processes of this worker. An IterableDataset must divide its examples
             among them by `get_worker_info`. With 0, examples are loaded in the thread that reads
             ahead, where each operation of torch costs some microseconds more. Loader processes
@@ -133,10 +133,10 @@ def distribute_datasets_from_function(
     worker must call.
 
     Args:
-        fn: called once, during this call, with the `InputContext`; returns an iterable of
-            per-replica batches, such as a DataLoader, which is iterated anew in every epoch. What
-            it draws from torch's default generator in an epoch comes from a stream of its own,
-            which `torch.manual_seed`, called before, and the epoch determine.
+        fn: a function that is called once, during this call, with the `InputContext`. It returns an
+            iterable of per-replica batches, such as a DataLoader, which is iterated anew in every
+            epoch. What it draws from torch's default generator in an epoch comes from a stream of
+            its own, which `torch.manual_seed`, called before, and the epoch determine.
         layout: the replicas and workers of the job.
         prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread.
 

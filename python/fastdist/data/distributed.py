@@ -56,10 +56,10 @@ class DistributedDataset(Generic[B]):
     Args:
         pipeline: this worker's input.
         layout: the replicas and workers of the job.
-        agreement: makes all workers take the same number of steps.
+        agreement: the agreement by which all workers take the same number of steps.
         prefetch: steps to read ahead in a thread; 0: no thread.
         identity: settings that must be equal for a saved position to select the same examples.
-        rebuild: makes the dataset for another layout; None if it is the work of user's code.
+        rebuild: a function that makes the dataset for another layout; None if users' code made it.
 
     Examples:
         >>> import fastdist as fd, torch

@@ -23,12 +23,12 @@ class InputLayout:
         num_workers: processes of the job.
         worker: id of this process.
         devices: devices of the local replicas, in the order of local_replicas.
-        all_gather_ints: gathers the ints of every worker, in the order of worker ids. A collective:
-            all workers call it, with the same number of ints. It is called only if the number of
-            steps is unknown or the workers' data may differ, always from the thread that iterates,
-            and never in a job of one worker.
-        make_copy: makes the `BatchCopy` of one dataset; its argument is True if all replicas have
-            the same number of examples in all batches. None: `DeviceCopy`.
+        all_gather_ints: a collective that gathers the ints of every worker, in the order of worker
+            ids. All workers call it, with the same number of ints. It is called only if the number
+            of steps is unknown or the workers' data may differ, always from the thread that
+            iterates, and never in a job of one worker.
+        make_copy: a function that makes the `BatchCopy` of one dataset; its argument is True if all
+            replicas have the same number of examples in all batches. None: `DeviceCopy`.
 
     Raises:
         ValueError: the numbers contradict each other.

@@ -151,12 +151,12 @@ class StreamPipeline:
         stream: the examples; may divide them among loader processes by `get_worker_info`.
         batch_size: examples per batch, before it is cut.
         drop_remainder: True to leave out a last batch with fewer examples.
-        cut: cuts a batch for the local replicas.
-        collate: makes a batch from a list of examples.
+        cut: a function that cuts a batch for the local replicas.
+        collate: a function that makes a batch from a list of examples.
         options: options of the DataLoader.
         length: the number of examples of the stream; None if unknown.
-        peek: returns a list with one example of the source, or an empty list; used for the shapes
-            of a batch of size zero.
+        peek: a function that returns a list with one example of the source, or an empty list; used
+            for the shapes of a batch of size zero.
     """
 
     stream: IterableDataset[Any]

@@ -19,7 +19,7 @@ class Files:
 
     Attributes:
         paths: the paths in reading order; converted to a tuple.
-        read: yields the examples of one file, the same examples in the same order every time.
+        read: a function that yields the examples of one file, in the same order every time.
 
     Raises:
         TypeError: paths is a single path, or read is not callable.

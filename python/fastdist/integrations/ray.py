@@ -54,7 +54,7 @@ def run(
     """Call a function in processes of a Ray cluster, and return what it returns.
 
     Args:
-        function: called in every process; any that Ray can pickle.
+        function: the function to call in every process; Ray must be able to pickle it.
         ranks: number of ranks of one communicator, with RANK, WORLD_SIZE and the others set.
         workers: number of workers beside a chief, instead of `ranks`; TF_CONFIG is set.
         ps: number of parameter servers, with `workers`.
@@ -65,7 +65,7 @@ def run(
         resources: other resources of each process.
         placement: Ray's placement strategy: "PACK" on few nodes, "SPREAD", "STRICT_PACK" on one
             node or "STRICT_SPREAD".
-        max_restarts: how often Ray restarts lost processes. If a rank is lost, all ranks restart
+        max_restarts: the maximum number of restarts by Ray. If a rank is lost, all ranks restart
             and call the function again; a lost worker or parameter server restarts alone.
         timeout: seconds to wait until the cluster has room.
 

@@ -24,11 +24,11 @@ except ImportError:
 class ProcessGroupFastdist(process_group.ProcessGroupWrapper):  # type: ignore[misc]
     """torchft's process group on fastdist's collectives: shared memory, TCP between machines.
 
-    A rank that dies or aborts ends the calls of all others with an error within a fraction of a
-    second, and torchft's manager skips the step.
+    If a rank dies or aborts, the calls of all others raise an error within a fraction of a second,
+    and torchft's manager skips the step.
 
     Args:
-        timeout: a timedelta: how long a quorum's ranks may take to meet, and each call; 60 s by
+        timeout: a timedelta, the limit for a quorum's rendezvous, and for each call; 60 s by
             default.
     """
 

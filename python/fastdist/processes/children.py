@@ -22,7 +22,7 @@ class Children:
     The kernel kills the processes when the thread ends, which happens when this process ends.
 
     Args:
-        receive: called with the output of the first process; the output of others is not shown.
+        receive: a function that takes the output of the first process; that of others is not shown.
 
     Attributes:
         processes: the processes, in the order of their names.

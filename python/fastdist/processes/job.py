@@ -48,9 +48,9 @@ class Elastic:
 
     Attributes:
         least: the job fails when fewer tasks are left.
-        has_begun: returns True once the tasks work together; before, one that fails with an exit
-            code ends the job.
-        finish: is called when a task has ended well.
+        has_begun: a function that returns True once the tasks work together; before, a task that
+            fails with an exit code ends the job.
+        finish: a function to call when a task has succeeded.
     """
 
     least: int
@@ -68,8 +68,8 @@ class Job:
         tasks: the tasks on this machine; the first task reads the launcher's stdin.
         size: number of tasks on all machines.
         max_restarts: maximum number of restarts, over all tasks.
-        elastic: tells of restarted tasks that are peers of each other. None: they are helpers of
-            another task.
+        elastic: the description of restarted tasks that are peers of each other. None: they are
+            helpers of another task.
         grace_s: seconds that processes have to end after a signal, until they are killed.
         prefix: begin each line of output with the label of its task.
         colour: colour the labels on a terminal.

@@ -115,7 +115,7 @@ def start(
         name: the process in messages.
         command: the program and its arguments.
         environment: the complete environment of the process.
-        receivers: are called with its output: two with stdout and with stderr, one with both.
+        receivers: functions that take its output: one each for stdout and stderr, or one for both.
         options: further arguments of `subprocess.Popen`. Without `stdin`, that is empty.
 
     Raises:

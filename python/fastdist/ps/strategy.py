@@ -90,9 +90,8 @@ class ParameterServerStrategy(ReplicatedStrategy):
     Args:
         cluster_resolver: the cluster and this task: chief, worker and ps tasks with their
             addresses. By default TF_CONFIG.
-        variable_partitioner: cuts variables into pieces for several servers; None leaves them
-            whole.
-        device: where a worker computes; by default the GPU of its number, else the CPU. A machine
+        variable_partitioner: a function that cuts variables into pieces; None leaves them whole.
+        device: the device of a worker; by default the GPU of its number, else the CPU. A machine
             with several GPUs has a worker for each.
         max_staleness: a function begins once all but this many of the functions scheduled before
             it have ended (stale synchronous parallel; Ho et al., NIPS 2013); None for no limit.
@@ -196,10 +195,10 @@ class ParameterServerStrategy(ReplicatedStrategy):
         dense values: results are the same as without.
 
         Args:
-            batch: holds the features of an `fd.nn.EmbeddingBagCollection` of the scope, as its
-                `forward` takes them: alone, or in nested tuples, lists and dicts. For an embedding
-                or bag given as `layer`: the tensor of ids.
-            layer: what looks the batch up; None: all collections of the scope.
+            batch: the features of an `fd.nn.EmbeddingBagCollection` of the scope, as its `forward`
+                takes them: alone, or in nested tuples, lists and dicts. For an embedding or bag
+                given as `layer`: the tensor of ids.
+            layer: the layer that looks the batch up; None: all collections of the scope.
 
         Raises:
             FastdistError: called outside a function that runs on a worker.

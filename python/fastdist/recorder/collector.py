@@ -1,4 +1,4 @@
-"""Follows the records of running processes, which keep the last calls only."""
+"""Follows the records of running processes, which keep only the last calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastdist.recorder.system import state_of
 from fastdist.recorder.timeline import RankTimeline, Span, TracedCall, traced
 
 _PERIOD_S = 0.2
-_DISCOVERY_S = 0.02  # a short job removes its records soon after it has made them
+_DISCOVERY_S = 0.02  # short jobs remove their records soon
 _SETTLED_S = 0.1
 _MOST_WORK = 0.05  # of a core
 
@@ -26,7 +26,7 @@ _MOST_WORK = 0.05  # of a core
 class Collector:
     """Reads the records of the processes that descend from this one, until it is stopped.
 
-    It maps their files, so that it can read those of a process that has ended.
+    It maps their files, so that it can read the files of processes that have ended.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class _Follower:
         self._running: list[TracedCall] = []
         self._phases = 0
         self._read_s = 0.0  # when the process was last seen alive
-        self._phase: tuple[float, Phase] | None = None  # the one that goes on
+        self._phase: tuple[float, Phase] | None = None  # the one that has not ended
 
     def read(self) -> None:
         """Add what is new since the last time."""
@@ -133,7 +133,7 @@ class _Follower:
             self.timeline.spans.append(span)
 
     def finish(self) -> RankTimeline:
-        """Return all that was read, once."""
+        """Return everything that was read; call it once."""
         if self._read_s:
             self._end_phase(self._read_s)
         calls = self.timeline.calls

@@ -27,11 +27,11 @@ _FEW_CALLS = 20  # too few to tell before 5 s what is unusual
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The cause for which a job does not go on.
+    """The reason why a job does not continue.
 
     Attributes:
         ranks: the ranks that are the cause.
-        line: where they are, in the user's code; "" if unknown.
+        line: their place in the user's code; "" if unknown.
     """
 
     kind: Kind
@@ -72,8 +72,8 @@ class _Case:
         """Return "; ranks 0 and 2 wait for it in all_reduce(…) at train.py:9 in step, for 12 s".
 
         Args:
-            ranks: those that are waited for.
-            told: the call that the sentence has told of, with its line.
+            ranks: the ranks that are waited for.
+            told: the call that the sentence has named already, with its line.
         """
         waits = [w for w in self.waits if w.behind & set(ranks) and w.rank not in ranks]
         if not waits:
@@ -94,15 +94,15 @@ class _Case:
 
 
 def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = False) -> Diagnosis:
-    """Say why a job stands still, within a second or so, without asking its ranks.
+    """Find out why a job stands still, within a second or so, without asking its ranks.
 
-    Ranks that can answer write their stacks, unless the job goes on.
+    Ranks that can answer write their stacks, unless the job continues.
 
     Args:
         job: the job.
         interval_s: seconds between the two moments at which its ranks are looked at.
-        everywhere: look at the ranks of other machines too, by asking their launchers. That takes
-            up to three seconds where machines do not answer.
+        everywhere: look at the ranks of other machines too, by asking their launchers, which takes
+            up to three seconds if machines do not answer.
     """
     seen = observe_everywhere(job, interval_s) if everywhere else observe(job, interval_s)
     if any(each.records.task for each in seen.ranks):
@@ -129,7 +129,7 @@ def _judge(seen: Observation) -> _Case:
 
 
 def _other_call(case: _Case) -> Found | None:
-    """Ranks made different calls with the same number, and the calls failed."""
+    """Find ranks that made different calls with the same number, which failed."""
     together: dict[tuple[int, int], dict[int, Call]] = {}
     for each in case.seen.ranks:
         call = each.last_call
@@ -159,14 +159,14 @@ def _disagreement(calls: dict[int, Call], groups: list[list[int]]) -> Found:
 
 
 def _mismatch_in_words(case: _Case) -> Found | None:
-    """The calls look alike, but their ranks ended with a mismatch, such as of lists of arrays."""
+    """Find a mismatch error of calls that look equal, such as of lists of arrays."""
     if case.circle:
         return None
     endings = [each.ending for each in case.dead if each.ending is not None]
     mismatches = [each for each in endings if each.error == "CollectiveMismatchError"]
     if not mismatches:
         return None
-    # Each names the ranks whose calls differ from its own: the fewest are those of most ranks.
+    # Each error names the ranks whose calls differ from its own. The majority's names the fewest.
     ending = min(mismatches, key=lambda each: len(each.ranks))
     ranks = ending.ranks or [each.rank for each in case.dead if each.ending is not None]
     return Kind.OTHER_CALL, ending.message, ranks, ending.line
@@ -181,7 +181,7 @@ def _alike(calls: dict[int, Call]) -> list[list[int]]:
 
 
 def _other_order(case: _Case) -> Found | None:
-    """Ranks wait for each other in a circle."""
+    """Find ranks that wait for each other in a circle."""
     if len(case.circle) < 2 or _was_killed_in(case, case.circle):
         return None
     waits = {wait.rank: wait for wait in case.waits if wait.behind & set(case.circle)}
@@ -204,18 +204,18 @@ def _wait_in_words(case: _Case, wait: Wait) -> str:
 
 
 def _was_killed_in(case: _Case, ranks: Sequence[int]) -> bool:
-    """True if ranks were killed in their calls, which may have been about to end."""
+    """Return True if ranks were killed in their calls, which may have been about to end."""
     if any(each.ending and each.ending.error == "CollectiveMismatchError" for each in case.dead):
         return False
     return any(each.rank in ranks and each.running for each in case.dead)
 
 
 def _dead(case: _Case) -> Found | None:
-    """Ranks have ended, and the others do not go on without them."""
+    """Find ranks that have ended, if the others do not continue without them."""
     if not case.dead:
         return None
     if case.live and all(each.has_advanced for each in case.live):
-        return None  # the others go on
+        return None  # the others continue
     late = _timed_out(case)
     if late is not None:
         return late
@@ -228,7 +228,7 @@ def _dead(case: _Case) -> Found | None:
 
 
 def _blamed(case: _Case) -> list[int]:
-    """Return the dead ranks that ended first, as far as that can be told."""
+    """Return the dead ranks that ended first, as far as that is known."""
     dead = {each.rank: each for each in case.dead}
     endings = {rank: each.ending for rank, each in dead.items() if each.ending is not None}
     followed = {rank for rank, each in endings.items() if each.error == "PeerFailureError"}
@@ -274,7 +274,7 @@ def _last_line(rank: ObservedRank) -> str:
 
 
 def _timed_out(case: _Case) -> Found | None:
-    """All have ended because ranks came too late for the timeout of a call."""
+    """Find ranks that were too late for the timeout of a call, if all ranks have ended."""
     if case.live:
         return None
     endings = {each.rank: each.ending for each in case.dead if each.ending is not None}
@@ -289,7 +289,7 @@ def _timed_out(case: _Case) -> Found | None:
 
 
 def _stopped(case: _Case) -> Found | None:
-    """Ranks are stopped by a signal or a debugger."""
+    """Find ranks that are stopped by a signal or a debugger."""
     stopped = [each for each in case.live if each.is_stopped]
     if case.ends:
         stopped = [each for each in stopped if each.rank in case.ends]
@@ -309,7 +309,7 @@ def _stopped(case: _Case) -> Found | None:
 
 
 def _slow(case: _Case) -> Found | None:
-    """Calls go on, or no call is older than usual."""
+    """Report a slow job, in which calls continue or no call is older than usual."""
     if not case.live or not _goes_on(case):
         return None
     late = _late(case.seen.ranks)
@@ -353,7 +353,7 @@ def _goes_on(case: _Case) -> bool:
 
 
 def _is_overdue(case: _Case, wait: Wait) -> bool:
-    """True if a call is older than 5 s or than 5 times the p99 of its line, or was given up."""
+    """Return True if a call was given up, or is older than 5 s or 5 times the p99 of its line."""
     if not wait.call.is_running:
         return True
     age_s = case.age_s(wait.call.entered_s)
@@ -365,7 +365,7 @@ def _is_overdue(case: _Case, wait: Wait) -> bool:
 
 
 def _busy_elsewhere(case: _Case) -> Found | None:
-    """Ranks have not come to the call in which the others wait."""
+    """Find ranks that have not arrived at the call in which the others wait."""
     late = [each for rank in sorted(case.ends) if (each := case.seen.rank(rank)) is not None]
     if not late and not any(wait.behind for wait in case.waits):
         late = case.live
@@ -399,7 +399,7 @@ def _complaint(
 
 
 def _unreachable(case: _Case) -> Found | None:
-    """The ranks that the others wait for are on machines that cannot be reached."""
+    """Find ranks that the others wait for, on machines that cannot be reached."""
     cut = {rank for each in _cut(case) for rank in each.ranks}
     return _out_of_reach(case, sorted(cut & case.ends)) if cut & case.ends else None
 
@@ -420,7 +420,7 @@ def _out_of_reach(case: _Case, ranks: Sequence[int]) -> Found:
 
 
 def _in_progress(case: _Case) -> Found | None:
-    """All ranks have begun a call, which goes on."""
+    """Report a call that all ranks have begun and that still runs."""
     whole = [wait for wait in case.waits if not wait.behind]
     if case.ends & {UNSEEN, *case.seen.missing} or not whole:
         return None
@@ -441,7 +441,7 @@ def _in_progress(case: _Case) -> Found | None:
 
 
 def _unseen(case: _Case) -> Found:
-    """The cause is not on this machine, has just left, or cannot be told."""
+    """Report a cause that is not on this machine, has just left, or is unknown."""
     known = {each.records.rank for each in case.seen.job.ranks}
     gone = known - {each.rank for each in case.seen.ranks}
     ranks = sorted(case.ends)

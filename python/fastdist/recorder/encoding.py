@@ -1,4 +1,4 @@
-"""Encodes what was observed as JSON, and decodes it by the types of its fields; also in files."""
+"""Encodes observations as JSON, and decodes them by the types of their fields; also in files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode(kind: type[_T], text: str | bytes) -> _T:
     """Decode the output of `encode` for a value of this class.
 
     Raises:
-        ValueError: it is no such value.
+        ValueError: the text is not such a value.
     """
     try:
         found: _T = _typed(kind, json.loads(text))
@@ -34,7 +34,7 @@ def decode(kind: type[_T], text: str | bytes) -> _T:
 
 
 def write(path: Path, value: Any) -> None:
-    """Write what `encode` takes to a file, where there is memory for it."""
+    """Write a value that `encode` takes to a file, if there is memory for it."""
     with contextlib.suppress(OSError):
         path.write_text(encode(value), "utf-8")
 

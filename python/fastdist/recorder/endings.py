@@ -1,4 +1,4 @@
-"""Notes of what ended a process: an exception that nobody caught, or a signal."""
+"""Notes of the end of a process, by an uncaught exception or a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ending:
         message: the exception's first line, and the calls of a mismatch; or "killed by SIGKILL".
         ranks: the ranks that caused it, as `FastdistError.ranks` names them.
         line: the innermost line of the user's code, "train.py:42 in step"; "" if none.
-        was_first: True if the launcher saw that it ended before the others.
+        was_first: True if the launcher saw it end before the others.
     """
 
     error: str
@@ -36,7 +36,7 @@ class Ending:
 
 
 def write_ending(path: Path, error: BaseException) -> None:
-    """Write what ended this process."""
+    """Write the exception that ended this process."""
     frames = [
         Frame(each.filename, each.lineno or 0, each.name)
         for each in reversed(traceback.extract_tb(error.__traceback__))
@@ -61,8 +61,8 @@ def _message(error: BaseException) -> str:
 def note_killed(pid: int, number: int) -> None:
     """Note that a signal has killed a process, before the other ranks of its job ended.
 
-    Records alone do not tell which of the ranks ended first that waited for nobody. Nothing happens
-    if the process has no records.
+    Records alone do not tell which rank ended first, among ranks that waited for nobody. Nothing
+    happens if the process has no records.
     """
     try:
         name = signal.Signals(number).name
@@ -76,5 +76,5 @@ def note_killed(pid: int, number: int) -> None:
 
 
 def _valid(text: str) -> str:
-    """Replace what is no Unicode: names of files may hold any bytes."""
+    """Replace bytes that are not Unicode: names of files may hold any bytes."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Frames of Python's stacks, and which of them are the user's."""
+"""Frames of Python's stacks; tells the user's from others."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Stack:
 
     @property
     def is_loading(self) -> bool:
-        """True inside of a loader of data."""
+        """True inside a data loader."""
         return self._has(_DATA)
 
     @property
     def is_in_torch_cuda(self) -> bool:
-        """True inside of torch.cuda, whose calls wait for GPUs."""
+        """True inside torch.cuda, whose calls wait for GPUs."""
         return self._has(_GPU)
 
     def _has(self, pattern: re.Pattern[str]) -> bool:

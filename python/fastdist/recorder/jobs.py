@@ -49,7 +49,7 @@ class Job:
 
     Attributes:
         id: 16 hexadecimal digits.
-        ranks: by rank; a rank that was started again counts once.
+        ranks: the ranks in order; a rank that was started again counts once.
     """
 
     id: str
@@ -85,10 +85,10 @@ def job_of(pid: int) -> Job:
 
 
 def jobs_here(only: str | None = None) -> tuple[list[Job], list[str]]:
-    """Find the jobs whose records are there, dead ones too, or the one with the id `only`.
+    """Find the jobs with records, dead ones too, or the one with the id `only`.
 
     Returns:
-        The jobs, live ones first and the youngest first; and what could not be read.
+        The jobs, live ones first, then the youngest first; and notes of what was unreadable.
     """
     ranks: dict[str, dict[int, RecordedRank]] = {}
     notes = []
@@ -115,7 +115,7 @@ def find_job(jobs: Iterable[Job], name: str | None) -> Job:
     """Find a job by its id, by the beginning of its id, or by the process of a rank.
 
     Args:
-        jobs: as `jobs_here` returns them.
+        jobs: the jobs of `jobs_here`.
         name: the id or process; None: the first job.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The machines of a job, which ranks note beside their records once they have met."""
+"""The machines of a job, which ranks note beside their records after the rendezvous."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Machine:
     """A machine of a job.
 
     Attributes:
-        ip: the address at which they are reached.
-        launcher: "ip:port" at which its `fastdist run` answers questions; "" if nobody does.
+        ip: the address at which its ranks are reached.
+        launcher: "ip:port" at which its `fastdist run` answers questions; "" if there is none.
     """
 
     ranks: tuple[int, ...]
@@ -24,10 +24,10 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines of a job, and the key by which they trust each other's questions.
+    """The machines of a job, and the key by which they authenticate questions.
 
     Attributes:
-        key: derived from the job's secret; for questions about its records only.
+        key: a key derived from the job's secret, only for questions about its records.
     """
 
     key: str

@@ -17,7 +17,7 @@ from fastdist.recorder.stacks import stacks_of
 from fastdist.recorder.system import Connection, Process, Thread, is_in_interpreter, look_at
 
 INTERVAL_S = 0.5
-_JUST_S = 2.0  # an error is told within that time
+_JUST_S = 2.0  # an error is raised within that time
 _AWAKE_SHARE = 0.2  # of a core, used by a thread that does not sleep
 # A thread that wants the GIL wakes every 5 ms to ask for it, later on a busy machine.
 _GIL_NAPS_PER_S = (20, 260)
@@ -28,14 +28,14 @@ class ObservedRank:
     """A rank at two moments.
 
     Attributes:
-        records: at the second moment.
-        before: at the first moment.
-        process: at the second moment; None if it is in another container.
+        records: its records at the second moment.
+        before: its records at the first moment.
+        process: the process at the second moment; None if it is in another container.
         earlier: the process at the first moment.
-        ending: the exception that ended it, if that is known.
-        starved: the threads that want the GIL, in vain, by their ids.
-        stacks: of its threads; empty if they were not asked for or could not be seen.
-        machine: the launcher that told of it; "" if the rank is on this machine.
+        ending: the exception that ended it, if known.
+        starved: the ids of the threads that wait for the GIL in vain.
+        stacks: the stacks of its threads; empty if they were not asked for or could not be seen.
+        machine: the launcher that reported it; "" if the rank is on this machine.
     """
 
     place: RecordPath
@@ -70,7 +70,7 @@ class ObservedRank:
 
     @property
     def gave_up(self) -> Call | None:
-        """The call that it has just given up, as errors of calls are about to be told."""
+        """The call that has just failed, whose error is about to be raised."""
         call = self.last_call
         if call is None or call.done_s is None or not call.is_failed or self.process is None:
             return None
@@ -129,7 +129,7 @@ class ObservedRank:
     def main_thread(self) -> Thread | None:
         """The main thread, as the kernel sees it, asleep if it sleeps at one of the moments.
 
-        A question for its stack, which may be another program's, wakes it for a moment.
+        A request for its stack, perhaps by another program, wakes it for a moment.
         """
         now, then = self._main_threads
         is_awake = now is not None and not now.waits_in and self.main_cpu_share < _AWAKE_SHARE
@@ -143,7 +143,7 @@ class ObservedRank:
 
     @property
     def worst_connection(self) -> Connection | None:
-        """The connection that has repeated most what it sent; None if none has."""
+        """The connection with most retransmissions; None if there are none."""
         connections = self.process.connections if self.process else ()
         lossy = (each for each in connections if each.retransmissions)
         return max(lossy, key=lambda each: each.retransmissions, default=None)
@@ -164,11 +164,11 @@ class ObservedRank:
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A machine of the job that was asked in vain.
+    """A machine of the job that did not answer.
 
     Attributes:
-        why: "its launcher has ended".
-        is_cut: nothing at that address answers, as when the link is down.
+        why: the reason: "its launcher has ended".
+        is_cut: True if nothing at that address answers, as when the link is down.
     """
 
     machine: Machine
@@ -181,10 +181,10 @@ class Observation:
     """A job at two moments.
 
     Attributes:
-        ranks: those whose records could be read.
+        ranks: the ranks whose records could be read.
         missing: the other ranks of the job.
         at_s: the second moment, on the monotonic clock.
-        notes: what could not be seen.
+        notes: notes of what could not be seen.
         unreached: the machines that did not answer.
     """
 

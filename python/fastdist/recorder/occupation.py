@@ -1,4 +1,4 @@
-"""Tells what a rank does that the others wait for: by the kernel, its stack and its phase."""
+"""Tells what a rank does while the others wait for it: by the kernel, its stack and its phase."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STALLED_SHARE = 0.1
 
 
 class Kind(Enum):
-    """The reasons why a job does not go on; `UNKNOWN`: the cause is not on this machine."""
+    """The reasons why a job does not continue; `UNKNOWN`: the cause is not on this machine."""
 
     DEAD = "dead"
     STOPPED = "stopped"
@@ -48,10 +48,10 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Occupation:
-    """A reason why a rank does not come.
+    """A reason why a rank does not arrive.
 
     Attributes:
-        one: a predicate for one rank: "waits for data".
+        one: the predicate of a sentence about one rank: "waits for data".
         several: the same for several ranks.
     """
 
@@ -61,12 +61,12 @@ class Occupation:
 
 
 def occupation_of(rank: ObservedRank) -> Occupation:
-    """Return what a running rank does, by the first rule that fits."""
+    """Return a running rank's occupation, by the first rule that fits."""
     return next(found for rule in _RULES if (found := rule(rank)) is not None)
 
 
 def is_outside_calls(rank: ObservedRank) -> bool:
-    """True if the main thread surely does something else than to wait in a call."""
+    """Return True if the main thread certainly does something other than wait in a call."""
     thread = rank.main_thread
     if thread is None or rank.is_dead or rank.is_stopped or rank.gave_up is not None:
         return False
@@ -108,7 +108,7 @@ def _files(rank: ObservedRank) -> Occupation | None:
 
 
 def _link(rank: ObservedRank) -> Occupation | None:
-    """A call that all have begun does not end, and connections repeat what they have sent."""
+    """Find a connection that retransmits, if a call over the network does not end."""
     calls = [call for call in rank.running if call.member.engine == "net"]
     worst = rank.worst_connection
     if not calls or worst is None:
@@ -137,7 +137,7 @@ def _data(rank: ObservedRank) -> Occupation | None:
 
 
 def _threads(rank: ObservedRank) -> Occupation | None:
-    """Nothing runs, and the main thread waits for a lock or the GIL."""
+    """Find a wait for a lock or the GIL, if nothing runs."""
     process = rank.process
     if process is None or rank.cpu_share > 0.2 or rank.running:
         return None

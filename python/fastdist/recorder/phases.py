@@ -26,7 +26,7 @@ enter = _core.set_phase
 
 @contextlib.contextmanager
 def phase(which: Phase) -> Iterator[None]:
-    """A context manager for a phase, after which the phase before goes on."""
+    """Return a context manager for a phase, after which the previous phase continues."""
     before = enter(which)
     try:
         yield

@@ -20,7 +20,7 @@ class RecordPath:
     """The file of a process's records.
 
     Attributes:
-        namespace: the process ids that `pid` is one of, by the number of their Linux namespace.
+        namespace: the number of the Linux namespace of process ids that `pid` is from.
         pid: the process.
     """
 
@@ -49,10 +49,10 @@ class RecordPath:
             path.unlink(missing_ok=True)
 
     def seconds_ended(self) -> float:
-        """Return for how long the process has been known to be dead, which begins with this call.
+        """Return the seconds since the first call, which notes that the process is dead.
 
         Raises:
-            OSError: that cannot be noted.
+            OSError: the note cannot be written.
         """
         with contextlib.suppress(FileExistsError):
             self._ended.touch(exist_ok=False)
@@ -67,7 +67,7 @@ class RecordPath:
 
     @property
     def is_locked(self) -> bool:
-        """True while the process lives, wherever it is: it has locked its records."""
+        """True while the process lives, even in another container: it has locked its records."""
         try:
             with self.path.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -79,7 +79,7 @@ class RecordPath:
 
     @property
     def is_here(self) -> bool:
-        """True if `pid` means the same process to this one."""
+        """True if `pid` is valid in this process's namespace."""
         return self.namespace == own_namespace()
 
 
@@ -92,7 +92,7 @@ def new_path() -> RecordPath:
     """Name a file for this process's records, in a folder that exists.
 
     Raises:
-        OSError: no folder can be made that is this user's alone.
+        OSError: no folder can be made that only this user may open.
     """
     error: OSError = FileNotFoundError("no folder for records")
     for folder in _folders():
@@ -140,7 +140,7 @@ def _folders() -> list[Path]:
 
 
 def check_private(folder: Path) -> None:
-    """Raise PermissionError if others than this user may open files in a folder."""
+    """Raise PermissionError if other users may open files in a folder."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{folder} must be a folder of this user's alone")

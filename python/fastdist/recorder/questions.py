@@ -1,9 +1,8 @@
 """Questions to the launchers of other machines, and their answers: three lines of JSON over TCP.
 
 The launcher speaks first: a random number, and the time of its clock. The question and the answer
-begin with a code (HMAC-SHA256) of all that was said, which only programs with the job's key can
-make. So a recorded question or answer is of no use, and nothing else is believed. Nothing is
-encrypted.
+begin with an HMAC-SHA256 code of all lines so far, which only programs with the job's key can make.
+So recorded questions and answers are useless, and forged ones are rejected. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable
 
 _CONNECT_S = 1.5
-_ANSWER_S = 10.0  # the asker hardly waits so long
+_ANSWER_S = 10.0  # longer than the asker waits
 _MOST_BYTES = 1 << 12
 _MOST_ANSWER_BYTES = 1 << 28
 _CODE_BYTES = 64
@@ -85,9 +84,9 @@ def answer(
     """Answer one question, unless it was asked without the job's key.
 
     Args:
-        connection: to the program that asks.
-        key_of: returns the key of a job; None if no such job is known.
-        answer_to: returns the answer about a job to what is asked.
+        connection: the connection to the program that asks.
+        key_of: a function that returns the key of a job; None if the job is unknown.
+        answer_to: a function that returns the answer from a job and the question.
         patience_s: seconds to wait for the question.
     """
     talk = _Talk(connection, b"", time.monotonic() + patience_s)
@@ -104,11 +103,11 @@ def answer(
 
 
 class _Talk:
-    """One end of a connection on which both say lines.
+    """One end of a connection on which both ends send lines.
 
     Attributes:
-        key: of the codes.
-        end_s: when to give up, on the monotonic clock.
+        key: the key of the codes.
+        end_s: the time to give up, on the monotonic clock.
     """
 
     def __init__(self, connection: socket.socket, key: bytes, end_s: float) -> None:
@@ -127,7 +126,7 @@ class _Talk:
         """Return the other's line.
 
         Raises:
-            ValueError: it is too long, or does not begin with its code.
+            ValueError: the line is too long, or does not begin with its code.
         """
         line = self.peek(most_bytes)
         self._read.clear()

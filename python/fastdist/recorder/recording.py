@@ -27,7 +27,7 @@ SERVER = "parameter server"
 """The beginning of the names of those tasks; the number follows."""
 
 _NO_CLIENT = 256
-_KEPT_S = 10.0  # launchers read what their ranks did when a job ends
+_KEPT_S = 10.0  # for launchers, which read records when a job ends
 
 SIGNAL = signal.SIGRTMAX - 7
 """The signal that asks for the stack."""
@@ -39,9 +39,9 @@ def write_on_signal(path: Path) -> None:
     """Let this process write its stack to a file when `SIGNAL` comes.
 
     Does nothing if the program handles the signal itself. The handler is Python's faulthandler: C
-    that takes no lock, so that it works while the GIL is held and inside of C. It could write the
-    stacks of all threads, but the frames of a thread that runs meanwhile go away under it, which
-    has ended a healthy process by a segmentation fault.
+    that takes no lock, so that it works while the GIL is held and inside C code. It writes only one
+    thread's stack: the frames of other threads may be freed while it reads them, which has crashed
+    a healthy process.
     """
     if signal.getsignal(SIGNAL) != signal.SIG_DFL:
         return
@@ -69,16 +69,16 @@ def record(
     *,
     is_job: bool = False,
 ) -> None:
-    """Record the calls of a communicator from now on, where there is memory for it.
+    """Record the calls of a communicator from now on, if there is memory for it.
 
-    The first communicator is taken to be that of the whole job, until one comes that surely is.
+    The first communicator counts as that of the whole job, until one with `is_job` is recorded.
 
     Args:
         communicator: the compiled communicator.
-        key: names the communicator; the same on all of its ranks.
+        key: the name of the communicator, the same on all of its ranks.
         engine: the name of its class.
-        machines: where its ranks are, if they are on several machines.
-        is_job: True if its ranks are all of the job.
+        machines: the machines of its ranks, if there are several.
+        is_job: True if its ranks are all ranks of the job.
     """
     digest = hashlib.sha256(key.encode())
     job = digest.hexdigest()[:16]
@@ -101,14 +101,14 @@ def record_task(task: str, place: int, tasks: int, key: str) -> None:
         task: its name, such as "worker 1".
         place: its number among all tasks.
         tasks: the number of all tasks.
-        key: names the job; the same on all tasks.
+        key: the name of the job, the same on all tasks.
     """
     if _Own.process != os.getpid():
         _start(place, tasks, hashlib.sha256(key.encode()).hexdigest()[:16], task)
 
 
 def open_requests(servers: int) -> int:
-    """Return the number of a client of servers for `_core.begin_request`; without a task, none."""
+    """Return a client's number for `_core.begin_request`; without a task, an unused number."""
     return _core.open_requests(servers) if _Own.is_task else _NO_CLIENT
 
 
@@ -136,7 +136,7 @@ def _start(rank: int, world_size: int, job: str, task: str = "") -> None:
 
 
 def _at_exit(own: RecordPath) -> None:
-    """Let `_end` be called, in processes of multiprocessing too, which leave without atexit."""
+    """Register `_end`, also in processes of multiprocessing, which exit without atexit."""
     atexit.register(_end, own)
     util = sys.modules.get("multiprocessing.util")
     if util is not None:
@@ -144,7 +144,7 @@ def _at_exit(own: RecordPath) -> None:
 
 
 def _stalled(waited_s: float) -> None:
-    from fastdist.recorder import speaking  # which most jobs never need
+    from fastdist.recorder import speaking  # most jobs never need it
 
     speaking.stalled(waited_s)
 
@@ -156,22 +156,22 @@ def _explain(is_late: bool) -> str:
 
 
 def _end(own: RecordPath) -> None:
-    """Remove the records of a process that ends well; write what ended one that does not."""
+    """Remove the records of a process that succeeds; write the error of one that fails."""
     if own.pid != os.getpid() or _Own.place is not own:
         return
-    _Own.place = None  # it is called once
+    _Own.place = None  # so that it runs once
     error = getattr(sys, "last_value", None) or sys.exc_info()[1]
     # After Ctrl-C, an import that makes a dataclass would let the interpreter exit with code 1.
     if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
         own.remove()
     else:
-        from fastdist.recorder.endings import write_ending  # only where it is used
+        from fastdist.recorder.endings import write_ending  # only when it is needed
 
         write_ending(own.ending, error)
 
 
 def _remove_old(job: str) -> None:
-    """Remove the records of jobs that ended a while ago, but for the job that was last alive."""
+    """Remove the records of jobs that ended a while ago, except the job that was last alive."""
     live = {job}
     ended: dict[str, list[tuple[float, RecordPath]]] = {}
     for found in record_paths():

@@ -78,12 +78,12 @@ _CALLS_END = _CALLS_AT + _CALLS * _CALL.itemsize
 _PHASES = 8192
 _BYTES = _CALLS_END + _PHASES * 8
 
-_KEPT = 256  # of the last calls, which are made into objects
+_KEPT = 256  # number of last calls that become `Call` objects
 _P99_TIMES = 5
 
 
 class UnreadableError(Exception):
-    """A file is no record that this version can read; the message says why."""
+    """This version cannot read a file as records; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Member:
     """A communicator of a process.
 
     Attributes:
-        key: the same on all of its ranks, and on no others.
+        key: a number that is the same on all of its ranks, and on no others.
         rank: the process's rank in it.
         size: the number of its ranks.
         engine: "host", "net", …
@@ -110,11 +110,11 @@ class Call:
     """A call. Times are in seconds of this machine's monotonic clock.
 
     Attributes:
-        number: of the call in its process.
-        sequence: of the call in its communicator, or of a send or receive in its lane; from 1.
+        number: the call's number in its process.
+        sequence: the call's number, from 1, in its communicator; in its lane for a send or receive.
         site: the caller's line, "train.py:12 in step"; empty if unknown.
-        there_s: when all ranks had announced the call; None: not yet, or at once.
-        done_s: None for a call that goes on.
+        there_s: the time when all ranks had announced the call; None: not yet, or immediately.
+        done_s: the time of its end; None for a call that still runs.
     """
 
     number: int
@@ -147,13 +147,13 @@ class Records:
     """The records of a process.
 
     Attributes:
-        started: start of the process, in clock ticks since boot, as in /proc/PID/stat.
-        began_s: when recording began, on the monotonic clock.
+        started: the start of the process, in clock ticks since boot, as in /proc/PID/stat.
+        began_s: the time when recording began, on the monotonic clock.
         task: "worker 1" of a job with parameter servers, whose tasks are its ranks; "" otherwise.
-        call_count: about how many calls the process has made.
-        phase_since_s: on the monotonic clock.
+        call_count: approximate number of calls that the process has made.
+        phase_since_s: the beginning of the phase, on the monotonic clock.
         calls: the last 256 calls, and those that have not ended, by the time when they began.
-        usual: how long recorded calls that have ended took, by site.
+        usual: the usual duration of recorded calls that have ended, by site.
     """
 
     pid: int
@@ -173,7 +173,7 @@ class Records:
     usual: dict[str, Usual]
 
     def unusual_s(self, call: Call, least_calls: int = 1) -> float | None:
-        """Return how long a call of its line would be unusual; None after fewer calls."""
+        """Return the duration that is unusual for a call's line; None after fewer calls."""
         usual = self.usual.get(call.site)
         return None if usual is None or usual.calls < least_calls else _P99_TIMES * usual.p99_s
 
@@ -189,7 +189,7 @@ class Identity:
 
 
 def identity(path: Path) -> Identity | None:
-    """Read whose records a file holds; None if that is not there."""
+    """Read the process and job of a file of records; None if the file lacks them."""
     try:
         with path.open("rb") as file:
             data = file.read(_HEADER.itemsize)
@@ -216,7 +216,7 @@ def read_records(path: Path) -> Records | None:
         raise UnreadableError(f"{path}: {error.strerror}") from error
     try:
         data = os.pread(fd, _BYTES, 0)
-        # What changed its number since the first look was being written.
+        # Calls whose number has changed since the first read were being written.
         again = os.pread(fd, _CALLS_END - _CALLS_AT, _CALLS_AT)
     finally:
         os.close(fd)
@@ -232,8 +232,8 @@ class Snapshot:
         again: the bytes of its calls, read later.
 
     Attributes:
-        calls: those that were not being written, in the file's format, by the time when they began.
-        clock: converts their times.
+        calls: the calls that were not being written, in the file's format, in order of beginning.
+        clock: the converter of their times.
 
     Raises:
         UnreadableError: the file is damaged, of another format, or of another version of fastdist.
@@ -276,7 +276,7 @@ class Snapshot:
         )
 
     def usual(self) -> dict[str, Usual]:
-        """Return how long the calls took that have ended, by site."""
+        """Return the usual duration of the calls that have ended, by site."""
         ended = self.calls[self.calls["done"] > 0]
         took_s = self.clock.difference_s((ended["done"] - ended["entered"]).astype(np.float64))
         numbers = np.unique(ended["site"]).tolist()

@@ -1,4 +1,4 @@
-"""Says why a job with parameter servers stands still: who waits for which server, and why."""
+"""Says why a job with parameter servers stands still: which tasks wait for a server, and why."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def judge(seen: Observation) -> Found:
 
 
 def goes_on(seen: Observation) -> bool:
-    """True if requests are answered, as far as that can be seen."""
+    """Return True if requests are answered, as far as that can be seen."""
     return _overdue(seen) is None and any(each.has_advanced for each in seen.ranks)
 
 
 def _overdue(seen: Observation) -> _Wait | None:
-    """Return the request that has waited longest, if that is long."""
+    """Return the oldest waiting request if it is overdue."""
     return next((w for w in _waits(seen) if seen.at_s - w.call.entered_s > _OVERDUE_S), None)
 
 
@@ -72,7 +72,7 @@ def _most_needed(tasks: Iterable[ObservedRank]) -> ObservedRank | None:
 
 
 def _late(seen: Observation) -> Found | None:
-    """A server has not answered for long."""
+    """Find the server that has not answered the oldest overdue request."""
     oldest = _overdue(seen)
     if oldest is None:
         return None

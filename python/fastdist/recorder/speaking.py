@@ -1,4 +1,4 @@
-"""Lets a job say by itself why it stands still: in the log, and in the errors of its calls."""
+"""Lets a job report why it stands still: in the log, and in the errors of its calls."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _log = logging.getLogger("fastdist")
 
 _LEAST_S = 5.0
 _SHORT_S = 2.0
-_AGAIN = 6  # a wait is told again after so many times as long
+_AGAIN = 6  # report a wait again once it is this many times as long
 
 
 class _Speaker:
-    """The wait that this process has told of."""
+    """The wait that this process has reported."""
 
     wait = (0, 0)  # process and call
     next_s = _LEAST_S
 
 
 def explain(is_late: bool) -> str:
-    """Say why a call of this process has failed; "" if that cannot be told.
+    """Explain why a call of this process has failed; return "" if that is unknown.
 
     Args:
-        is_late: True after a timeout. Timeouts shorter than 2 s are not explained: they are a way
-            to look in between. After another failure, ranks that have raised are quoted.
+        is_late: True after a timeout. Timeouts shorter than 2 s are not explained, since programs
+            use them for polling. After another failure, the exceptions of other ranks are quoted.
 
     Raises:
-        Exception: only what a handler of a signal raises meanwhile.
+        Exception: only an exception that a signal handler raises meanwhile.
     """
     found: list[str] = []
     failed_s = time.monotonic()
@@ -51,7 +51,7 @@ def explain(is_late: bool) -> str:
         except Exception:
             _log.debug("no reason was found", exc_info=True)
 
-    # Handlers of signals run in the main thread: what they raise is not taken for an error here.
+    # Signal handlers run in the main thread, so that `search` does not catch their exceptions.
     thread = threading.Thread(target=search, daemon=True)
     try:
         thread.start()
@@ -68,12 +68,12 @@ def _reason(is_late: bool, failed_s: float) -> str:
     if not _has_waited(job, failed_s):
         return ""
     found = diagnose(job, 0.1, everywhere=True)
-    # Ranks that are dead ended since: the call would have failed otherwise.
+    # Dead ranks have ended since: otherwise the call would have failed before its timeout.
     return "" if found.kind is Kind.DEAD else found.sentence
 
 
 def _quote() -> str:
-    """Quote the exceptions that have ended ranks of this job, and that are no consequences."""
+    """Quote the exceptions that ended ranks of this job, except consequences of other failures."""
     own = _core.recorded_job()
     found = []
     for place in record_paths():
@@ -88,9 +88,9 @@ def _quote() -> str:
 
 
 def obituary(pid: int, number: int) -> str:
-    """Say what a process did whose death has ended its job, and who waited for it.
+    """Describe the last action of the process whose death ended its job, and who waited for it.
 
-    Returns "" if that cannot be told. Notes the signal that killed it for later questions, too.
+    Returns "" if that is unknown. Also notes the signal that killed it, for later questions.
     """
     note_killed(pid, number)
     try:
@@ -114,7 +114,7 @@ def _has_waited(job: Job, failed_s: float) -> bool:
 
 
 def stalled(waited_s: float) -> None:
-    """Tell of a call of this process that has waited so long. Called now and then."""
+    """Log why a call of this process has waited for `waited_s`, if a report is due."""
     try:
         _tell(job_of(os.getpid()), waited_s)
     except Exception:
@@ -129,7 +129,7 @@ def _tell(job: Job, waited_s: float) -> None:
         if rank.can_speak
         for call in _worth_telling(rank.records)
     ]
-    # One rank of a machine speaks for all.
+    # The lowest waiting rank of a machine reports.
     if not waiting or min(waiting, key=lambda each: each[0])[0] != own.rank:
         return
     call = min((call for rank, call in waiting if rank == own.rank), key=lambda c: c.entered_s)
@@ -145,7 +145,7 @@ def _tell(job: Job, waited_s: float) -> None:
 
 
 def _worth_telling(records: Records) -> list[Call]:
-    """Return calls that have waited 5 s, and 5 times as long as nearly all of their line's do."""
+    """Return calls that have waited 5 s, and 5 times the p99 of their line."""
     now_s = time.monotonic()
     return [
         call

@@ -22,7 +22,7 @@ from fastdist.recorder.recording import SIGNAL
 from fastdist.recorder.system import catches
 
 _LARGE_BYTES = 1 << 20
-_MOST_PY_SPIES = 2 * (os.cpu_count() or 1)  # more at once would not end in time
+_MOST_PY_SPIES = 2 * (os.cpu_count() or 1)  # more at the same time would not end in time
 _THREAD = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack \()")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
@@ -33,11 +33,11 @@ def stacks_of(
     """Return the stacks of running processes of this user.
 
     Args:
-        files: the processes, which must neither be stopped nor dead, and the files of their stacks.
+        files: the processes, which are neither stopped nor dead, and the files of their stacks.
         timeout_s: seconds to wait for all of them.
 
     Returns:
-        The stacks of each process, and for the others why there are none.
+        The stacks of each process, and the reason for each process without stacks.
     """
     end_s = time.monotonic() + timeout_s
     found = _by_py_spy(files, end_s)
@@ -69,7 +69,7 @@ def _by_py_spy(pids: Collection[int], end_s: float) -> dict[int, list[Stack]]:
             continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
             found[pid] = _parse_py_spy(pid, json.loads(output))
-    # Of an interpreter that py-spy does not know, such as a free-threaded one, it finds no frames.
+    # py-spy finds no frames in an interpreter that it does not know, such as a free-threaded one.
     return {pid: stacks for pid, stacks in found.items() if any(each.frames for each in stacks)}
 
 

@@ -1,4 +1,4 @@
-"""Tells what the kernel knows of a process, without asking the process."""
+"""Reads what the kernel knows about a process, without asking the process."""
 
 from __future__ import annotations
 
@@ -32,12 +32,11 @@ class Thread:
 
     Attributes:
         state: a letter of /proc/PID/stat: R runs, S sleeps, D waits for a device, T is stopped.
-        waits_in: the function of the kernel in which the thread sleeps; empty if it runs or if
-            that could not be seen.
+        waits_in: the kernel function in which the thread sleeps; empty if it runs or if unknown.
         file: the file that it reads or writes at this moment; empty if none.
         futex: the address on which it waits for another thread; 0 if none.
         cpu_s: processor time that it has used.
-        switches: how often it has gone to sleep.
+        switches: the number of times it has gone to sleep.
     """
 
     tid: int
@@ -67,12 +66,12 @@ class Process:
     """A process, as the kernel sees it.
 
     Attributes:
-        state: of its main thread; "" if the process is gone.
-        status: how a zombie ended, as `os.waitpid` gives it; None if it runs or is gone.
+        state: the state of its main thread; "" if the process is gone.
+        status: a zombie's exit status, as `os.waitpid` gives it; None if it runs or is gone.
         page_faults: pages that were read from the disk.
         memory_stall: the share of the last 10 s in which all tasks waited for memory, from 0 to 1.
-        at_s: when this was seen, on the monotonic clock.
-        notes: what could not be seen, and why.
+        at_s: the time of this look, on the monotonic clock.
+        notes: notes of what could not be seen, and why.
     """
 
     pid: int
@@ -105,7 +104,7 @@ class Process:
 
 
 def look_at(pid: int, started: int) -> Process:
-    """Look at a process that began so many clock ticks after boot; a later one is another."""
+    """Look at the process that began `started` ticks after boot, not a later one of this id."""
     now_s = time.monotonic()
     try:
         fields = stat(pid)
@@ -150,7 +149,7 @@ def state_of(pid: int) -> str:
 
 
 def out_of_memory_kills() -> int:
-    """Count the processes of this one's cgroup that the kernel has ended for want of memory."""
+    """Count the processes of this one's cgroup that the kernel has killed for lack of memory."""
     for folder in cgroups(read_text(Path("/proc/self/cgroup")), "memory"):
         for file in (folder / "memory.events", folder / "memory.oom_control"):
             found = re.search(r"^oom_kill (\d+)", read_text(file), re.MULTILINE)
@@ -165,12 +164,12 @@ def cgroups(memberships: str, controller: str, mount: Path = _CGROUPS) -> Iterat
     Args:
         memberships: the text of the process's file cgroup in /proc.
         controller: "memory" or "cpu".
-        mount: where control groups are mounted.
+        mount: the folder where control groups are mounted.
     """
     for line in memberships.splitlines():
         _, controllers, name = line.split(":", 2)
         if not controllers or controller in controllers.split(","):
-            # If versions 1 and 2 are both mounted, version 2 has a folder of its own.
+            # If versions 1 and 2 are both mounted, version 2 has its own folder.
             version_2 = "unified" if not controllers and (mount / "unified").is_dir() else ""
             yield mount / controllers / version_2 / name.lstrip("/")
 
@@ -190,7 +189,7 @@ def is_in_interpreter(pid: int, address: int) -> bool:
         words = line.split(maxsplit=5)
         first, last = (int(part, 16) for part in words[0].split("-"))
         path = words[5] if len(words) > 5 else ""
-        # Variables that are zero at first follow those in the file, without a name.
+        # Zero-initialized variables follow those in the file, in a mapping without a name.
         name = path or (name if first == end else "")
         end = last
         if first <= address < last:
@@ -206,7 +205,7 @@ def catches(pid: int, signal: int) -> bool:
 
 @dataclass(slots=True)
 class _Look:
-    """Reads what is in a folder of /proc, and notes what it may not read."""
+    """Reads the files of a folder in /proc, and notes which it may not read."""
 
     folder: Path
     notes: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Timelines of ranks: their phases and calls on one clock, and who waited for whom."""
+"""Timelines of ranks: their phases and calls on one clock, and which rank waited for which."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TracedCall:
     """A call of a rank. Times are in seconds of the timeline's clock.
 
     Attributes:
-        communicator: the same on all of its ranks, and on no others.
+        communicator: a name that is the same on all of its ranks, and on no others.
         rank: this rank's number in the communicator.
         size: the number of ranks of the communicator.
-        sequence: of the call in its communicator, or of a send or receive in its lane.
+        sequence: the call's number in its communicator, or a send's or receive's in its lane.
         site: the caller's line; empty if unknown.
-        there_s: when all ranks had announced the call.
+        there_s: the time when all ranks had announced the call.
         is_failed: True if it has raised.
     """
 
@@ -54,9 +54,9 @@ class TracedCall:
 
 
 def traced(call: Call, epoch_s: float = 0.0) -> TracedCall:
-    """Return a recorded call for a timeline, on whose clock the monotonic clock began at `epoch_s`.
+    """Convert a recorded call for a timeline; `epoch_s`: zero of the monotonic clock on its clock.
 
-    A call that has not ended is taken to have failed.
+    A call that has not ended counts as failed.
     """
     done_s = time.monotonic() if call.done_s is None else call.done_s
     there_s = call.entered_s if call.there_s is None else call.there_s
@@ -90,7 +90,7 @@ class RankTimeline:
     lost_calls: int = 0
 
     def steps_s(self) -> list[float]:
-        """Return how long each step took: from the beginning of one forward pass to the next."""
+        """Return the seconds of each step, from the beginning of one forward pass to the next."""
         begins = []
         before = ""
         for span in self.spans:
@@ -114,13 +114,13 @@ class RankTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """A rank that came last, and what that cost the others.
+    """A rank that arrived last, and the cost for the others.
 
     Attributes:
-        count: how many collectives waited for it.
-        share: of the collectives in which any rank was waited for.
-        cost_s: seconds that the other ranks waited for it, in the mean, per such collective.
-        reason: what it did meanwhile, most of the time: a phase, or "user".
+        count: the number of collectives that waited for it.
+        share: its share of the collectives in which any rank was waited for.
+        cost_s: mean seconds that the other ranks waited for it, per such collective.
+        reason: its main occupation meanwhile: a phase, or "user".
         site: the line that made most of those calls.
     """
 
@@ -148,7 +148,7 @@ _DOING = {"data": "waiting for data", "user": "in user code", "saving": "saving 
 
 
 def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Lateness]:
-    """Return which ranks the others waited for at least `least_s`, the most expensive one first.
+    """Return the ranks that others waited for at least `least_s`, the most expensive one first.
 
     Several ranks may have the same number, one after the other.
     """
@@ -185,7 +185,7 @@ def find_late(ranks: Sequence[RankTimeline], least_s: float = 1e-4) -> list[Late
 
 
 def _ends_before(timeline: RankTimeline) -> dict[int, float]:
-    """Return when the calls before each call of a rank had ended, by the call's `id`."""
+    """Return the time when all calls before each call of a rank had ended, by the call's `id`."""
     ends = {}
     latest_s = 0.0
     for call in sorted(timeline.calls, key=lambda each: each.entered_s):
@@ -197,7 +197,7 @@ def _ends_before(timeline: RankTimeline) -> dict[int, float]:
 def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, TracedCall]]]:
     """Yield the calls of each collective that all of its ranks have recorded.
 
-    With each call comes the place of its rank in `ranks`.
+    Each call is paired with the place of its rank in `ranks`.
     """
     found: dict[tuple[str, int], list[tuple[int, TracedCall]]] = defaultdict(list)
     for place, timeline in enumerate(ranks):
@@ -212,8 +212,8 @@ def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, Trac
 def align(ranks: Sequence[RankTimeline], reference: RankTimeline) -> None:
     """Move the ranks of another machine onto the clock of `reference`.
 
-    All ranks of a collective see at the same moment, but for the network's latency, that the last
-    of them has arrived.
+    All ranks of a collective notice the arrival of the last rank at the same moment, except for the
+    network's latency.
     """
     theirs = {
         (call.communicator, call.sequence): call.there_s

@@ -15,7 +15,7 @@ _PHASES = 0  # the row of phases; each communicator and lane has another row
 
 
 class TraceError(ValueError):
-    """A file is no trace of fastdist."""
+    """A file is not a trace of fastdist."""
 
 
 def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
@@ -31,11 +31,11 @@ def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
 
 
 def read_trace(path: Path) -> list[RankTimeline]:
-    """Read what `write_trace` wrote.
+    """Read a trace that `write_trace` wrote.
 
     Raises:
         OSError: the file cannot be read.
-        TraceError: it is another file.
+        TraceError: the file is not such a trace.
     """
     try:
         trace = json.loads(path.read_text())

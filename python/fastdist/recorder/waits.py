@@ -1,8 +1,8 @@
-"""Finds who waits for whom, by the numbers of calls: all ranks of a communicator number them alike.
+"""Finds which rank waits for which, by call numbers, which all ranks of a communicator share.
 
-A rank waits for the ranks of its communicator that have not begun the call that it is in. They may
+A rank waits for the ranks of its communicator that have not begun the call that it is in. These may
 wait themselves, in a call of another communicator; the ranks at the ends of such chains are the
-cause. Without an end, the ranks wait in a circle.
+cause. A chain without an end is a circle of waiting ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Wait:
 
 
 def waits_of(ranks: Sequence[ObservedRank], missing: Sequence[int]) -> list[Wait]:
-    """Find out who waits for whom; `missing`: the ranks whose records are not here."""
+    """Find out which rank waits for which; `missing`: the ranks whose records are not here."""
     table = _Progress(ranks, missing)
     return [
         Wait(each.rank, call, table.behind(each, call)) for each in ranks for call in _waiting(each)
@@ -106,16 +106,16 @@ class _Progress:
 
 
 def causes(waits: Sequence[Wait], present: frozenset[int]) -> tuple[frozenset[int], list[int]]:
-    """Follow the waiting ranks to those that they wait for in the end.
+    """Follow chains of waiting ranks to their ends.
 
     Args:
-        waits: who waits for whom.
+        waits: the waits of all ranks.
         present: ranks that run code outside of calls; they are ends of chains even if one of their
             asynchronous calls has not ended.
 
     Returns:
         The ranks at the ends of the chains; and if there are none, a circle of ranks that wait for
-        each other, empty if there is none.
+        each other, which may be empty.
     """
     edges: dict[int, set[int]] = {}
     for wait in waits:

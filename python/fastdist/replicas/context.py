@@ -36,12 +36,12 @@ class ReplicaContext:
 
     Attributes:
         strategy: the strategy that runs.
-        replica_id_in_sync_group: from 0 to num_replicas_in_sync - 1, over all processes.
+        replica_id_in_sync_group: number in the whole job, from 0 to num_replicas_in_sync - 1.
         local_replica: number among the replicas of this process, from 0.
         device: the device of this replica.
         examples: number of examples of each replica of the job in the batch passed to `run`; None
             if `run` got no batch from `distribute_dataset`.
-        communicator: connects all replicas; None if there is one replica.
+        communicator: the communicator of all replicas; None if there is one replica.
         weight: the weight of this replica's gradients in their mean; the average weight is 1.
 
     Examples:
@@ -89,7 +89,7 @@ class ReplicaContext:
         numbers of examples.
 
         Args:
-            op: as for `Communicator.all_reduce`.
+            op: the `op` of `Communicator.all_reduce`.
             value: a tensor, a number, or a structure of tensors and numbers, which all replicas
                 pass with equal shapes and dtypes.
         """

@@ -26,7 +26,7 @@ def reduce_values(
     """Reduce one value per replica; the result is on the first value's device.
 
     Args:
-        workers: connects all processes; None if this is the only process.
+        workers: the communicator of all processes; None if this is the only process.
         op: the reduction.
         values: one value for each replica of this process.
         axis: also reduce along this axis or these axes, in which the lengths of values may differ;

@@ -35,7 +35,7 @@ def launch(
     is printed here. Functions that are defined in a notebook work.
 
     Args:
-        fn: makes a strategy and trains; cloudpickle must be able to pickle it and its result.
+        fn: a function that makes a strategy and trains; cloudpickle must pickle it and its result.
         replicas: number of processes; None: one for each GPU, or one on a machine without GPUs.
         args: positional arguments of `fn`.
         kwargs: keyword arguments of `fn`.

@@ -91,7 +91,7 @@ def map(fn: Callable[..., Any], *values: Any) -> Any:
     `strategy.reduce("mean", ...)` weights replicas by examples.
 
     Args:
-        fn: called once per replica of this process.
+        fn: the function to call once per replica of this process.
         values: structures; `PerReplica` leaves become the replica's own value.
 
     Returns:
@@ -125,7 +125,7 @@ def wrap(results: Sequence[Any], examples: tuple[int, ...] | None = None) -> Any
 
     Args:
         results: one structure per local replica.
-        examples: as for `PerReplica`.
+        examples: the `examples` of `PerReplica`.
 
     Raises:
         ValueError: the structures differ.
@@ -143,10 +143,10 @@ def map_structure(
     """Apply `fn` to the corresponding leaves of equal structures, and build the same structure.
 
     Args:
-        fn: takes one leaf of each structure.
+        fn: a function of one leaf of each structure.
         structure: the structure that the result gets.
         others: structures that are equal to it.
-        is_leaf: takes corresponding nodes, and returns True if `fn` takes them as they are.
+        is_leaf: a function of corresponding nodes: True if `fn` takes them as they are.
 
     Raises:
         ValueError: the structures differ in type, length or keys; the message names the place.

@@ -125,7 +125,7 @@ class _Started:
         check_while_waiting(self._require_alive)
 
     def _require_alive(self) -> None:
-        """Check, while ranks meet, that no replica has ended before it joined.
+        """Check, during the rendezvous, that no replica has ended before it joined.
 
         Raises:
             ClusterConfigError: a replica has ended.

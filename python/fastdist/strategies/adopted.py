@@ -77,11 +77,11 @@ class AdoptedModules:
 
     Args:
         replicas: number of replicas of the job.
-        central: holds the only copy of all parameters; None if every replica has its own copy.
-        reconnect: makes the communicators again where a run has failed.
+        central: the owner of the only copy of all parameters; None if every replica has a copy.
+        reconnect: a function that makes the communicators again where a run has failed.
 
     Attributes:
-        sync: reduces the gradients; None if the job has one replica.
+        sync: the object that reduces the gradients; None if the job has one replica.
     """
 
     def __init__(

@@ -431,7 +431,7 @@ class Strategy(ABC):
 
         Args:
             variable: a parameter of a module made in the scope, or a `fastdist.Variable`.
-            fn: changes the component, a tensor, with gradients disabled.
+            fn: a function that changes the component, a tensor, with gradients disabled.
             args: arguments of `fn`; per-replica values inside become each replica's own.
             kwargs: keyword arguments of `fn`, treated like args.
 

@@ -17,7 +17,7 @@ class OneDeviceStrategy(ReplicatedStrategy):
     """Puts modules and data on one device (tf.distribute.OneDeviceStrategy).
 
     Args:
-        device: as for `torch.device`.
+        device: a device, as for `torch.device`.
 
     Raises:
         ValueError: torch cannot use the device.

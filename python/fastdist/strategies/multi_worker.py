@@ -34,8 +34,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy):
     worker.
 
     Args:
-        cluster_resolver: describes the workers; by default TF_CONFIG, or the environment variables
-            of the launcher (torchrun, `fastdist run`, mpiexec, srun).
+        cluster_resolver: the description of the workers; by default TF_CONFIG, or the environment
+            variables of the launcher (torchrun, `fastdist run`, mpiexec, srun).
         devices: devices of this worker's replicas. By default every GPU, or one CPU; if a launcher
             started several processes on this machine, one GPU for each process.
         options: communication options.

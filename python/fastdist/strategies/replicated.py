@@ -45,14 +45,14 @@ class ReplicatedStrategy(Strategy):
 
     Args:
         device: device of this replica.
-        world: connects all replicas, one per rank; None if this is the only replica.
-        central: holds the only copy of all parameters; None if every replica has its own copy.
+        world: the communicator of all replicas, one per rank; None if this is the only replica.
+        central: the owner of the only copy of all parameters; None if every replica has a copy.
         options: communication options.
         serve: a method that gets what was made in a scope, after this replica has adopted it.
         refuses_run: the message of `run` in a process that has no replica.
 
     Attributes:
-        central: as given.
+        central: the `central` argument.
         is_elastic: True if the number of replicas can change.
     """
 

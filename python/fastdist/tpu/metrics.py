@@ -27,7 +27,7 @@ class DeferredUpdates:
     """The pending updates of all metrics of one strategy.
 
     Args:
-        outside: converts arguments of `update` to values that are valid after the trace.
+        outside: a function that converts arguments of `update` to values valid after the trace.
         to_host: copies these values to the CPU, as per-replica values, when they are computed.
     """
 

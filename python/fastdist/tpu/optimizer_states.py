@@ -41,8 +41,8 @@ def make_states(
 
     Args:
         optimizer: an optimizer of parameters on any device.
-        place: moves a tensor to the parameters' device. Scalars (tensors without axes) stay on the
-            CPU, where optimizers read them.
+        place: a function that moves a tensor to the parameters' device. Scalars (tensors without
+            axes) stay on the CPU, where optimizers read them.
     """
     for parameters in optimizer.state.values():
         for key, value in parameters.items():

@@ -38,7 +38,7 @@ class TracedRuns:
         mesh: the devices of the replicas.
         adopted: the modules and optimizers of the strategy.
         communicator: the communicator of the replicas; None if there is one replica.
-        gradients: reduces gradients; None if there is one replica.
+        gradients: the object that reduces gradients; None if there is one replica.
         steps: the number of runs in one program.
         to_host: copies values of all replicas to the CPU, as per-replica values.
 

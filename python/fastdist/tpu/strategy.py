@@ -44,11 +44,11 @@ class TPUStrategy(Strategy):
     The devices are those of PJRT: `PJRT_DEVICE=CPU CPU_NUM_DEVICES=4` makes four devices of a CPU.
 
     Args:
-        resolver: names the hosts of the slice, each of which runs the program; by default the
+        resolver: the resolver of the slice's hosts, each of which runs the program; by default the
             environment names them, if PJRT finds devices of several hosts.
         steps_per_execution: the number of runs that are traced into one program. The program is
             executed with the last of them; results that are read earlier are computed separately.
-        gradient_reduction: see `CommunicationOptions`.
+        gradient_reduction: the option of `CommunicationOptions`.
 
     Attributes:
         compilations: the number of programs compiled for runs, and of repeated compilations.
@@ -251,7 +251,7 @@ def find_slice(resolver: TPUClusterResolver | None) -> tuple[Mesh, Communicator 
     """Find the devices of PJRT. Every host of a slice must call.
 
     Args:
-        resolver: names the hosts; None reads the environment if there are several hosts.
+        resolver: the resolver of the hosts; None reads the environment if there are several.
 
     Returns:
         All devices, and a communicator with one rank per host; None if there is one host.

@@ -131,7 +131,7 @@ class BufferSync:
         """Start to average the buffers that any replica has written. Every replica must call.
 
         Args:
-            communicator: connects all replicas.
+            communicator: the communicator of all replicas.
             totals: the sum over replicas of the results of `weights`.
         """
         total_of, writers_of = totals.tolist()

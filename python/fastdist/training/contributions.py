@@ -66,12 +66,12 @@ class Contributions:
         parameters: each parameter once, in the same order on all replicas.
         replica: the number of this replica.
         replicas: the number of replicas.
-        accumulation: what the strategy's gradients accumulate.
+        accumulation: the accumulation of the strategy's gradients.
         reduction: "mean", weighted by the examples of each replica, or "sum".
 
     Attributes:
         examples: number of examples of each replica; None if all replicas weigh the same.
-        arrived: for each parameter, True if the backward under way has computed its gradient.
+        arrived: True, by parameter, if the backward under way has computed its gradient.
     """
 
     def __init__(

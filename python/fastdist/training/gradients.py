@@ -61,18 +61,18 @@ class GradientSync:
     """Keeps the gradients of one replica's parameters equal to those of all other replicas.
 
     Args:
-        communicator: connects all replicas; used for gradients and buffers only.
+        communicator: the communicator of all replicas, only for gradients and buffers.
         questions: a second communicator of all replicas, not used by backward itself.
         parameters: each parameter once, in the same order on all replicas.
         places: the number of places of parameters, including released ones.
         has_several_models: True if the strategy has, or has had, several models.
-        accumulation: what this strategy's gradients accumulate.
+        accumulation: the accumulation of the strategy's gradients.
         buffers: buffers of the same modules; written ones are averaged at the end of backward.
         steps: the optimizers' steps, which travel with the first gradients.
         batches: hashes of the first batches, which travel with the steps.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
-        compress: as for `Communicator.all_reduce`.
+        compress: the `compress` of `Communicator.all_reduce`.
         overlaps: True: the communicator's progress thread reduces buckets during backward; False:
             one call reduces all buckets after backward. The same on all replicas.
     """

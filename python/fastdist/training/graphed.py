@@ -37,7 +37,7 @@ class GraphedStep:
 
     Args:
         step: the user's function.
-        capture: calls a function, and returns a function that repeats its GPU operations.
+        capture: a function that calls a function, and returns one that repeats its GPU operations.
     """
 
     def __init__(

@@ -144,8 +144,8 @@ def require_in_sync(
     """Compare hashes of named tensors over all replicas. Every worker must call.
 
     Args:
-        workers: connects all processes; None if this is the only process.
-        replicas: for each local replica, its tensors with their names.
+        workers: the communicator of all processes; None if this is the only process.
+        replicas: the tensors of each local replica with their names.
 
     Raises:
         FastdistError: the tensors differ; the message names the first tensor that differs, and

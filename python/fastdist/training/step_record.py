@@ -59,7 +59,7 @@ class StepRecord:
 
         Args:
             total: the sum or mean over replicas of the results of `take`.
-            workers: connects all replicas.
+            workers: the communicator of all replicas.
 
         Raises:
             FastdistError: the records differ; the message shows the hyperparameters that differ.

@@ -22,12 +22,12 @@ class ArrayLibrary:
     """Makes, fills and reads one library's arrays.
 
     Attributes:
-        make: Returns a new array of a shape and a dtype name, with undefined contents.
-        flat: Returns a one-dimensional view of an array.
-        filler: Returns a bound method that sets every element of an array to its argument.
-        write: Copies a numpy block into a part of a flat array.
-        read: Returns a part of a flat array as numpy; float32 if numpy lacks the dtype.
-        copy_all: Copies the arrays of the second list into the arrays of the first list.
+        make: Function that returns an uninitialized array of a shape and a dtype name.
+        flat: Function that returns a one-dimensional view of an array.
+        filler: Function that returns an array's bound method to set every element to its argument.
+        write: Function that copies a numpy block into a part of a flat array.
+        read: Function from a part of a flat array to numpy; float32 if numpy lacks the dtype.
+        copy_all: Function that copies the arrays of the second list into those of the first list.
     """
 
     make: Callable[[Sequence[int], str], Array]
@@ -54,7 +54,7 @@ def _copy_each(to: Sequence[Array], source: Sequence[Array]) -> None:
 
 
 def numpy_arrays(make: Callable[[Sequence[int], str], Array] = _numpy_empty) -> ArrayLibrary:
-    """numpy arrays, from `np.empty` or another allocator such as `comm.empty`."""
+    """Return the library of numpy arrays, from `np.empty` or an allocator like `comm.empty`."""
     return ArrayLibrary(
         make=make,
         flat=lambda array: array.reshape(-1),
@@ -68,7 +68,7 @@ def numpy_arrays(make: Callable[[Sequence[int], str], Array] = _numpy_empty) -> 
 def torch_arrays(
     device: str = "cpu", make: Callable[[Sequence[int], str], Array] | None = None
 ) -> ArrayLibrary:
-    """torch tensors on a device, from `torch.empty` or another allocator such as `comm.empty`."""
+    """Return the library of torch tensors, from `torch.empty` or an allocator like `comm.empty`."""
     torch: Any = importlib.import_module("torch")
 
     def empty(shape: Sequence[int], dtype: str) -> Array:

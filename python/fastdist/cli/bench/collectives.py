@@ -41,8 +41,8 @@ class Collective:
     Attributes:
         name: The method of `Communicator`; `send_recv` is a send to the next rank and a receive
             from the previous rank.
-        bus_factor: Maps the world size to busbw / algbw, as in nccl-tests.
-        floor_buffers: Maps the world size to the floor traffic in units of N.
+        bus_factor: Function from the world size to busbw / algbw, as in nccl-tests.
+        floor_buffers: Function from the world size to the floor traffic in units of N.
         reduces: True if the collective takes a reduce op.
         blocks: True if the larger buffer consists of one block per rank.
         in_place: True if the result replaces the input.

@@ -42,8 +42,8 @@ def run_planned(make: Callable[[], _T], run: Callable[[_T], bool]) -> int:
     """Make a plan of the options and run it.
 
     Args:
-        make: Raises ValueError or ImportError if options are invalid or a library is missing.
-        run: Returns False if an engine failed or fastdist's results were wrong.
+        make: Function that raises ValueError or ImportError for bad options or missing libraries.
+        run: Function that returns False if an engine failed or fastdist's results were wrong.
 
     Returns:
         0; 1 if `run` returned False or failed; 2 if `make` failed; 130 if interrupted.

@@ -65,7 +65,7 @@ def open_driver(kind: str, folder: Path) -> Driver:
     """Start a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call.
 
     Args:
-        folder: Folder of this run, the same for all ranks, for engines that meet in a file.
+        folder: Folder of this run, the same for all ranks, for engines with a rendezvous in a file.
     """
     driver: Driver = pkgutil.resolve_name(f"fastdist.cli.bench.{_DRIVERS[kind][0]}")(folder)
     return driver

@@ -63,7 +63,7 @@ def _between(
 
     Args:
         ordered: The values in ascending order.
-        chances: For each k, the chance that exactly k values are below the true value.
+        chances: Chance, by k, that exactly k values are below the true value.
     """
     estimate = float(np.median(ordered))
     cut, chance = 0, chances[0]

@@ -21,7 +21,7 @@ class Times:
     Attributes:
         times_ns: Time of each call; on a GPU, time of the enqueued work.
         wall_ns: Time of the whole loop.
-        host_ns: On a GPU: time until each call returned.
+        host_ns: Time until each call returned, on a GPU.
         graph_ns: Time of each replay of a graph with the call.
     """
 

@@ -31,9 +31,9 @@ class Measurement:
         iterations: Number of timed calls.
         wrong: Wrong elements over all ranks; None if nothing was checked.
         unsupported: Reason for missing figures, which are then 0; else empty.
-        host_us: On GPUs: median time until the call returns, on the slowest rank; else None.
+        host_us: Median time until the call returns, on the slowest rank, on GPUs; else None.
         host_p99_us: 99th percentile of the same times.
-        graph_us: On GPUs: median time of a replay of a graph with the call; None without a graph.
+        graph_us: Median time of a replay of a graph with the call, on GPUs; None without a graph.
         no_graph: Reason why the call could not be captured in a graph.
         samples_us: The p50 of each pass of a report, of which `p50_us` is the median; empty if the
             case was measured once.

@@ -110,7 +110,7 @@ class Session:
         effort: Effort,
         placement: Placement | None = None,
     ) -> None:
-        """`placement`: GPUs of the ranks; None for arrays on CPUs."""
+        """Prepare the session; `placement`: GPUs of the ranks, None for arrays on CPUs."""
         self._effort = effort
         self._placement = placement
         self._ranks = ranks
@@ -227,8 +227,8 @@ class Session:
         """Measure one case on every engine.
 
         Args:
-            case: What to measure.
-            on_round: Called after each of `Effort.rounds` rounds.
+            case: Case to measure.
+            on_round: Function to call after each of `Effort.rounds` rounds.
 
         Raises:
             EngineError: A rank failed, or fastdist does not support the case.

@@ -53,7 +53,7 @@ def arrays_section() -> Section:
 
 
 def check_section() -> Section:
-    """Result and latency of an all_reduce between two threads of this process."""
+    """Check result and latency of an all_reduce between two threads of this process."""
     try:
         latencies_us = _all_reduce_between_threads()
     except Exception as error:  # any failure belongs into the report

@@ -106,7 +106,7 @@ def install_section() -> Section:
 
 
 def _cuda() -> Fact:
-    """CUDA in this build, and the reason why no GPU is used."""
+    """Report CUDA in this build, and the reason why no GPU is used."""
     why = _core.why_no_cuda()
     if not _core.cuda_is_built():
         return Fact("cuda", False, why, State.ABSENT)

@@ -73,7 +73,7 @@ def machine_section(cgroups: Cgroups | None = None) -> Section:
 
 
 def memory_section(cgroups: Cgroups | None = None) -> Section:
-    """Memory, and limits for shared memory."""
+    """Report memory, and limits for shared memory."""
     limit = (cgroups or Cgroups()).memory_limit_bytes()
     total, available = _memory_bytes("MemTotal"), _memory_bytes("MemAvailable")
     memory = f"{format_bytes(total)}, {format_bytes(available)} available"

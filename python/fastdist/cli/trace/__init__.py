@@ -22,7 +22,7 @@ examples:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `trace` command."""
+    """Add the `trace` command."""
     parser = add_command(
         subparsers,
         "trace",

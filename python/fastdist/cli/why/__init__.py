@@ -22,7 +22,7 @@ examples:
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the `why` command."""
+    """Add the `why` command."""
     parser = add_command(
         subparsers,
         "why",

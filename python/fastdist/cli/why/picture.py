@@ -120,7 +120,7 @@ class Arrivals:
     """The arrivals of ranks at one collective.
 
     Attributes:
-        call: as one of the ranks made it.
+        call: the call of one of the ranks.
         came_s: seconds after the first rank, by rank; ranks that have not come are not in it.
     """
 

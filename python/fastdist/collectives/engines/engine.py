@@ -43,7 +43,7 @@ class Engine(ABC):
         rank: this rank, from 0.
         size: the number of ranks.
         key: equal on all ranks, and unlike that of other engines.
-        machines: where the ranks are, if they met on several machines.
+        machines: the machines of the ranks, if there are several.
         compiled: the compiled engine, over which calls on GPU arrays are compared; None for XLA's.
     """
 
@@ -110,7 +110,7 @@ class CompiledEngine(Engine):
 
     @final
     def close(self) -> None:
-        """Leave; peers that wait for this rank get `PeerFailureError`."""
+        """Leave the group; peers that wait for this rank get `PeerFailureError`."""
         self.compiled.close()
 
     def _key_of(self, ranks: Sequence[int]) -> str:

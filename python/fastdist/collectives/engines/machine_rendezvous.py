@@ -3,8 +3,8 @@
 Rank 0 opens the store at the address that all ranks were given and listens on that address only;
 under torchrun, all ranks use the store that torchrun's agent has opened there. Each rank posts the
 machine on which it runs, and the address at which it accepts connections of ranks on other
-machines. The ranks of one machine then meet without the network (rendezvous.py). Values in the
-store are JSON, and sealed with the job's secret (secret.py): strangers may write there.
+machines. The ranks of one machine then exchange memory without the network (rendezvous.py). Values
+in the store are JSON, and sealed with the job's secret (secret.py): strangers may write there.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Arrival:
 
     Attributes:
         world_size: the number of ranks that it expects.
-        machine: see `machine_id`.
+        machine: the result of `machine_id`.
         ip: IP address of its listener.
         port: port of its listener.
         version: fastdist's version.
@@ -102,7 +102,7 @@ class Arrival:
 def arrive(
     host: str, port: int, world_size: int, deadline: float
 ) -> tuple[Arrival, _core.Listener]:
-    """Open this rank's listener, at the address of the route to `host`, which may come back."""
+    """Open this rank's listener on the interface that routes to `host`; wait for the network."""
     ip = own_address(host, port, deadline)
     try:
         listener = _core.Listener(ip)

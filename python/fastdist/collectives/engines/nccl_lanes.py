@@ -73,10 +73,10 @@ class Lane:
     Args:
         op: "send" or "recv".
         peer: the other rank.
-        connect: connects the two ranks by an id that NCCL made.
+        connect: a function that connects the two ranks by an id that NCCL made.
         mail: calls of a host engine of the same ranks that nothing else uses.
-        record: returns the point that a stream has reached.
-        fail: is told why the lane could not be connected.
+        record: a function that returns the point that a stream has reached.
+        fail: a function that is told why the lane could not be connected.
         timeout_s: seconds that a call waits for the other rank's first call.
     """
 

@@ -60,7 +60,7 @@ class NetEngine(CompiledEngine):
         layout: the ranks of each machine.
         rank: this rank.
         inner: the engine between the ranks of this machine, in the layout's order.
-        listener: accepts the other ranks' connections.
+        listener: the socket that accepts the other ranks' connections.
         addresses: IP address and port of each rank's listener.
         key: equal on all ranks, and secret to processes that are not of the job.
         timeout_s: seconds to wait for other ranks to connect.

@@ -1,4 +1,4 @@
-"""Torch's TCPStore, in which ranks on several machines meet."""
+"""Torch's TCPStore, for the rendezvous of ranks on several machines."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def await_told(store: Any, key: str, posted: Sequence[str]) -> None:
 
     Args:
         store: a store of torch.
-        key: where each rank adds 1 as soon as it knows.
+        key: the key to which each rank adds 1 as soon as it knows.
         posted: the keys that the other ranks set when they came.
     """
     arrived = sum(bool(store.check([each])) for each in posted)

@@ -25,8 +25,8 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     Args:
         callbacks: the user's callbacks; only the chief keeps those that write or draw.
         is_chief: True on replica 0.
-        globalize: turns this replica's logs of a step into the logs of all replicas; a collective.
-        communicator: returns a context manager around communication of all replicas.
+        globalize: a collective that turns this replica's logs of a step into those of all replicas.
+        communicator: a function that returns a context manager for communication of all replicas.
         add_progbar: show a progress bar on the chief.
         add_history: True in `fit`, whose bar shows no validation steps.
         verbose: 1 or "auto" for a bar that is drawn after steps too.

@@ -24,7 +24,7 @@ class FitState:
         model: the model that is trained.
         iterator: Keras' iterator over its batches.
         callbacks: the callbacks of this replica whose states are saved.
-        params: what `fit` gives to the callbacks' `set_params`.
+        params: the argument of the callbacks' `set_params` in `fit`.
 
     Attributes:
         position: the position in the data.

@@ -39,7 +39,7 @@ def combined(
 
     Args:
         metrics: the metrics of a model.
-        workers: connects all replicas.
+        workers: the communicator of all replicas.
         others: tensors in host memory that are summed over replicas too, in place.
     """
     variables = variables_of(metrics)
@@ -75,10 +75,10 @@ def global_logs(
     replicas. Other numbers become means, weighted by the examples of the step.
 
     Args:
-        logs: what the step returned on this replica; all replicas have the same names.
+        logs: the step's result on this replica; all replicas have the same names.
         metrics: the model's metrics.
-        results: computes the results of the metrics from their variables.
-        workers: connects all replicas.
+        results: a function that computes the results of the metrics from their variables.
+        workers: the communicator of all replicas.
         examples: the examples of each replica in this step; None if all weigh the same.
     """
     logs = dict(flattened(logs))

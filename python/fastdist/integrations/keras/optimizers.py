@@ -16,7 +16,7 @@ def share_steps(model: Any, central: CentralParameters | None) -> None:
 
     Args:
         model: the model.
-        central: holds the only copy of all parameters; None if every replica has its own copy.
+        central: the owner of the only copy of all parameters; None if every replica has a copy.
     """
     for value in list(vars(model).values()):
         if isinstance(value, keras.optimizers.Optimizer) and "apply" not in vars(value):

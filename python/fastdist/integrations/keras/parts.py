@@ -63,7 +63,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
     Args:
         whole: the adapter of the global batches.
         layout: the layout of the replicas.
-        workers: returns the communicator of all replicas.
+        workers: a function that returns the communicator of all replicas.
         steps: the steps that use the parts.
     """
 
@@ -139,7 +139,7 @@ class _PartSampler:
     """Yields this replica's indices of each global batch.
 
     Attributes:
-        noted: for each batch that was sampled and not used yet, every replica's examples, and a
+        noted: every replica's examples for each batch that was sampled and not used yet, and a
             number that is equal on replicas that sampled the same batch.
     """
 

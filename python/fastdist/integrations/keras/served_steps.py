@@ -37,7 +37,7 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         model: the model.
         strategy: its strategy, a ParameterServerStrategy.
         coordinator: the strategy's coordinator.
-        make_dataset: makes the batches of a worker.
+        make_dataset: a function that makes the batches of a worker.
         steps: the steps of an epoch.
         reads_logs: True if a callback or the progress bar reads the metrics of each step.
 

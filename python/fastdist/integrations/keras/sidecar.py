@@ -27,8 +27,8 @@ class SidecarEvaluator:
     folder "best" of the directory (tf.keras.utils.SidecarEvaluator).
 
     Args:
-        model: is compiled and built.
-        data: as `validation_data` of `fit`: `(x, y)`, a DataLoader, ...
+        model: the compiled and built model.
+        data: the `validation_data` of `fit`: `(x, y)`, a DataLoader, ...
         directory: the backups' directory; it may not exist yet.
         steps: number of batches per evaluation; None: all.
         callbacks: callbacks for `evaluate`, such as TensorBoard. The optimizer's `iterations` is

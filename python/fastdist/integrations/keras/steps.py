@@ -27,7 +27,7 @@ class ReplicaSteps:
 
     Attributes:
         examples: examples of each replica in the batch that the next step gets; None if unknown.
-        last_examples: as `examples`, of the last step.
+        last_examples: the `examples` of the last step.
     """
 
     def __init__(self, model: weakref.ref[Any], strategy: ReplicatedStrategy) -> None:

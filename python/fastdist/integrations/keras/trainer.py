@@ -64,10 +64,10 @@ class ReplicatedTrainer:
     Args:
         model: the model; it keeps this trainer alive, not the other way round.
         strategy: a strategy of several replicas, in whose scope the model was made.
-        adopt: makes the strategy adopt what was made in its scope so far, if the scope is open.
+        adopt: a function that makes the strategy adopt what its open scope has made so far.
 
     Attributes:
-        steps: runs the model's steps.
+        steps: the steps of the model.
     """
 
     def __init__(self, model: Any, strategy: ReplicatedStrategy, adopt: Callable[[], None]) -> None:

@@ -69,10 +69,10 @@ class StoreBootstrap:
         return objects
 
     def give_up(self, error: BaseException) -> None:
-        """Tell ranks that arrive later, which would otherwise wait for this rank.
+        """Tell ranks that arrive later, so that they do not wait for this rank.
 
         Args:
-            error: the reason; the other ranks name that of the first rank that gives up.
+            error: the reason; the other ranks report the reason of the first rank that gives up.
         """
         reason = str(error).removeprefix("rendezvous: ") or type(error).__name__
         with contextlib.suppress(RuntimeError):  # the store may be lost
@@ -108,7 +108,7 @@ def tcp_store_of(store: Any) -> Any:
 def communicator_in_store(
     store: Any, rank: int, size: int, timeout_s: float
 ) -> tuple[Communicator, int]:
-    """Make a communicator of ranks that meet in a store; a rank that fails tells the others.
+    """Make a communicator by rendezvous in a store; a rank that fails tells the others.
 
     Returns:
         The communicator, and the number of its ranks on this machine.

@@ -116,7 +116,7 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first_tensor(arguments: Sequence[Any], name: str) -> torch.Tensor:
-    """Return the first tensor; ranks that only send pass an empty list before it."""
+    """Return the first tensor; on ranks that only send, an empty list comes before it."""
     for item in _flat(list(arguments)):
         if isinstance(item, torch.Tensor):
             return item
@@ -126,7 +126,7 @@ def _first_tensor(arguments: Sequence[Any], name: str) -> torch.Tensor:
 def _profiled(name: str, tensors: Any, call: Callable[[], Any]) -> Any:
     """Make a call inside a profiler event that ends when the call returns.
 
-    If the event ended in another thread, after the profiler had stopped, it would crash.
+    An event that ended in another thread, after the profiler had stopped, would crash.
     """
     given = [t for t in _flat(tensors) if isinstance(t, torch.Tensor)]
     title = f"{NAME}:{_TITLES.get(name, name)}"
@@ -164,7 +164,7 @@ class Calls(_ProcessGroup):
         self._messages: Any = self._comm
 
     def _begin(self, comm: Communicator, ranks_here: int) -> None:
-        """Make calls on a communicator from now on, with so many of its ranks on this machine."""
+        """Use this communicator from now on; `ranks_here` of its ranks are on this machine."""
         assert comm.engine.compiled is not None
         Calls._most_ranks_here = max(Calls._most_ranks_here, ranks_here)
         self._made = 0
@@ -182,7 +182,7 @@ class Calls(_ProcessGroup):
     getRank, getSize = rank, size  # what C++ calls
 
     def _completer(self, *lane: Any) -> Completer:
-        """Return the thread that completes futures of collectives, or of one rank's messages."""
+        """Return the thread that completes futures of collectives, or of messages with one rank."""
         return self._completers.get(lane) or self._completers.setdefault(lane, Completer())
 
     def _make(
@@ -199,7 +199,7 @@ class Calls(_ProcessGroup):
         Args:
             opts: torch's options of the call.
             written: the tensors that hold the results for the caller.
-            finish: copies the results into them, if the call writes to other memory.
+            finish: a function that copies the results into `written`, if they are elsewhere.
             call: the communicator's method, with its arguments.
         """
         seconds = opts.timeout.total_seconds() if type(opts) in TIMED else self._timeout_s
@@ -249,7 +249,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def allreduce(self, tensors: Tensors, opts: Any = _AllreduceOptions) -> Any:
-        """Reduce a tensor in place over all ranks; several count as tensors of as many ranks."""
+        """Reduce a tensor in place over all ranks; treat each of several as another rank's."""
         if len(tensors) > 1:
             return self._all_reduce_several(tensors, opts)
         tensor = _one(tensors)
@@ -308,7 +308,7 @@ class Calls(_ProcessGroup):
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: Any = _AllgatherOptions
     ) -> Any:
-        """Copy the tensors of all ranks, which may differ in size, into a list on each."""
+        """Copy the tensors of all ranks, which may differ in size, into a list on every rank."""
         if len(inputs) > 1:
             return self._all_gather_several(outputs, inputs, opts)
         given, received = _one(inputs), self._one_each(_one(outputs), "outputs")
@@ -321,7 +321,7 @@ class Calls(_ProcessGroup):
         )
 
     def _all_gather_several(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
-        """Copy several tensors of each rank into one list for each of them."""
+        """Copy several tensors of each rank; each gets a list of all ranks' tensors."""
         size, first = self._comm.world_size, outputs[0]
         lengths = {len(received) for received in outputs}
         if len(outputs) != len(inputs) or lengths != {size * len(inputs)}:
@@ -484,7 +484,7 @@ class Calls(_ProcessGroup):
             (opts,) = normalize_arguments("barrier", [], {"timeout": timeout or opts})
         return self._make(opts, (), None, self._comm.barrier)
 
-    # Messages. On GPUs, NCCL has no tags.
+    # Messages. On GPUs they have no tags, since NCCL has none.
 
     @_collective
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
@@ -521,7 +521,7 @@ class Calls(_ProcessGroup):
     ) -> Done | Pending:
         if tag < 0:
             raise ValueError(f"tag must not be negative, got {tag}")
-        # torch waits immediately for `send` and `recv`, so that no thread is needed.
+        # torch waits for `send` and `recv` immediately, so they need no thread.
         waits = _caller().f_code in _BLOCKING
         try:
             work = self._messages[name](plain, peer, tag, self._timeout_s, not waits)

@@ -29,15 +29,15 @@ class _Options(c10d.Backend.Options):
 class ProcessGroupFastdist(Calls):
     """One process group of torch.distributed; torch makes it.
 
-    Its collectives take contiguous and other tensors, on the CPU and on GPUs. Their errors are
-    `torch.distributed.DistBackendError`, with the messages of fastdist.
+    Its collectives take contiguous and non-contiguous tensors, on the CPU and on GPUs. Their errors
+    are `torch.distributed.DistBackendError`, with the messages of fastdist.
     """
 
     @classmethod
     def of_options(cls, options: Any) -> ProcessGroupFastdist:
         """Make a group from torch's options; every rank of the group must call.
 
-        With `enable_reconfigure`, an option of torch 2.14, the ranks meet in `reconfigure`.
+        With `enable_reconfigure`, an option of torch 2.14, the rendezvous is in `reconfigure`.
         """
         seconds = options.timeout.total_seconds()
         place = options.group_rank, options.group_size
@@ -49,7 +49,7 @@ class ProcessGroupFastdist(Calls):
     def of_store(
         cls, store: Any, rank: int, size: int, timeout_s: float, name: str
     ) -> ProcessGroupFastdist:
-        """Make a group of ranks that meet in a store; every rank must call.
+        """Make a group whose rendezvous is in a store; every rank must call.
 
         Args:
             store: a torch store that only this group uses.
@@ -76,7 +76,7 @@ class ProcessGroupFastdist(Calls):
         self._others: dict[str, Any] = {}
         self._handle = Handle.of_group(store)
 
-    # What torch asks a group.
+    # Methods that torch calls.
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -107,10 +107,10 @@ class ProcessGroupFastdist(Calls):
         return [torch.device(name) for name in self._backends() or ("cpu", "cuda")]
 
     def _backends(self) -> dict[str, str]:
-        """Return the name of the backend for each type of device; empty if torch is to tell yet."""
+        """Return the backend's name for each type of device; empty until torch knows the group."""
         try:
             config = distributed_c10d.get_backend_config(self)  # type: ignore[arg-type]
-        except (ValueError, TypeError):  # torch has not made the group, or not yet
+        except (ValueError, TypeError):  # torch does not know the group, or not yet
             return {}
         return dict(pair.split(":") for pair in config.split(","))
 
@@ -166,10 +166,10 @@ class ProcessGroupFastdist(Calls):
         Args:
             ranks: some ranks of this group. The lists of two ranks must be equal or disjoint.
             timeout: the new group's timeout; None: this group's.
-            opts: must be None.
+            opts: None; no options are supported.
             group_name: name of the new group, unique to it.
             group_desc: its description.
-            device_types: not used; the new group serves the devices that this one serves.
+            device_types: ignored; the new group serves the devices that this one serves.
 
         Returns:
             The group, or None on ranks that are not in it.
@@ -197,7 +197,7 @@ class ProcessGroupFastdist(Calls):
 
     set_timeout = _set_default_timeout
 
-    # The contract for ranks that come and go, of torch 2.14.
+    # Reconfiguration, as torch 2.14 defines it.
 
     @property
     def supports_reconfigure(self) -> bool:
@@ -209,11 +209,11 @@ class ProcessGroupFastdist(Calls):
         return self._handle.pack()
 
     def reconfigure(self, opts: Any) -> Done:
-        """Leave the ranks of this group, and continue with others. Each of these must call.
+        """Leave the ranks of this group, and continue with others, each of which must call.
 
-        Ranks of one machine meet without a store, and ranks on several machines in the store of the
-        first handle's group. The rank and the number of ranks are new; the group's name, its
-        timeout and its handle stay. Groups that were made from this one do not follow.
+        Ranks of one machine rendezvous without a store, and ranks on several machines through the
+        store of the first handle's group. The rank and the number of ranks are new; the group's
+        name, its timeout and its handle stay. Groups that were made from this one are unchanged.
 
         Args:
             opts: torch's ReconfigureOptions. `handles`: those of all ranks, a list in the order of
@@ -224,9 +224,9 @@ class ProcessGroupFastdist(Calls):
             A work that is done.
 
         Raises:
-            DistBackendError: a rank did not arrive in time. The group is then without ranks, and
-                can be reconfigured again.
-            ValueError: this rank's handle is not there once, or another is none of this backend.
+            DistBackendError: a rank did not arrive in time. The group then has no ranks, and can be
+                reconfigured again.
+            ValueError: this rank's handle is missing or given twice, or one is of another backend.
             RuntimeError: another backend serves one of the types of devices.
         """
         if not self.supports_reconfigure:
@@ -247,9 +247,9 @@ class ProcessGroupFastdist(Calls):
         return Done([])
 
     def failure(self) -> DistBackendError | None:
-        """Return what has ended the group's communicator, or None if nothing has.
+        """Return the error that ended the group's communicator, or None if it still works.
 
-        A rank that is lost between calls has not: the calls that have ended are valid.
+        Losing a rank between calls does not end it: the calls that have ended are valid.
         """
         try:
             self._comm.engine.compiled.check_usable()

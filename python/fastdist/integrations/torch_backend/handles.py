@@ -1,4 +1,4 @@
-"""Handles, by which ranks that come and go find each other, and the communicator of their ranks."""
+"""Handles by which ranks find each other for `reconfigure`, and the communicator of their ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Handle:
 
     Attributes:
         name: a random name of the group object.
-        machine: see `machine_id`.
+        machine: the result of `machine_id`.
         store: "host:port" of the TCPStore in which the group was made; "" if it was another store.
     """
 
@@ -51,7 +51,7 @@ class Handle:
         """Decode the output of `pack`.
 
         Raises:
-            ValueError: the text is no handle.
+            ValueError: the text is not a handle.
         """
         with contextlib.suppress(ValueError):
             return decode(cls, text)
@@ -61,7 +61,7 @@ class Handle:
 def communicator_of_handles(
     handles: Sequence[Handle], own: Handle, uuid: int, store: Any, timeout_s: float
 ) -> tuple[Communicator, int]:
-    """Make a communicator of the ranks that have these handles. Every rank must call.
+    """Make a communicator of the ranks with these handles. Every rank must call.
 
     Args:
         handles: a handle of each rank.
@@ -75,7 +75,7 @@ def communicator_of_handles(
 
     Raises:
         ClusterConfigError: a rank did not arrive in time, or the first handle's store is lost.
-        ValueError: this rank's handle is not among the handles, or twice.
+        ValueError: this rank's handle is missing, or given more than once.
     """
     if handles.count(own) != 1:
         raise ValueError(

@@ -22,7 +22,7 @@ class Form:
     """The signatures of a method.
 
     Attributes:
-        depths: for each argument of tensors, the depth of its lists.
+        depths: the depth of lists of each argument of tensors.
         plain: names of the arguments between tensors and options.
         options: the class of the options; None: the method takes none.
         fields: the options that may be arguments, in order.
@@ -68,7 +68,7 @@ _timed = {
     for form in FORMS.values()
     if "timeout" in form.fields
 }
-# Options with a timeout that this call alone has; torch's options have one that means nothing.
+# Options whose timeout was given for the call; in torch's own options it means nothing.
 TIMED = frozenset(_timed.values())
 
 

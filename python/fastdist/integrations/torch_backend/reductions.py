@@ -27,7 +27,7 @@ _COMBINE = {name: combine for _, name, combine in _ALL}
 
 
 def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Reduce tensors of this rank into a new one; a mean is only summed, not divided."""
+    """Reduce tensors of this rank into a new one; for a mean, return the sum."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         _COMBINE[op](total, tensor, out=total)
@@ -37,11 +37,11 @@ def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 def reduction_of(
     op: Any, written: Sequence[torch.Tensor], finish: Finish, size: int
 ) -> tuple[Any, Any, Finish]:
-    """Map one of torch's reductions to the engines', which will write tensors of one dtype.
+    """Map one of torch's reductions to the engines', for results of one dtype.
 
     Returns:
-        The engines' name, the factor of the inputs (or None), and a function to call afterwards,
-        which divides the sum for a mean of integers, as NCCL does.
+        The engines' name, the factor of the inputs (or None), and a function to call afterwards;
+        for a mean of integers it divides the sum, as NCCL does.
     """
     name = _NAMES.get(hash(op))
     if name is None:

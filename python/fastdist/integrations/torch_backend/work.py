@@ -34,7 +34,7 @@ class Done(TorchWork):
         self._source = source
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
-        """Return True at once."""
+        """Return True immediately."""
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -72,8 +72,8 @@ class Pending(TorchWork):
     Args:
         work: the call.
         tensors: the tensors that it writes.
-        finish: called once after the call, by the first thread that waits.
-        completer: completes the futures of works.
+        finish: a function to call once after the call, in the first thread that waits.
+        completer: the thread that completes the futures of works.
     """
 
     # Class attributes as defaults: most works set none, which makes them cheaper.
@@ -139,7 +139,7 @@ class Pending(TorchWork):
             self._finished.wait(torch.cuda.current_stream(self._gpu))
 
     def _mark_finished(self) -> None:
-        """Record an event on the GPU's current stream, whose work has just written the tensors."""
+        """Record an event on the GPU's current stream, after the work that writes the tensors."""
         if self._gpu is None:
             return
         stream = torch.cuda.current_stream(self._gpu)
@@ -221,13 +221,13 @@ class Completer:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Pending, Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._inner: Completer | None = None  # for calls that this thread makes
+        self._inner: Completer | None = None  # for calls that this thread's callbacks make
         self._is_closed = False
         self._lock = threading.Lock()
 
     def complete(self, work: Pending, future: torch.futures.Future[Any]) -> None:
         """Complete the future when the work has ended."""
-        if self._is_closed:  # and so have all calls ended
+        if self._is_closed:  # so all calls have ended
             work.complete(future)
             return
         with self._lock:
@@ -266,9 +266,9 @@ class Completer:
 
 
 def _side_stream(gpu: torch.device) -> torch.cuda.Stream:
-    """Return a stream that nothing else uses; the same one, since each takes a while to make.
+    """Return a stream that nothing else uses, kept for later calls since making one takes a while.
 
-    A stream of a capture must not be used by other threads meanwhile.
+    During a graph capture return a new one, since other threads must not use that stream.
     """
     is_capturing = torch.cuda.is_current_stream_capturing()
     return _new_stream(gpu) if is_capturing else _kept_stream(gpu)

@@ -40,10 +40,10 @@ class Client:
         servers: their addresses.
         keys: the job's keys, if the servers have keys.
         timeout_s: a server that neither answers nor moves bytes for this long is unavailable.
-        grace_s: so is a server whose connection has been broken for this long.
+        grace_s: seconds after which a server with a broken connection is unavailable too.
         retry_s: a request that the server was too busy for is sent again after this time, or as
             soon as another reply arrives.
-        window: limit for requests in flight to one server; a further request waits.
+        window: the limit for requests in flight to one server; a further request waits.
 
     Attributes:
         servers: their addresses.
@@ -122,9 +122,9 @@ class Client:
             op: the operation.
             number: the number of the variable or table, if the operation is about one.
             frames: bytes or contiguous arrays, unchanged until the ticket has been waited for.
-            timeout_s: for slow requests; None for the client's own.
+            timeout_s: the timeout of slow requests; None for the client's own.
             round: the round that a push waits for, or that the request names; 0 for none.
-            destination: where the reply goes; `wait` raises the ValueError if it does not fit.
+            destination: the object that takes the reply, or makes `wait` raise ValueError.
 
         Returns:
             A ticket for `wait`.
@@ -367,7 +367,7 @@ class Client:
 
         Args:
             items: the gradients, which must not change until all tickets have been waited for.
-            round: see `submit`.
+            round: the `round` of `submit`.
             op: ASSIGN sets values instead, which must be items without a wire.
             then_read: values to read after the gradients are applied, in the same messages as
                 far as possible; the items hold them once all tickets have been waited for.

@@ -34,7 +34,7 @@ class Item:
         values: contiguous float32: where to put what is read, or the gradient.
         ids: the rows, contiguous 64-bit integers; None for a dense variable.
         wire: encoding of the values; None for float32.
-        step: how many pushes it has seen: when it was read, or, with a gradient, when the value was
+        step: the number of pushes it had seen when it was read; with a gradient, when the value was
             read that the gradient was computed from.
         lr: learning rate of a gradient; None for the update rule's own.
         begin: the first of the elements of a dense variable.

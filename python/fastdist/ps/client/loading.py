@@ -72,7 +72,7 @@ class LoadedCheckpoint:
     Attributes:
         values: parameters and buffers by the names that they have in their module; if modules of
             several scopes have equal names, by their names in the checkpoint. Tables are SavedRows.
-        state: what `ParameterServerStrategy.save` was given.
+        state: the `state` that was given to `ParameterServerStrategy.save`.
     """
 
     values: dict[str, torch.Tensor | SavedRows]
@@ -98,7 +98,7 @@ def load(
     Args:
         source: the directory of the checkpoint, or a module like one in a scope.
         directory: the checkpoint's directory, if the source is a module.
-        prefix: what the module's names begin with in the checkpoint: the number of the scope, from
+        prefix: the beginning of the module's names in the checkpoint: the number of the scope, from
             0, and if the scope had several modules the module's, such as "0/Net[1]."; None finds
             it.
 

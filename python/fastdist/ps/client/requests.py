@@ -24,10 +24,10 @@ class Ticket:
     Attributes:
         timeout_s: seconds for which the server may stay silent.
         began: the time of the first send, on the monotonic clock.
-        resend_at: when to send the request again; infinity: when a new connection is made.
-        destination: where the reply goes; None: `wait` returns it.
+        resend_at: the time to send the request again; infinity: when a new connection is made.
+        destination: the object that takes the reply; None: `wait` returns it.
         arrives_at: the connection over which the reply is being received there.
-        sendings: how often it was sent.
+        sendings: the number of times it was sent.
         was_busy: True if the server was too busy to reply; it has made the request's changes.
     """
 
@@ -63,7 +63,7 @@ class Pending(Generic[T]):
     Args:
         wait: `Client.wait` of the client that sent the requests.
         tickets: the requests.
-        finish: makes the result from the replies to all tickets, in their order.
+        finish: a function that makes the result from the replies to all tickets, in their order.
     """
 
     wait: Callable[[Ticket], memoryview]

@@ -30,8 +30,8 @@ class Pulled:
     """The value of a variable, or rows of a table; float32.
 
     Attributes:
-        steps: for each piece, how many pushes the values have seen; for the push of their gradient.
-            `UNKNOWN_STEP` for a table's pieces without ids.
+        steps: the number of pushes that the values of each piece have seen; for the push of their
+            gradient. `UNKNOWN_STEP` for a table's pieces without ids.
     """
 
     value: Array
@@ -115,7 +115,7 @@ class ShardedVariable:
         """Return what to send for a gradient.
 
         Args:
-            gradient: of the whole shape.
+            gradient: the gradient of the whole shape.
             lr: learning rate; None for the update rule's own, or if the round's commit sets it.
             steps: `Pulled.steps` of the value that the gradient was computed from; None if unknown.
         """
@@ -284,7 +284,7 @@ def begin_changes(client: Client, items: Sequence[Item], round: int = 0) -> Pend
 
     Args:
         client: the client of the variables and tables.
-        items: what their `change` has returned.
+        items: the result of their `change`.
         round: 0 applies the gradients at once; otherwise they wait for the round's commit.
     """
     return Pending(client.wait, client.begin_change(items, round), lambda replies: None)

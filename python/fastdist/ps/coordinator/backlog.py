@@ -31,7 +31,7 @@ class Backlog:
     """Calls that are waiting or running. Thread-safe.
 
     Args:
-        limit: at this many unfinished calls, `put` waits until half of them are left.
+        limit: the number of unfinished calls at which `put` waits until half of them are left.
         max_staleness: a call may begin once all but this many of the calls before it have ended;
             None for no limit.
     """

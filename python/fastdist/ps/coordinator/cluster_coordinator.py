@@ -65,7 +65,7 @@ class Job(Protocol):
         """Restore what `save` wrote; return the program's state."""
 
     def has_saved(self, directory: str | Path) -> bool:
-        """True if there is a checkpoint."""
+        """Return True if there is a checkpoint."""
 
 
 class ClusterCoordinator:
@@ -80,7 +80,7 @@ class ClusterCoordinator:
 
     Args:
         strategy: a ParameterServerStrategy.
-        max_queued: limit for scheduled functions that have not ended; `schedule` waits above it.
+        max_queued: the limit for unfinished scheduled functions; `schedule` waits above it.
         seed: the seed of the workers' random numbers, which differ between workers.
     """
 
@@ -210,7 +210,7 @@ class ClusterCoordinator:
             fn: the function.
             args: its arguments, as for `schedule`.
             kwargs: its keyword arguments.
-            steps: how many calls, those of earlier starts of the program included.
+            steps: the number of calls, those of earlier starts of the program included.
             directory: the checkpoint's directory, which all servers and the chief see.
             save_every: calls between two checkpoints.
             state: the program's own, saved in checkpoints: anything that JSON can hold. What is
@@ -310,7 +310,7 @@ class ClusterCoordinator:
         Args:
             values: a remote value, or a tuple, list or dict of remote values; other leaves are
                 returned unchanged.
-            timeout: in seconds, for each remote value.
+            timeout: seconds to wait for each remote value.
 
         Raises:
             BaseException: one of the functions raised it.
@@ -323,8 +323,8 @@ class ClusterCoordinator:
         """Create a dataset on each worker.
 
         Args:
-            dataset_fn: makes the dataset on the worker, when it is first used there and after each
-                restart of the worker; or a dataset, which is copied to each worker.
+            dataset_fn: a function that makes the dataset on the worker, when it is first used there
+                and after each restart of the worker; or a dataset, which is copied to each worker.
 
         Returns:
             An argument for scheduled functions; `iter` of it makes an iterator on each worker.

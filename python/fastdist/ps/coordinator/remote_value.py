@@ -42,7 +42,7 @@ class RemoteValue:
         """Wait for the function, and return its result.
 
         Args:
-            timeout: in seconds; None waits without limit.
+            timeout: seconds to wait; None waits without limit.
 
         Raises:
             TimeoutError: the function has not ended in time.

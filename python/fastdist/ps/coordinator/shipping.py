@@ -65,7 +65,7 @@ class Definitions:
         """Define what `make`, pickled now, makes on each worker.
 
         Args:
-            make: takes no arguments; a definition that has parts is a sequence of them.
+            make: a function without arguments; a definition that has parts is a sequence of them.
             replacements: reductions of objects in it, by id.
             is_state: True if it has values that workers share.
         """

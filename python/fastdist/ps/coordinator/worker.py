@@ -52,10 +52,10 @@ class CallContext:
     """A call as the worker's host sees it.
 
     Attributes:
-        commit: ends a step of the group. Takes the weight of this worker's gradients, NaN if they
-            could not be staged, and a function that commits everybody's gradients, given the sum
-            of weights. One worker calls the function: one with NaN if there is any. All get its
-            error.
+        commit: a function that ends a step of the group. It takes the weight of this worker's
+            gradients, NaN if they could not be staged, and a function that commits the gradients of
+            all workers, given the sum of weights. One worker calls that function: one with NaN if
+            there is any. All workers get its error.
     """
 
     group: int  # of the calls that take their steps together; unique, also among repetitions
@@ -85,10 +85,10 @@ class Worker:
     """Serves one coordinator at a time: of those that are connected, the one that began last.
 
     Args:
-        address: where to listen; see `Server`.
+        address: the address to listen at; see `Server`.
         keys: the job's keys. Coordinators send code, so only they may have the keys. None for a
             socket that only this user can open.
-        host: runs the functions.
+        host: the object that runs the functions.
 
     Raises:
         OSError: another process listens there, or the address is not this machine's.

@@ -1,1 +1,1 @@
-"""Sockets of servers, clients, coordinators and workers: who listens, and who connects."""
+"""Sockets of servers, clients, coordinators and workers: listeners and connections."""

@@ -18,7 +18,7 @@ _PROBE_S = 5  # connections that are silent for this time are probed
 
 
 def is_local(address: str) -> bool:
-    """Return True if only this machine can reach an address; raise ValueError if it is none."""
+    """Return True if only this machine can reach an address; raise ValueError if it is invalid."""
     if _path(address):
         return True
     host, _ = _host_and_port(address)
@@ -29,10 +29,10 @@ def is_local(address: str) -> bool:
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """Listen at an address: port `*` or 0 is a free one, host `*` is all of this machine's.
+    """Listen at an address: port `*` or 0 is a free port, host `*` is all of this machine's.
 
     Returns the socket, which does not block, and the address with the actual port. Raises
-    ValueError if the address is invalid, OSError if it is in use, or not this machine's.
+    ValueError if the address is invalid, OSError if it is in use or not on this machine.
     """
     path = _path(address)
     try:
@@ -67,7 +67,7 @@ def _listen_at_path(path: str) -> socket.socket:
 
 
 def begin_to_connect(address: str) -> socket.socket:
-    """Return a socket that can be written to once it is connected; OSError if it cannot be."""
+    """Return a socket that becomes writable once connected; raise OSError if it cannot connect."""
     path = _path(address)
     kind, *_, where = (socket.AF_UNIX, path) if path else _resolved(*_host_and_port(address))
     made = socket.socket(kind)
@@ -83,7 +83,7 @@ def begin_to_connect(address: str) -> socket.socket:
 
 
 def tune(connected: socket.socket, *, breaks_if_stuck: bool) -> None:
-    """Set a connection's options: it breaks, if it may, when the peer takes nothing for 10 s."""
+    """Set a connection's options; with `breaks_if_stuck`, a peer stuck for 10 s breaks it."""
     connected.setblocking(False)
     if connected.family == socket.AF_UNIX:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)  # or what is permitted

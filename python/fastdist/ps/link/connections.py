@@ -18,8 +18,8 @@ from fastdist.ps.link.stream import HEARTBEATS, MESSAGES, Place, Stream, require
 from fastdist.ps.link.wake import Wake
 
 _POLL_S = 1.0
-_RETRY_S = (0.05, 1.0)  # after which time a connection is made again, at first and at last
-# A listener that refuses a connection closes it at once, an overloaded one later.
+_RETRY_S = (0.05, 1.0)  # until the next attempt to connect: at first, and at most
+# A listener that refuses a connection closes it immediately, an overloaded one later.
 _REFUSAL_S = 1.0
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0  # to a greeting; a busy worker takes longer, and is greeted again
@@ -28,14 +28,14 @@ _SILENT_S = 10.0
 
 
 class Connection:
-    """A connection that is restored by itself; `Connections` makes and watches it.
+    """A connection that reconnects by itself; `Connections` makes and watches it.
 
     Attributes:
-        is_connected: True if the listener has let this connection in, and it holds.
-        was_connected: True once the listener has let it in.
-        was_refused: True if the listener has closed the latest connection instead of letting it in.
-        lost_at: when the connection broke or was refused, on the monotonic clock; None while it
-            holds, and before the first one.
+        is_connected: True if the listener has accepted this connection, and it is not broken.
+        was_connected: True once the listener has accepted it.
+        was_refused: True if the listener has closed the latest connection instead of accepting it.
+        lost_at: the time at which the connection broke or was refused, on the monotonic clock; None
+            while it is connected, and before the first one.
         may_begin: False while the connection must not be made.
     """
 
@@ -68,7 +68,7 @@ class Connection:
         self._arrived: deque[list[memoryview]] = deque()
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Disconnect; messages may still leave for some time if there is a connection."""
+        """Disconnect; if connected, spend up to `linger_s` seconds on unsent messages."""
         stream = self._stream
         if stream is None:
             return
@@ -112,7 +112,7 @@ class Connection:
             yield self._arrived.popleft()
 
     def retry_later(self) -> None:
-        """Break the connection off; make it again in a second."""
+        """Close the connection; connect again in a second."""
         self._pause_s = _RETRY_S[1]
         self.lose()
 
@@ -120,7 +120,7 @@ class Connection:
 
     @property
     def wait_s(self) -> float:
-        """Seconds after which `look` has something to do if nothing comes."""
+        """Seconds after which `look` has something to do even without events."""
         if self._has_changed or self._arrived:
             return 0.0
         if self._stream is not None or not self.may_begin:
@@ -128,7 +128,7 @@ class Connection:
         return max(self._retry_at - time.monotonic(), 0.0)
 
     def look(self, event: int) -> tuple[bool, bool]:
-        """Act on what epoll tells; return whether messages came, and whether it began or broke."""
+        """Handle epoll's events; return whether messages came, and whether it was made or lost."""
         try:
             if self._stream is None:
                 self._begin_if_due()
@@ -137,10 +137,10 @@ class Connection:
             elif not self.is_connected:
                 patience_s = _CONNECT_S if self._is_connecting else _ANSWER_S
                 if time.monotonic() - self._began_at > patience_s:
-                    raise TimeoutError  # the next try may come through at once
+                    raise TimeoutError  # the next attempt may succeed immediately
         except OSError:
             self.lose()
-        except BaseException:  # an interrupt amid what was said
+        except BaseException:  # an interrupt in the middle of a message
             self.lose()
             raise
         has_changed, self._has_changed = self._has_changed, False
@@ -153,7 +153,7 @@ class Connection:
         self._began_at = now
         try:
             begun = begin_to_connect(self.address)
-        finally:  # a slow search for a name must not take all the time
+        finally:  # a slow name lookup must not take all the time
             self._pause_s = max(self._pause_s, 4 * (time.monotonic() - now))
         self._epoll.register(begun, select.EPOLLOUT)
         self._is_connecting = True
@@ -185,7 +185,7 @@ class Connection:
             self._arrived.append(message)
 
     def lose(self, *, was_refused: bool = False) -> None:
-        """Take note that the connection is broken, or could not be made."""
+        """Record that the connection is broken, or could not be made."""
         now = time.monotonic()
         is_new = was_refused or (self._stream is not None and not self._is_connecting)
         if is_new and not self.is_connected:
@@ -204,7 +204,7 @@ class _Pulse(Connection):
 
     def __init__(self, epoll: select.epoll, address: str, keys: Keys | None) -> None:
         super().__init__(epoll, address, keys, HEARTBEATS)
-        self._beat_at: float | None = None  # when the first beat was sent that is not answered
+        self._beat_at: float | None = None  # when the first unanswered beat was sent
 
     @property
     def is_silent(self) -> bool:
@@ -240,12 +240,12 @@ class Connections:
     Args:
         addresses: the listeners' addresses.
         keys: the job's keys; None if the listeners have no keys.
-        wake: ends `poll` when it is set.
-        has_heartbeats: also notice processes that are stopped, and take nothing from busy ones for
-            a sign: the listeners are `Listener(…, breaks_if_stuck=False)`.
-        place: see `Stream`; called with the connection's number first.
+        wake: an event that ends `poll` when it is set.
+        has_heartbeats: also detect stopped processes, and do not take busy ones for stopped. The
+            listeners must be `Listener(…, breaks_if_stuck=False)`.
+        place: the `place` of `Stream`, but it takes the connection's number first.
 
-    Raises ValueError if an address is none, ImportError if keys need cryptography.
+    Raises ValueError if an address is invalid, ImportError if keys need cryptography.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class Connections:
     ) -> None:
         require_cryptography(keys)
         for each in addresses:
-            is_local(each)  # raises if it is none
+            is_local(each)  # raises ValueError if invalid
         self._epoll = select.epoll()
         self._wake = wake
         if wake is not None:
@@ -289,7 +289,7 @@ class Connections:
         self._epoll.close()
 
     def poll(self, timeout_s: float = _POLL_S) -> list[tuple[int, bool]]:
-        """Wait for messages and events, a second at most.
+        """Wait for messages and events, by default for a second at most.
 
         Returns:
             The number of each connection to receive from, in the order of the addresses; and True
@@ -301,7 +301,7 @@ class Connections:
         if self._wake is not None and self._wake.descriptor in ready:
             self._wake.clear()
         looks = [each.look(ready.get(each.descriptor, 0)) for each in self._all]
-        self._feel_pulses(ready)  # later: what a task has said before it ended counts
+        self._feel_pulses(ready)  # last, so that a task's messages from before its end count
         return [(number, look[1]) for number, look in enumerate(looks) if any(look)]
 
     def _feel_pulses(self, ready: dict[int, int]) -> None:

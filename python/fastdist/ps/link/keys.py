@@ -1,4 +1,4 @@
-"""The secret of a job, with which its tasks know each other."""
+"""The secret by which the tasks of a job recognize each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTES = 32
 class Keys:
     """The secret of one job: 64 hexadecimal digits.
 
-    Anyone who has it may connect; all traffic is encrypted with keys that are made from it.
+    Anyone who has it may connect; all traffic is encrypted with keys derived from it.
 
     Examples:
         >>> from fastdist import ps

@@ -1,4 +1,4 @@
-"""The socket that connections lead to."""
+"""The socket that accepts connections."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from fastdist.ps.link.wake import Wake
 
 T = TypeVar("T")
 
-_MAX_STRANGERS = 256  # connections that have not proved anything; the oldest is closed
+_MAX_STRANGERS = 256  # unproven connections; above this, the oldest is closed
 _LINGER_S = 1.0
 _STUCK_S = 10.0
-_PAUSE_S = 0.2  # in which no connection is accepted, where that has failed
+_PAUSE_S = 0.2  # without accepting, after accepting has failed
 
 
 class ListenerClosed(Exception):
@@ -32,14 +32,14 @@ class ListenerClosed(Exception):
 
 
 class Listener:
-    """A socket that any number of connections lead to. For one thread, but for `stop` and `wake`.
+    """A socket that accepts any number of connections. For one thread, except `stop` and `wake`.
 
     Args:
-        address: where to listen; port `*` is a free one.
-        keys: the job's keys; only peers that have them are let in. A listener without keys may be
-            on this machine's own addresses only.
+        address: the address to listen at; port `*` is a free one.
+        keys: the job's keys; only peers that have them are accepted. A listener without keys must
+            be at an address that only this machine can reach.
         max_frame_bytes: connections that send larger frames are dropped.
-        breaks_if_stuck: drop connections that take nothing for 10 s.
+        breaks_if_stuck: drop connections whose peer takes nothing for 10 s.
 
     Attributes:
         address: the address with the actual port.
@@ -71,8 +71,8 @@ class Listener:
         self._streams: dict[int, Stream] = {}
         self._strangers: dict[int, None] = {}
         self._by_descriptor: dict[int, int] = {}
-        self._ready: dict[int, None] = {}  # connections from which something has come, in order
-        self._ahead: dict[int, None] = {}  # connections of which more was received than returned
+        self._ready: dict[int, None] = {}  # connections with received bytes, in order
+        self._ahead: dict[int, None] = {}  # connections with unreturned bytes
         self._accepts_at = 0.0  # 0: now
         self._is_stopping = False
         self._wake = Wake()
@@ -90,7 +90,7 @@ class Listener:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop listening; what was sent last is given a second to leave."""
+        """Stop listening; spend up to a second on unsent messages."""
         end_s = time.monotonic() + _LINGER_S
         for number in list(self._streams):
             self._try(number, lambda stream: stream.flush_all(end_s - time.monotonic()))
@@ -148,9 +148,9 @@ class Listener:
         return is_woken
 
     def send(self, number: int, *frames: Any, waits: bool = False) -> Upload | None:
-        """Send a message: what fits now, and the rest by `receive`; or, with `waits`, all of it.
+        """Send what the socket takes now, and the rest in `receive`; with `waits`, send all of it.
 
-        Returns what tells when the frames' memory may change; None if the peer is gone.
+        Returns the `Upload`, which tells when the frames may change; None if the peer is gone.
         """
 
         def send(stream: Stream) -> Upload:
@@ -190,7 +190,7 @@ class Listener:
             accepted, _ = self._socket.accept()
         except BlockingIOError:
             return
-        except OSError:  # it has gone again, or this process may open no more files
+        except OSError:  # the peer has left, or this process has too many open files
             self._epoll.modify(self._socket, 0)
             self._accepts_at = time.monotonic() + _PAUSE_S
             return
@@ -227,5 +227,5 @@ class Listener:
         stream = self._streams.pop(number)
         self._strangers.pop(number, None)
         del self._by_descriptor[stream.socket.fileno()]
-        self._epoll.unregister(stream.socket)  # another descriptor may be kept of it
+        self._epoll.unregister(stream.socket)  # another process may keep a descriptor of it
         stream.close()

@@ -1,8 +1,8 @@
 """Proof of a job's secret, and encryption: X25519, HMAC-SHA256, HKDF and AES-256-GCM.
 
-Both ends make a key pair for the connection, and prove by a code of both public keys that they have
-the secret. The keys of the traffic are made from the secret and from what the pairs have in common:
-who learns the secret later cannot read what was said before.
+Both ends make a key pair for the connection, and prove that they have the secret by an HMAC of both
+public keys. The keys of the traffic are derived from the secret and from the key exchange, so
+anyone who learns the secret later cannot decrypt earlier traffic.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ENDS = (b"connector", b"listener")
 
 
 class StrangerError(ConnectionError):
-    """The peer does not have the job's secret, or somebody has changed what it said."""
+    """The peer does not have the job's secret, or its messages were changed on the way."""
 
 
 class Introduction:
@@ -38,13 +38,13 @@ class Introduction:
 
     Args:
         keys: the job's keys.
-        is_listener: which end this is.
-        greeting: what was said before.
+        is_listener: True at the end that listens.
+        greeting: the bytes of the greeting that both ends agree on.
 
     Attributes:
-        public: the own public key, which the peer has to be told.
-        proof: once the peer's public key is here, the own proof of the secret.
-        ciphers: from then on, those for what this end says, and for what it hears.
+        public: this end's public key, to send to the peer.
+        proof: this end's proof of the secret, set by `meet`.
+        ciphers: the ciphers for sending and for receiving, set by `meet`.
     """
 
     def __init__(self, keys: Keys, is_listener: bool, greeting: bytes) -> None:
@@ -55,7 +55,7 @@ class Introduction:
         self.public = self._private.public_key().public_bytes_raw()
 
     def meet(self, public: bytes) -> None:
-        """Take the peer's public key; raise StrangerError if it is none."""
+        """Take the peer's public key; raise StrangerError if it is not a public key."""
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:
@@ -83,11 +83,11 @@ class Cipher:
         self._nonces = (number.to_bytes(12, "little") for number in itertools.count(1))
 
     def seal(self, record: Any, out: memoryview) -> None:
-        """Encrypt a record into memory that has room for its tag, too."""
+        """Encrypt a record into memory that also has room for its tag."""
         self._cipher.encrypt_into(next(self._nonces), record, None, out)
 
     def open(self, sealed: memoryview, out: memoryview) -> None:
-        """Decrypt a record; raise StrangerError if it is not what the peer has said next."""
+        """Decrypt a record; raise StrangerError if it is not the peer's next record."""
         try:
             self._cipher.decrypt_into(next(self._nonces), sealed, None, out)
         except InvalidTag:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_FRAMES = 6
 _PREFIX = struct.Struct(f"<{MAX_FRAMES + 1}Q")  # the number of frames, and their sizes
-_GREETING = struct.Struct("<8s?B")  # who greets, whether there are keys, what the connection is for
+_GREETING = struct.Struct("<8s?B")  # the sender's magic, whether there are keys, the purpose
 _MAGICS = b"FDLINK1>", b"FDLINK1<"  # of the end that connects, and of the listener
 _AHEAD_BYTES = 64 << 10
 _RECORD_BYTES = 256 << 10
@@ -28,14 +28,14 @@ _MOST_UNSENT = 1000  # messages
 _LENGTH = struct.Struct("<I")
 TAG_BYTES = 16
 
-MESSAGES, HEARTBEATS = 0, 1  # what a connection is for
+MESSAGES, HEARTBEATS = 0, 1  # purposes of connections
 
 Place = Callable[[memoryview, int], "list[memoryview] | None"]
 _Reading = Generator[None, None, None]
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Return memory for so many bytes, which is not cleared, and is there once it is used."""
+    """Return uninitialized memory for so many bytes; pages are allocated on first use."""
     try:
         return np.empty(nbytes, np.uint8).data
     except (MemoryError, ValueError):
@@ -43,7 +43,7 @@ def _memory(nbytes: int) -> memoryview:
 
 
 def require_cryptography(keys: Keys | None) -> None:
-    """Raise ImportError if connections with such keys cannot be made."""
+    """Raise ImportError if there are keys but no library for encryption."""
     if keys is not None:
         import fastdist.ps.link.sealing  # noqa: F401  raises with a hint
 
@@ -56,11 +56,11 @@ class Upload:
 
     @property
     def done(self) -> bool:
-        """True if the message is on its way: its memory may change."""
+        """True if the message is sent, so that its memory may change."""
         return not self.parts
 
     def copy(self) -> None:
-        """Copy what is not sent, so that the memory may change now."""
+        """Copy the unsent rest, so that the caller's memory may change now."""
         self.parts = deque(memoryview(bytes(part)) for part in self.parts)
 
 
@@ -68,18 +68,18 @@ class Stream:
     """Messages of several frames over a socket that never blocks.
 
     Args:
-        keys: the job's keys; only a peer that has them may say more than a greeting.
+        keys: the job's keys; only a peer that has them may send more than a greeting.
         is_listener: True if the peer has connected to this end.
-        purpose: what the connection is for, unless this is a listener.
+        purpose: the purpose of the connection, unless this is a listener.
         max_frame_bytes: larger frames are an error.
-        place: called with the first frame of a message of two, and with the size of the second;
-            returns memory that it is received in, and then left out of the message.
+        place: a function that takes the first frame of a message of two, and the size of the
+            second. It may return memory for the second frame, which the message then lacks.
 
     Attributes:
-        purpose: what the connection is for; a listener learns it when the stream is open.
+        purpose: the purpose of the connection; a listener learns it when the stream is open.
         is_open: True once the peer has greeted, and has proved that it has the keys.
-        sent_at: when bytes of a message were sent last, on the monotonic clock.
-        received_at: when bytes of a message were received last.
+        sent_at: the time at which bytes of a message were last sent, on the monotonic clock.
+        received_at: the time at which bytes of a message were last received.
     """
 
     def __init__(
@@ -105,23 +105,23 @@ class Stream:
         self._way_in: Cipher | None = None
         self._sealed = memoryview(b"")  # the part of a record that is not sent yet
         self._ahead = _memory(_AHEAD_BYTES)
-        self._read = self._filled = 0  # of what was received ahead
+        self._read = self._filled = 0  # positions in `_ahead`
         self._opened = memoryview(b"")  # the part of a record that is not read yet
         self._message: list[memoryview] | None = None
         self._reading = self._read_all(keys, is_listener)
 
     def close(self) -> None:
-        """Break the connection off."""
+        """Close the connection."""
         self.socket.close()
         self._reading.close()
         for upload in self._unsent:
-            upload.parts.clear()  # the memory is not read any more
+            upload.parts.clear()  # the memory is no longer read
         self._unsent.clear()
 
     # --- sending --------------------------------------------------------------------------------
 
     def send(self, frames: Sequence[Any]) -> Upload:
-        """Send a message: what fits now, and the rest by `flush`. A tuple is one frame."""
+        """Send what the socket takes now, and the rest in `flush`. A tuple is one frame."""
         pieces = [frame if isinstance(frame, tuple) else (frame,) for frame in frames]
         views = [[memoryview(piece) for piece in each] for each in pieces]
         sizes = [sum(view.nbytes for view in each) for each in views]
@@ -137,7 +137,7 @@ class Stream:
 
     @property
     def is_choked(self) -> bool:
-        """True if the peer has not taken many messages: it should not be heard meanwhile."""
+        """True if too many messages are unsent; until they are, do not receive from the peer."""
         return len(self._unsent) > _MOST_UNSENT
 
     @property
@@ -146,7 +146,7 @@ class Stream:
         return not self._unsent and not self._sealed
 
     def watch(self, epoll: select.epoll, *, hears: bool = True) -> None:
-        """Let a poller, with which the socket is registered, wait for what has to be done next."""
+        """Set the events that an epoll, where the socket is registered, waits for."""
         events = select.EPOLLIN if hears else 0
         events |= 0 if self.is_flushed else select.EPOLLOUT
         if events != self._watched:
@@ -155,7 +155,7 @@ class Stream:
 
     def flush(self) -> None:
         """Send what the socket takes now; raise OSError if the connection is broken."""
-        if self._is_sending:  # an interrupt came meanwhile: how much was sent is not known
+        if self._is_sending:  # after an interrupt it is unknown how much was sent
             raise ConnectionAbortedError("interrupted while it was sending")
         while not self.is_flushed:
             if self._way_out is not None and not self._sealed:
@@ -176,7 +176,7 @@ class Stream:
                 self.sent_at = time.monotonic()
 
     def flush_all(self, patience_s: float) -> None:
-        """Wait until all is sent; raise TimeoutError if the peer takes nothing for so long."""
+        """Wait until all is sent; raise TimeoutError if the peer takes nothing for `patience_s`."""
         poll = select.poll()
         poll.register(self.socket, select.POLLOUT)
         while not self.is_flushed:
@@ -185,7 +185,7 @@ class Stream:
             self.flush()
 
     def _seal(self, cipher: Cipher) -> None:
-        """Make a record of what is to be sent next, up to a limit."""
+        """Encrypt the next unsent bytes as a record of limited size."""
         pieces: list[memoryview] = []
         nbytes = 0
         for part in self._unsent[0].parts:
@@ -211,7 +211,7 @@ class Stream:
 
     @property
     def has_ahead(self) -> bool:
-        """True if more was received than the messages that were returned."""
+        """True if bytes were received that `receive` has not returned yet."""
         return self._read < self._filled or bool(self._opened)
 
     def receive(self) -> list[memoryview] | None:
@@ -276,7 +276,7 @@ class Stream:
         self._room = _memory(_RECORD_BYTES)
 
     def _fill(self, out: memoryview) -> _Reading:
-        """Receive as many bytes as there is memory for."""
+        """Receive until this memory is full."""
         if self._way_in is None:
             yield from self._fill_as_sent(out)
             return

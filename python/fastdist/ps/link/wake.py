@@ -1,4 +1,4 @@
-"""Wakes a thread that waits for its connections."""
+"""Wakes a thread that polls its connections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Wake:
                 os.eventfd_write(self.descriptor, 1)
 
     def clear(self) -> None:
-        """Take note of it, in the thread that was woken."""
+        """Reset the event, in the thread that was woken."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.descriptor)
 

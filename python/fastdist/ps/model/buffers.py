@@ -28,7 +28,7 @@ class ServedBuffers:
             steps are taken together.
 
     Attributes:
-        all: by name.
+        all: all buffers by name.
         live: names of buffers whose values on the servers may differ from this task's.
     """
 

@@ -42,7 +42,7 @@ def define_bundle(
     Args:
         definitions: the job's definitions.
         bundle: the contents of a scope.
-        adopt: called with the bundle on each worker; returns its parts.
+        adopt: a function that takes the bundle on each worker, and returns its parts.
     """
     tensors = [tensor for _, tensor in tensors_in(bundle.roots)]
     hollow = {

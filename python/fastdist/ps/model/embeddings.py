@@ -217,7 +217,7 @@ class Embedding(TableLayer):
         seed: initial values depend on the seed and the id alone; None draws one from torch's
             default generator.
         storage: "float32", "bfloat16" or "int8", on servers.
-        max_rows: above this number, servers drop the least recently touched rows.
+        max_rows: the number of rows above which servers drop the least recently touched rows.
         max_age: servers drop rows that were not touched in this many pushes.
         padding_idx: an id whose row is zero, and does not learn.
         cached_rows: number of rows that a worker caches. It sees its own pushes at once, pushes of
@@ -247,10 +247,10 @@ class EmbeddingBag(TableLayer):
     """Sums, means or maxima of rows; the rows are kept as for `Embedding`.
 
     Args:
-        num_embeddings: see `Embedding`, also for options that are not listed here.
+        num_embeddings: the number of rows; see `Embedding`, also for options not listed here.
         embedding_dim: elements of a row.
         mode: "sum", "mean" or "max".
-        include_last_offset: as for nn.EmbeddingBag.
+        include_last_offset: the `include_last_offset` of nn.EmbeddingBag.
 
     Examples:
         >>> import fastdist as fd, torch
@@ -335,9 +335,9 @@ class EmbeddingBagCollection(nn.Module):
         """Return for each feature one row per bag: shape (bags, embedding_dim).
 
         Args:
-            features: for each feature, ids of shape (bags, ids), or (ids, offsets), or (ids,
-                offsets, per_sample_weights), as for nn.EmbeddingBag; or torchrec's
-                KeyedJaggedTensor.
+            features: the features' ids: for each feature, ids of shape (bags, ids), or (ids,
+                offsets), or (ids, offsets, per_sample_weights), as for nn.EmbeddingBag; or
+                torchrec's KeyedJaggedTensor.
 
         Raises:
             KeyError: a feature is missing.

@@ -199,7 +199,7 @@ class ServedModel:
         return found
 
     def serves(self, parameter: torch.Tensor) -> bool:
-        """True if a parameter's value is on servers."""
+        """Return True if a parameter's value is on servers."""
         return id(parameter) in self._parameters or id(parameter) in self._tables
 
     @property

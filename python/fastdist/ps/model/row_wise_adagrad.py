@@ -23,9 +23,9 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         params: weights of embeddings, [rows, dim].
         lr: learning rate.
         lr_decay: step n uses lr / (1 + (n - 1) × lr_decay).
-        weight_decay: times the value, added to the gradient.
+        weight_decay: the factor of the value that is added to the gradient.
         initial_accumulator_value: accumulator before the first step.
-        eps: added to the root of the accumulator.
+        eps: the number added to the root of the accumulator.
         maximize: go up the gradient.
 
     Raises:

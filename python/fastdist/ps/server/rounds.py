@@ -36,7 +36,7 @@ class Rounds:
     """All rounds of a server. Thread-safe.
 
     Args:
-        max_bytes: limit for all staged gradients.
+        max_bytes: the limit for all staged gradients.
         idle_s: a round that is not used for this long is discarded.
     """
 

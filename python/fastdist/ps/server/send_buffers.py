@@ -25,8 +25,8 @@ class SendBuffers:
     """The reply buffers of one thread. Fresh memory would cost a page fault for each 4 KiB.
 
     Args:
-        max_unsent_bytes: limit for replies that clients have not taken yet. A client with such a
-            reply is refused further ones; another client may always have one.
+        max_unsent_bytes: the limit for replies that clients have not taken yet. A client with such
+            a reply is refused further ones; another client may always have one.
     """
 
     def __init__(self, max_unsent_bytes: int) -> None:

@@ -28,14 +28,15 @@ class Server:
     threads.
 
     Args:
-        address: where to listen: "tcp://host:port" or "ipc://path"; port `*` is a free one.
+        address: listening address: "tcp://host:port" or "ipc://path"; port `*` is a free
+            one.
         keys: the job's keys. A server without keys may only listen on this machine's own addresses.
         max_frame_bytes: connections that send larger frames are dropped.
-        max_staged_bytes: limit for gradients that wait for their round.
+        max_staged_bytes: the limit for gradients that wait for their round.
 
     Attributes:
         address: the address with the actual port.
-        ended: set when a client has ended the job, or the server has failed.
+        ended: an event that is set when a client has ended the job, or the server has failed.
         failure: the error that ended the server's thread; None while the server works.
 
     Raises:

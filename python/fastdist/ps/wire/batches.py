@@ -36,9 +36,9 @@ class Entry(NamedTuple):
 
     Attributes:
         object: the object's number.
-        step: of a CHANGE: the step of the value that the gradient was computed from.
-        lr: of a CHANGE: the learning rate; NaN: the update rule's own.
-        size: how many of the message's ids are its own, or the elements of the range.
+        step: the step of the value that a CHANGE's gradient was computed from.
+        lr: the learning rate of a CHANGE; NaN: the update rule's own.
+        size: the number of the message's ids that are its own, or of the elements of the range.
         begin: the first element of the range; `IDS` for a table.
     """
 

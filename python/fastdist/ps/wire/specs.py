@@ -61,7 +61,7 @@ class DenseSpec:
     Attributes:
         name: unique on a server.
         shape: its value's shape.
-        rule: applies gradients.
+        rule: the rule that applies gradients.
         wire: encoding of gradients and values in messages: "float32", "bfloat16", "float16", or
             "int8" with a scale for every 1024 elements. Initial and assigned values are float32.
         refuse_nonfinite: reject pushes with NaN or infinity instead of only counting them.
@@ -104,14 +104,14 @@ class RowsSpec:
     Attributes:
         name: unique on a server.
         dim: elements of a row.
-        rule: applies gradients.
+        rule: the rule that applies gradients.
         rows: ids are below this number; None accepts any 64-bit id, and creates rows on their
             first push.
         initializer: ("constant", value, 0), ("uniform", low, high) or ("normal", mean, deviation).
         seed: initial values depend on the seed and the id alone.
         first_id: id of the first row, in a part of a larger table.
         storage: "float32", "bfloat16" or "int8".
-        max_rows: above this number, the least recently touched rows are dropped.
+        max_rows: the number of rows above which the least recently touched rows are dropped.
         max_age: rows that were not touched in this many pushes are dropped.
         wire: encoding of gradients and rows in messages: "float32", "bfloat16", "float16", or
             "int8" with a scale for every row. Assigned values are float32.

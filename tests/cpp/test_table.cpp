@@ -334,7 +334,8 @@ CASE(a_hashed_table_can_be_cleared_and_used_again) {
   const std::size_t bytes = table.bytes();
   table.clear();
   CHECK(table.size() == 0);
-  CHECK(pulled(table, range(0, 3000)) == pulled(RowTable(options()), range(0, 3000)));
+  RowTable fresh(options());
+  CHECK(pulled(table, range(0, 3000)) == pulled(fresh, range(0, 3000)));
   table.assign(range(5000, 8000), Floats(3000 * kDim, 2.0F), {});
   CHECK(table.size() == 3000);
   CHECK(table.bytes() <= 2 * bytes);  // the memory of removed rows is used again

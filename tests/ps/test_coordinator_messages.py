@@ -16,7 +16,14 @@ from typing import Any
 import cloudpickle
 import fastdist as fd
 import pytest
-from coordinator_job import Impostor, PlainCluster, PlainJob, impostor, step
+from coordinator_job import (
+    Impostor,
+    PlainCluster,
+    PlainJob,
+    count_reconnections,
+    impostor,
+    step,
+)
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Keys
 from fastdist.ps.coordinator.messages import (
@@ -98,6 +105,17 @@ def test_workers_survive_malformed_pickles(cluster: PlainCluster) -> None:
         for arguments in (b"", b"no pickle", cloudpickle.dumps(7), cloudpickle.dumps((1, 2))):
             assert call(known, 3, arguments)[0] is Outcome.RAISED
         assert call(known, 4, cloudpickle.dumps(((), {})))[0] is Outcome.RETURNED
+
+
+def test_a_worker_is_told_of_a_new_connection(cluster: PlainCluster) -> None:
+    """Calls that it had received are dropped: it must not count on their coming."""
+    job, began = os.urandom(16), time.time_ns()
+    for turn in range(3):
+        with impostor(cluster.keys, cluster.addresses[0]) as known:
+            known.take_over(began, job=job)
+            known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: count_reconnections))
+            outcome, content = call(known, 1, cloudpickle.dumps(((), {})))
+            assert (outcome, pickle.loads(content)) == (Outcome.RETURNED, turn)
 
 
 def test_strangers_cannot_end_a_step(cluster: PlainCluster) -> None:

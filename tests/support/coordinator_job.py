@@ -20,6 +20,7 @@ from ps_cluster import end_all, wait_for
 from raw_link import RawClient, RawServer
 
 _contexts: list[CallContext] = []
+_reconnections: list[str] = []
 
 
 def step(weight: float = 1.0) -> float:
@@ -29,11 +30,19 @@ def step(weight: float = 1.0) -> float:
     return totals[-1]
 
 
+def count_reconnections() -> int:
+    """Return how often a coordinator has connected to this worker again."""
+    return len(_reconnections)
+
+
 class PlainHost:
     """Runs functions without a strategy."""
 
     def begin_job(self, index: int, seed: int) -> None:
         set_worker_index(index)
+
+    def reconnect(self) -> None:
+        _reconnections.append("by the same job")
 
     def apply_state_update(self, state_update: bytes) -> None:
         pass
@@ -158,9 +167,9 @@ class Impostor:
         self.receive_until(Kind.HELLO)
         self.send(pack(Kind.READY))
 
-    def take_over(self, began: int, index: int = 0) -> None:
+    def take_over(self, began: int, index: int = 0, job: bytes | None = None) -> None:
         """Become the coordinator of a worker."""
-        self.send(pack(Kind.HELLO), os.urandom(16), HELLO.pack(began, 0, index))
+        self.send(pack(Kind.HELLO), job or os.urandom(16), HELLO.pack(began, 0, index))
         self.receive_until(Kind.READY)
 
     def close(self) -> None:

@@ -63,6 +63,7 @@ class ServedWorker:
         self._state: dict[str, Any] = {"generation": 0}
         self._reported: dict[str, set[str]] = {}  # live buffers that the chief knows
         self._context: CallContext | None = None
+        self._has_lost_calls = False  # that the last function's values were meant for
         _current[:] = [self]
         register_optimizer_step_pre_hook(self._require_served)
 
@@ -83,6 +84,10 @@ class ServedWorker:
         self._reported = {}
         set_worker_index(index)
         torch.manual_seed(stream_seed(seed, index))
+
+    def reconnect(self) -> None:
+        """Let the next function pull the values."""
+        self._has_lost_calls = True
 
     def adopt(self, bundle: Bundle) -> None:
         """Adopt modules and optimizers from the chief."""
@@ -120,12 +125,14 @@ class ServedWorker:
         everything = list(self._models.values())
         stale = []
         for model, steps in everything:
-            must_pull = context.has_state and (not steps.is_fresh or model.awaits_rows)
+            is_stale = self._has_lost_calls or not steps.is_fresh or model.awaits_rows
+            must_pull = context.has_state and is_stale
             # The previous function has left its changes to this one; a pull would overwrite them.
             if steps.is_fresh and (must_pull or not context.has_state):
                 model.buffers.send_changed(1)
             if must_pull:
                 stale.append(model)
+        self._has_lost_calls &= not context.has_state
         for model in stale:
             model.begin_pull()
         for _, steps in everything:

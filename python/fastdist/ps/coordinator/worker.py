@@ -71,6 +71,9 @@ class Host(Protocol):
     def begin_job(self, index: int, seed: int) -> None:
         """Start a job: a new coordinator, which knows nothing of earlier ones, has connected."""
 
+    def reconnect(self) -> None:
+        """Continue a job: calls that had arrived over a lost connection have been dropped."""
+
     def apply_state_update(self, state_update: bytes) -> None:
         """Apply a state update from the coordinator."""
 
@@ -171,6 +174,8 @@ class Worker:
             self._job, self._began = job, began
             self._library = Library()
             self._host.begin_job(index, seed)
+        else:
+            self._host.reconnect()
         self._coordinator = connection
         self._send(Kind.READY)
 

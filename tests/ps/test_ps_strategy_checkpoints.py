@@ -126,3 +126,30 @@ def test_checkpoints_that_do_not_fit(cluster: PsCluster, tmp_path: Path) -> None
         more = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"has no '1/weight'"):
         fd.Checkpoint(model=more).restore(tmp_path / "without step")
+
+
+def test_rows_that_begin_later_after_a_restore_that_failed(
+    cluster: PsCluster, tmp_path: Path
+) -> None:
+    """A checkpoint keeps the seed of the values on the servers, whatever the program's is."""
+
+    def begin(seed: int) -> tuple[Any, fd.nn.Embedding]:
+        strategy = cluster.strategy()
+        with strategy.scope():
+            table = fd.nn.Embedding(None, 2, initializer=("normal", 0.0, 1.0), seed=seed)
+            torch.optim.SGD(table.parameters(), lr=1.0)
+        return strategy, table
+
+    ids = torch.arange(9)
+    strategy, table = begin(1)
+    before = table(ids).detach()
+    strategy.save(tmp_path / "first")
+    strategy, table = begin(2)
+    strategy.restore(tmp_path / "first")
+    with pytest.raises(FileNotFoundError):
+        strategy.restore(tmp_path / "nowhere")
+    strategy.save(tmp_path / "second")
+    strategy, table = begin(3)
+    assert not torch.equal(table(ids), before)
+    strategy.restore(tmp_path / "second")
+    assert torch.equal(table(ids), before)

@@ -250,13 +250,14 @@ class ParameterServerStrategy(ReplicatedStrategy):
     def before_calls(self) -> bytes:
         """Return a state update for workers before functions run."""
         state_update: dict[str, Any] = {"generation": self._generation}
-        for model in self._models:
-            model.assign_changed()
-            state_update[model.bundle.prefix] = (
-                sorted(model.buffers.live),
-                model.rates(),
-                model.modes(),
-            )
+        with self.client_lock:
+            for model in self._models:
+                model.assign_changed()
+                state_update[model.bundle.prefix] = (
+                    sorted(model.buffers.live),
+                    model.rates(),
+                    model.modes(),
+                )
         return pickle.dumps(state_update)
 
     def apply_reports(self, reports: Sequence[bytes]) -> None:
@@ -268,10 +269,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def after_calls(self) -> None:
         """Pull the servers' values, after all functions have ended."""
-        for model in self._models:
-            model.begin_pull()
-        for model in self._models:
-            model.end_pull()
+        with self.client_lock:
+            for model in self._models:
+                model.begin_pull()
+            for model in self._models:
+                model.end_pull()
 
     def save(self, directory: str | Path, state: Any = None) -> None:
         """Write everything on the servers, with the state of optimizers, as safetensors.
@@ -291,7 +293,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             UnavailableError: a server is gone.
         """
         self.require_chief("strategy.save")
-        with self._paused():
+        with self._paused(), self.client_lock:
             save_checkpoint(self.client, directory, self._sharded(), state=state)
 
     def restore(self, directory: str | Path) -> Any:
@@ -313,17 +315,19 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def _restore(self, directory: str | Path, *, is_checked: bool = False) -> Any:
         self._generation += 1
-        state = restore_checkpoint(self.client, directory, self._sharded(), is_checked=is_checked)
-        for model in self._models:
-            model.buffers.live |= model.buffers.all.keys()
-        self.after_calls()
+        with self.client_lock:
+            things = self._sharded()
+            state = restore_checkpoint(self.client, directory, things, is_checked=is_checked)
+            for model in self._models:
+                model.buffers.live |= model.buffers.all.keys()
+            self.after_calls()
         return state
 
     def write_files(self, directory: Path) -> Any:
         """Write everything on the servers into a checkpoint of `fd.Checkpoint`, and the rates."""
         self.require_chief("Checkpoint.save")
         rates = [model.rates() for model in self._models]
-        with self._paused():
+        with self._paused(), self.client_lock:
             return {**write_files(self.client, self._sharded(), directory), "rates": rates}
 
     def check_files(self, directory: Path) -> None:
@@ -351,8 +355,9 @@ class ParameterServerStrategy(ReplicatedStrategy):
             raise FastdistError(
                 f"restore: {len(self.backlog)} scheduled functions have not ended; join first"
             )
-        for model in self._models:
-            model.connect(initialize=True)
+        with self.client_lock:
+            for model in self._models:
+                model.connect(initialize=True)
 
     def has_saved(self, directory: str | Path) -> bool:
         """Return True if the directory has a checkpoint that `save` wrote."""
@@ -391,7 +396,8 @@ def _record(spec: ClusterSpec, job: str, index: int, keys: Keys | None) -> None:
 
 def _run_server(address: str, keys: Keys | None) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
-    with Server(_bind_address(address), keys=keys) as server:
+    staged = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    with Server(_bind_address(address), keys=keys, max_staged_bytes=staged) as server:
         server.ended.wait()
         if server.failure is not None:
             raise FastdistError("the parameter server failed, and ends") from server.failure

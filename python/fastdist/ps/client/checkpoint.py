@@ -18,7 +18,7 @@ from fastdist.ps.wire.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
 
-_TIMEOUT_S = 600.0
+_TIMEOUT_S = 3600.0  # for one server to write or read its share of a table
 # In the user's directory, which may have other files.
 _FOLDER = "servers"
 # Limit for the names of one object's files: they must fit into the request that restores it.

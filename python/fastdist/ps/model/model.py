@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -93,6 +94,9 @@ class ServedModel:
                 continue
             assert isinstance(tensor, nn.Parameter)
             rows = ShardedRows(self._client, placement.spec, placement.pieces)
+            if id(tensor) in self._tables:  # a checkpoint's seed may have replaced the program's
+                known = self._tables[id(tensor)].sharded.spec
+                rows.spec = replace(rows.spec, seed=known.seed)
             module = self._embeddings[id(tensor)]
             cache, padding = None, None
             if isinstance(module, TableLayer):

@@ -131,7 +131,8 @@ CASE(what_no_rank_tells_is_refused) {
     return !read(record, 3);
   };
   CHECK(!is_refused([](FailureRecord&) {}));
-  CHECK(is_refused([](FailureRecord& r) { r.kind = 12; }));
+  CHECK(
+      is_refused([](FailureRecord& r) { r.kind = static_cast<std::uint32_t>(Kind::kError) + 1; }));
   CHECK(is_refused([](FailureRecord& r) { r.code = 10; }));
   CHECK(is_refused([](FailureRecord& r) { r.noticed_by = 3; }));
   CHECK(is_refused([](FailureRecord& r) { r.noticed_by = -1; }));

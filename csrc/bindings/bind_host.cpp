@@ -131,14 +131,7 @@ std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& 
   return std::make_unique<NetEndpoint>(made);
 }
 
-}  // namespace
-
-void bind_host(py::module_& m) {
-  py::class_<Tuning>(m, "Tuning");
-  m.def("begin_exit", &begin_exit);
-  m.def("echo", [](int connected) { echo(FileDescriptor(connected)); });
-  m.def("tuning_for", &host::tuning_for);
-
+void bind_machine(py::module_& m) {
   // The file holds each rank's first block, since peers may read the block before it is allocated.
   m.def("create_segment_file", [](int ranks, const Tuning& tuning) {
     return host::create_segment_file(HostCommunicator::block_bytes(ranks, tuning)).release();
@@ -161,6 +154,16 @@ void bind_host(py::module_& m) {
                                                  HostCommunicator::block_bytes(ranks, tuning));
           }))
       .def_property_readonly("offset", &SharedBlock::offset);
+}
+
+}  // namespace
+
+void bind_host(py::module_& m) {
+  py::class_<Tuning>(m, "Tuning");
+  m.def("begin_exit", &begin_exit);
+  m.def("echo", [](int connected) { echo(FileDescriptor(connected)); });
+  m.def("tuning_for", &host::tuning_for);
+  bind_machine(m);
 
   py::class_<Endpoint>(m, "Communicator")
       .def_property_readonly("rank", [](Endpoint& e) { return e.communicator().rank(); })

@@ -1,4 +1,4 @@
-"""tf.distribute for PyTorch, on the fastest collectives that Python has."""
+"""tf.distribute for PyTorch, on fast collectives of its own."""
 
 from __future__ import annotations
 

@@ -31,6 +31,11 @@ def of_tpus() -> Iterable[str]:
     return set(re.findall(r"    def _(\w+)\(", read("python/fastdist/tpu/engine.py"))) & set(OPS)
 
 
+def of_torch_backend() -> Iterable[str]:
+    source = read("python/fastdist/integrations/torch_backend/calls.py")
+    return re.findall(r"self\._comm\.(\w+)", source)
+
+
 def of_docs() -> Iterable[str]:
     rows = re.findall(r"^\| (`.*?) \|", read("docs/communicator.md"), re.MULTILINE)
     return {name for row in rows for name in re.findall(r"`(\w+)\(", row)} & set(OPS)
@@ -46,6 +51,7 @@ def read(name: str) -> str:
         (of_cpp, set()),
         (of_running_engine, set()),
         (of_tpus, set()),
+        (of_torch_backend, set()),
         (lambda: vars(fd.Communicator), set()),
         (lambda: vars(functions), set()),
         (lambda: fd.__all__, set()),
@@ -54,8 +60,8 @@ def read(name: str) -> str:
         (of_docs, set()),
     ],
     ids=[
-        *("names in C++", "engine that runs", "TPUs", "methods", "functions"),
-        *("public names", "doctor --explain", "bench", "documentation"),
+        *("names in C++", "engine that runs", "TPUs", "backend of torch", "methods"),
+        *("functions", "public names", "doctor --explain", "bench", "documentation"),
     ],
 )
 def test_all_are_in(table: Callable[[], Iterable[str]], lacks: set[str]) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
-from fastdist.ps import Client, DenseSpec, Item, RuleSpec, Server
-from fastdist.ps.client.checkpoint import save_checkpoint
+from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
+from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedVariable
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.link.listener import Listener
 from fastdist.ps.server import service
 from fastdist.ps.wire.batches import PART_SIZE
@@ -110,6 +110,33 @@ def test_a_server_dies_in_the_middle_of_large_values(server: Process) -> None:
 
 
 @pytest.mark.slow
+def test_a_server_dies_while_it_saves(server: Process, tmp_path: Path) -> None:
+    """The checkpoint before stays, and nothing of the new one."""
+    with Client([server.address]) as client:
+        spec = RowsSpec("rows", 64, SGD, 200_000)
+        rows = ShardedRows(client, spec, RoundRobin(1).place((200_000, 64), 4))
+        ids = np.arange(200_000)
+        rows.push(ids, -np.ones((ids.size, 64), np.float32))
+        save_checkpoint(client, tmp_path, [rows])
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        rows.push(ids, -np.ones((ids.size, 64), np.float32))
+
+        def kill_in_the_middle() -> None:
+            wait_for(lambda: any(path not in before for path in tmp_path.rglob("part-*")))
+            server.process.kill()
+
+        killer = threading.Thread(target=kill_in_the_middle)
+        killer.start()
+        with pytest.raises(UnavailableError):
+            save_checkpoint(client, tmp_path, [rows])
+        killer.join()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}.keys() == before.keys()
+    with Server() as other, Client([other.address]) as client:
+        rows = ShardedRows(client, spec, RoundRobin(1).place((200_000, 64), 4))
+        restore_checkpoint(client, tmp_path, [rows])
+        assert (rows.pull(ids[::1000]) == 1).all()
+
+
 def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
     with Client([server.address], grace_s=0.5) as client:
         w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))

@@ -86,9 +86,10 @@ def test_variables_and_rows(keys: Keys | None) -> None:
                 assert len(client.hello(server)["objects"]) == 2
 
 
-def test_many_clients_at_once(server: Server) -> None:
+@pytest.mark.parametrize(("clients", "pushes"), [(6, 40), (40, 6)])
+def test_many_clients_at_once(server: Server, clients: int, pushes: int) -> None:
     """Every push counts once, and no thread reads half of a push."""
-    clients, pushes, ids = 6, 40, np.arange(500)
+    ids = np.arange(500)
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)

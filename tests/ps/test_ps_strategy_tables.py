@@ -455,6 +455,15 @@ def test_weights_of_tables_have_no_values(cluster: PsCluster) -> None:
         message = f"the weight 'rows.weight' cannot be pickled.*{leaving}"
         with pytest.raises(fd.errors.UnsupportedError, match=message):
             save(model)
+    rows = torch.tensor([1])
+    with pytest.raises(fd.errors.UnsupportedError, match=leaving):
+        torch.export.export(model.rows, (rows,))
+    compiled = torch.compile(model.rows, backend="eager")
+    with (
+        pytest.warns(UserWarning, match="Dynamo does not know how to trace"),
+        pytest.raises(RuntimeError, match=leaving),  # torch's error with our message
+    ):
+        compiled(rows)
 
 
 FEATURES = {"day": (7, 3, "sum"), "shop": (None, 4, "mean"), "word": (50, 8, "max")}

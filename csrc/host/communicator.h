@@ -273,6 +273,7 @@ class HostCommunicator final : public BlockingCommunicator {
   int generation_ = process_generation();
   std::atomic<int> submitted_{0};
   std::mutex announce_mutex_;
+  std::mutex publish_mutex_;  // two threads may send and receive
   std::uint64_t sequence_ = 0;
   std::size_t position_ = 0;  // in the rings, the same on all ranks
   CopyToPeers copy_to_peers_;

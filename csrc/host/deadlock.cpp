@@ -58,6 +58,7 @@ void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64
 void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t value,
                                     const Wait& wait, Reach reach,
                                     const std::string& site) noexcept {
+  const std::lock_guard lock(publish_mutex_);
   Control& control = *me().control;
   control.site.write(site);
   BlockedWait& published = control.blocked;

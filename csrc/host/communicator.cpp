@@ -97,12 +97,7 @@ void HostCommunicator::close() noexcept {
   me().control->state.compare_exchange_strong(active,
                                               static_cast<std::uint32_t>(RankState::kClosed));
   wake_everyone();
-  for (int p = 0; p < size(); ++p) {
-    const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
-    const bool is_here = wait.reach.load(std::memory_order_relaxed) != Reach::kElsewhere;
-    const auto awaited = static_cast<int>(wait.rank.load(std::memory_order_relaxed));
-    if (is_here && awaited == rank_) mark_failing_wait(p);
-  }
+  mark_waits_for_this_rank();
 }
 
 Route HostCommunicator::route(Op op, std::size_t bytes) const {

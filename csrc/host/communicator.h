@@ -204,6 +204,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void withdraw(const Wait& wait) noexcept;
   [[nodiscard]] std::optional<Failure> find_deadlock_of(const Wait& wait);
   void mark_failing_waits(const Failure& failure) noexcept;
+  void mark_waits_for_this_rank() noexcept;
   void mark_failing_wait(int p) noexcept;
   void end_wait(Wait& wait) noexcept;
   [[nodiscard]] std::optional<Blocked> blocked(int p) const noexcept;

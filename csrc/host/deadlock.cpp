@@ -157,6 +157,16 @@ void HostCommunicator::mark_failing_waits(const Failure& failure) noexcept {
   }
 }
 
+// Marks the waits that end because this rank has closed the communicator; others may go on.
+void HostCommunicator::mark_waits_for_this_rank() noexcept {
+  for (int p = 0; p < size(); ++p) {
+    const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
+    const bool is_here = wait.reach.load(std::memory_order_relaxed) != Reach::kElsewhere;
+    const auto awaited = static_cast<int>(wait.rank.load(std::memory_order_relaxed));
+    if (is_here && awaited == rank_) mark_failing_wait(p);
+  }
+}
+
 // Marks the wait of rank p in all communicators in which it may be shown.
 void HostCommunicator::mark_failing_wait(int p) noexcept {
   const Control& control = *peers_[static_cast<std::size_t>(p)].control;

@@ -136,9 +136,9 @@ class NetCommunicator final : public BlockingCommunicator {
     Clock::time_point since = Clock::now();
     Clock::time_point asked_at = Clock::now();
     std::uint64_t question = 0;
-    bool has_warned = false;  // about machines that cannot be reached
-    std::uint64_t id = 0;     // random; 0 until the rank tells others about the wait
-    std::string site;         // the caller's line, once the wait is long
+    bool has_warned = false;          // about machines that cannot be reached
+    std::uint64_t id = 0;             // random; 0 until the rank tells others about the wait
+    std::optional<std::string> site;  // see `line_of`
 
    private:
     std::atomic<int>& calls_;
@@ -233,6 +233,7 @@ class NetCommunicator final : public BlockingCommunicator {
   void check_deadlock(Wait& wait);
   void answer_questions(Wait& wait, NetCommunicator& waiting);
   void speak_elsewhere(Wait& wait);
+  static const std::string& line_of(Wait& wait);
   std::uint64_t ask_all();
   [[nodiscard]] std::vector<int> find_late(Wait& wait, const std::vector<int>& suspects);
   [[nodiscard]] std::string state_of(Wait& wait, NetCommunicator& waiting) const;

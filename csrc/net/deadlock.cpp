@@ -79,6 +79,16 @@ std::vector<int> find_stuck(const std::vector<std::optional<Waiting>>& ranks) {
 
 }  // namespace
 
+// Returns the caller's line. The first call may take the GIL.
+const std::string& NetCommunicator::line_of(Wait& wait) {
+  if (!wait.site) {
+    std::string site = wait.caller->location();
+    if (site.size() > kSiteBytes) site.erase(0, site.size() - kSiteBytes);
+    wait.site = std::move(site);
+  }
+  return *wait.site;
+}
+
 // Returns the state of this rank, which waits in `waiting`: this communicator or another one.
 std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) const {
   if (wait.id == 0) {
@@ -114,7 +124,7 @@ std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) cons
     own.received.push_back(p == rank_ ? 0 : peer(p).received.load());
   }
   own.awaited = std::move(awaited);
-  own.site = wait.site;
+  own.site = line_of(wait);
   return serialize(own);
 }
 
@@ -147,6 +157,7 @@ void NetCommunicator::speak_elsewhere(Wait& wait) {
     }
   });
   if (!deadlock) {
+    (void)line_of(wait);  // not under the registry's lock
     return for_each_other([&](NetCommunicator& other) { other.answer_questions(wait, *this); });
   }
   std::vector<int> ranks = missing_in(wait);
@@ -241,10 +252,6 @@ NetCommunicator::CallHead NetCommunicator::last_call(int p) const {
 
 // Called regularly by the thread that waits.
 void NetCommunicator::check_deadlock(Wait& wait) {
-  if (wait.site.empty()) {
-    wait.site = wait.caller->location();  // takes the GIL, so under no lock
-    if (wait.site.size() > kSiteBytes) wait.site.erase(0, wait.site.size() - kSiteBytes);
-  }
   answer_questions(wait, *this);
   if (submitted_.load(std::memory_order_acquire) != 0 || calls_.load() > 1) {
     return;  // another thread may act

@@ -179,6 +179,45 @@ def test_imports_point_down() -> None:
     assert wrong == []
 
 
+def names_in(path: Path) -> set[str]:
+    """Return what a module may define: names that it binds, and strings, for those made lazily."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)
+    return names
+
+
+def test_tests_and_examples_import_what_exists() -> None:
+    """Some of them run in few environments only, such as those of TPUs."""
+    defined = {module: names_in(path) for module, path in python_modules()}
+    defined["fastdist._core"] = names_in(PACKAGE / "_core.pyi")
+    wrong = []
+    for folder in ("tests", "benchmarks", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    imported = [(alias.name, None) for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):
+                    imported = [(node.module or "", alias.name) for alias in node.names]
+                else:
+                    continue
+                wrong += [
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {module} {name or ''}"
+                    for module, name in imported
+                    if module.split(".")[0] == "fastdist"
+                    and (module not in defined or name not in {None, *defined[module]})
+                    and not is_module(f"{module}.{name}")
+                ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [

@@ -21,7 +21,8 @@ from fastdist.cluster import TPUClusterResolver
 from fastdist.collectives.init import default_communicator
 from fastdist.data import AutoShardPolicy
 from fastdist.errors import CollectiveMismatchError, FastdistError
-from fastdist.tpu import devices, mesh
+from fastdist.tpu import mesh
+from fastdist.tpu import strategy as tpu_strategy
 from fastdist.tpu.mesh import Mesh, RuntimeDevices
 from torch import nn
 from virtual_devices import normed, traced_id, train_on_dataset
@@ -144,8 +145,8 @@ def mistakes(strategy: fd.TPUStrategy) -> dict[str, str]:
 def main() -> None:
     with pytest.raises(fd.errors.ClusterConfigError, match="4 CPU devices, 4 of them on this host"):
         fd.TPUStrategy(RESOLVER)
-    mesh.start_runtime = devices.start_runtime = half_of_the_devices
-    devices.Mesh = HalfMesh
+    mesh.start_runtime = tpu_strategy.start_runtime = half_of_the_devices
+    tpu_strategy.Mesh = HalfMesh
     strategy = fd.TPUStrategy(RESOLVER)
     warnings.filterwarnings("ignore", "run of .* was compiled again")
     seen: dict[str, Any] = {"values": values(strategy)}

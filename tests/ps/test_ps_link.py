@@ -219,6 +219,96 @@ def test_a_client_that_takes_no_replies_is_not_heard(
             assert deaf.recv(1 << 16)
 
 
+class Sender:
+    """A connection that sends a READ of a large frame, which means nothing, as far as it can."""
+
+    NBYTES = 40_000_000
+
+    def __init__(self, server: Server) -> None:
+        port = int(server.address.rsplit(":", 1)[1])
+        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.unsent = self.NBYTES
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.socket.close()
+
+    def send(self, nbytes: int = NBYTES, patience_s: float = 0.5) -> int:
+        """Send so many bytes, until none are taken for `patience_s`; return what was taken."""
+        if self.unsent == self.NBYTES:
+            header = Header(Op.READ, 1, b"c" * 16).pack()
+            prefix = np.array([2, len(header), self.NBYTES, *[0] * 4]).tobytes()
+            self.socket.sendall(b"FDLINK1>\x00\x00" + prefix + header)
+        self.socket.settimeout(patience_s)
+        sent = 0
+        with contextlib.suppress(TimeoutError):
+            while sent < min(nbytes, self.unsent):
+                sent += self.socket.send(bytes(min(nbytes - sent, self.unsent - sent, 1 << 20)))
+        self.unsent -= sent
+        return sent
+
+    def is_answered(self) -> bool:
+        """Wait for bytes beyond the greeting; False if the connection breaks instead."""
+        self.socket.settimeout(20)
+        try:
+            return len(self.socket.recv(10)) == 10 and bool(self.socket.recv(1))
+        except ConnectionError:
+            return False
+
+
+def test_arriving_messages_have_a_limit() -> None:
+    with (
+        Server(max_staged_bytes=50_000_000) as server,
+        Sender(server) as first,
+        Sender(server) as second,
+        Sender(server) as third,
+    ):
+        almost = Sender.NBYTES - 1
+        assert first.send(almost) == almost
+        assert second.send() < 15_000_000  # what the kernel takes
+        assert third.send() < 15_000_000
+        with Client([server.address]) as client:  # small messages pass
+            client.hello(0)
+        assert first.send() == 1
+        assert first.is_answered()
+        for each in (second, third):  # in their order
+            each.send(patience_s=20)
+            assert each.unsent == 0
+            assert each.is_answered()
+
+
+def test_larger_messages_than_the_limit_arrive_alone() -> None:
+    with (
+        Server(max_staged_bytes=1_000_000) as server,
+        Sender(server) as first,
+        Sender(server) as second,
+    ):
+        almost = Sender.NBYTES - 1
+        assert first.send(almost) == almost
+        assert second.send() < 15_000_000
+        first.socket.close()  # makes room
+        second.send(patience_s=20)
+        assert second.is_answered()
+
+
+def test_who_takes_memory_and_sends_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastdist.ps.link.listener._STUCK_S", 1.0)
+    with (
+        Server(max_staged_bytes=50_000_000) as server,
+        Sender(server) as first,
+        Sender(server) as second,
+    ):
+        first.send(30_000_000)
+        time.sleep(2)
+        first.send(1000)  # while nobody waits, it may take its time
+        second.send(patience_s=20)
+        assert second.unsent == 0
+        assert second.is_answered()
+        assert not first.is_answered()
+
+
 @pytest.mark.filterwarnings("ignore:This process")  # has threads
 def test_a_forked_process_does_not_share_a_client(server: Server) -> None:
     with Client([server.address], timeout_s=20) as client:

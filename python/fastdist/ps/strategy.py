@@ -396,7 +396,7 @@ def _record(spec: ClusterSpec, job: str, index: int, keys: Keys | None) -> None:
 
 def _run_server(address: str, keys: Keys | None) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
-    staged = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    staged = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
     with Server(_bind_address(address), keys=keys, max_staged_bytes=staged) as server:
         server.ended.wait()
         if server.failure is not None:

@@ -16,6 +16,7 @@ import fastdist._core as _core
 from fastdist.cluster.peer import peer_user
 from fastdist.ps.link.addresses import is_local, listen, tune
 from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.room import Room
 from fastdist.ps.link.stream import HEARTBEATS, Stream, Upload, require_cryptography
 from fastdist.ps.link.wake import Wake
 
@@ -39,6 +40,8 @@ class Listener:
         keys: the job's keys; only peers that have them are accepted. A listener without keys must
             be at an address that only this machine can reach.
         max_frame_bytes: connections that send larger frames are dropped.
+        max_arriving_bytes: the limit of the memory for messages that are arriving; further ones
+            wait, and a connection that takes part of it and sends nothing for 10 s is dropped.
         breaks_if_stuck: drop connections whose peer takes nothing for 10 s.
 
     Attributes:
@@ -55,6 +58,7 @@ class Listener:
         keys: Keys | None,
         *,
         max_frame_bytes: float = math.inf,
+        max_arriving_bytes: float = math.inf,
         breaks_if_stuck: bool = True,
     ) -> None:
         if not is_local(address) and keys is None:
@@ -66,6 +70,7 @@ class Listener:
         self._socket, self.address = listen(address)
         self._keys = keys
         self._max_frame_bytes = max_frame_bytes
+        self._room: Room[Stream] = Room(max_arriving_bytes)
         self._breaks_if_stuck = breaks_if_stuck
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
@@ -127,6 +132,8 @@ class Listener:
         is_woken = False
         if self._accepts_at:
             wait_s = _PAUSE_S if wait_s is None else min(wait_s, _PAUSE_S)
+        if self._room.waiting:
+            wait_s = _STUCK_S if wait_s is None else min(wait_s, _STUCK_S)
         events = self._epoll.poll(wait_s)
         if self._accepts_at and time.monotonic() >= self._accepts_at:
             self._accepts_at = 0.0
@@ -145,6 +152,8 @@ class Listener:
                     self._ready[number] = None
         self._ready |= self._ahead
         self._ahead.clear()
+        if self._room.waiting:
+            self._drop_stuck()
         return is_woken
 
     def send(self, number: int, *frames: Any, waits: bool = False) -> Upload | None:
@@ -168,6 +177,7 @@ class Listener:
         was_open = stream.is_open
         message = stream.receive()
         self._watch(stream)
+        self._let_in()
         if stream.is_open and not was_open:
             number = self._by_descriptor[stream.socket.fileno()]
             del self._strangers[number]
@@ -181,9 +191,23 @@ class Listener:
         self._watch(stream)
 
     def _watch(self, stream: Stream) -> None:
-        stream.watch(self._epoll, hears=not stream.is_choked)
-        if stream.has_ahead and not stream.is_choked:
+        hears = not stream.is_choked and stream not in self._room.waiting
+        stream.watch(self._epoll, hears=hears)
+        if stream.has_ahead and hears:
             self._ahead[self._by_descriptor[stream.socket.fileno()]] = None
+
+    def _let_in(self) -> None:
+        """Receive the message that waits for memory, if there is enough now."""
+        stream = self._room.next()
+        if stream is not None:
+            self._ready[self._by_descriptor[stream.socket.fileno()]] = None
+
+    def _drop_stuck(self) -> None:
+        """Drop connections that take memory for which others wait, and send nothing."""
+        for stream in list(self._room.inside):
+            number = self._by_descriptor[stream.socket.fileno()]
+            if number not in self._ready and time.monotonic() - stream.received_at > _STUCK_S:
+                self._drop(number)
 
     def _accept(self) -> None:
         try:
@@ -204,7 +228,11 @@ class Listener:
             return
         number = next(self._numbers)
         self._streams[number] = Stream(
-            accepted, self._keys, is_listener=True, max_frame_bytes=self._max_frame_bytes
+            accepted,
+            self._keys,
+            is_listener=True,
+            max_frame_bytes=self._max_frame_bytes,
+            room=self._room,
         )
         self._by_descriptor[accepted.fileno()] = number
         self._epoll.register(accepted, select.EPOLLIN)
@@ -229,3 +257,4 @@ class Listener:
         del self._by_descriptor[stream.socket.fileno()]
         self._epoll.unregister(stream.socket)  # another process may keep a descriptor of it
         stream.close()
+        self._let_in()

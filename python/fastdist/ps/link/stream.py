@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.room import Room
 
 if TYPE_CHECKING:
     from fastdist.ps.link.sealing import Cipher
@@ -74,6 +75,8 @@ class Stream:
         max_frame_bytes: larger frames are an error.
         place: a function that takes the first frame of a message of two, and the size of the
             second. It may return memory for the second frame, which the message then lacks.
+        room: the memory for messages, which connections share; while a message waits for it, call
+            `receive` again only when `room.next()` is this connection.
 
     Attributes:
         purpose: the purpose of the connection; a listener learns it when the stream is open.
@@ -91,6 +94,7 @@ class Stream:
         purpose: int = MESSAGES,
         max_frame_bytes: float = math.inf,
         place: Place | None = None,
+        room: Room[Stream] | None = None,
     ) -> None:
         self.socket = connected
         self.purpose = purpose
@@ -100,6 +104,7 @@ class Stream:
         self._is_sending = False
         self._max_frame_bytes = max_frame_bytes
         self._place = place
+        self._shared_room = room
         self._unsent: deque[Upload] = deque()
         self._way_out: Cipher | None = None
         self._way_in: Cipher | None = None
@@ -114,6 +119,8 @@ class Stream:
         """Close the connection."""
         self.socket.close()
         self._reading.close()
+        if self._shared_room is not None:
+            self._shared_room.leave(self)
         for upload in self._unsent:
             upload.parts.clear()  # the memory is no longer read
         self._unsent.clear()
@@ -232,6 +239,11 @@ class Stream:
             count, *sizes = _PREFIX.unpack(prefix)
             if not 0 < count <= MAX_FRAMES or max(sizes) > self._max_frame_bytes:
                 raise ConnectionAbortedError(f"{count} frames of {sizes} bytes")
+            room = self._shared_room if sum(sizes) > _AHEAD_BYTES else None
+            if room is not None:
+                while not room.enter(self, sum(sizes)):
+                    yield
+                self.received_at = time.monotonic()  # until now it was this end that waited
             frames = [_memory(sizes[0])]
             yield from self._fill(frames[0])
             memory = self._place(frames[0], sizes[1]) if self._place and count == 2 else None
@@ -240,6 +252,8 @@ class Stream:
                 frames += memory
             for each in memory:
                 yield from self._fill(each)
+            if room is not None:
+                room.leave(self)
             self._message = frames
             del frames, memory
             yield

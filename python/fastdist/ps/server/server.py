@@ -32,7 +32,8 @@ class Server:
             one.
         keys: the job's keys. A server without keys may only listen on this machine's own addresses.
         max_frame_bytes: connections that send larger frames are dropped.
-        max_staged_bytes: the limit for gradients that wait for their round.
+        max_staged_bytes: the limit for gradients that wait for their round; and for messages that
+            are arriving, of which further ones wait.
 
     Attributes:
         address: the address with the actual port.
@@ -66,7 +67,9 @@ class Server:
         self.ended = self._service.ended
         self.failure: BaseException | None = None
         self._finished: deque[tuple[Any, ...]] = deque()  # answers to slow requests
-        self._listener = Listener(address, keys, max_frame_bytes=max_frame_bytes)
+        self._listener = Listener(
+            address, keys, max_frame_bytes=max_frame_bytes, max_arriving_bytes=max_staged_bytes
+        )
         self.address = self._listener.address
         # Two pools: a worker that connects again must not wait for a checkpoint.
         self._files = ThreadPoolExecutor(2, "fastdist-ps-files")

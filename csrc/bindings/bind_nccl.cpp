@@ -12,6 +12,7 @@
 #include "bindings/bind.h"
 #include "bindings/checker.h"
 #include "bindings/gpu.h"
+#include "bindings/group.h"
 #include "bindings/make_call.h"
 #include "bindings/router.h"
 #include "bindings/work.h"
@@ -205,9 +206,12 @@ void bind_arrays(py::module_& m) {
       .def(py::init<py::object, py::object, py::object>())
       .def("connect", &Router::connect)
       .def("calls", &bind_calls<Router>);
-  m.def("check_arrays", [](const py::object& arrays, std::optional<int> gpu) {
-    if (gpu != kSomeGpu) (void)Arrays(arrays, Access::kRead, "array", {gpu});
-  });
+  py::class_<Group>(m, "Group")
+      .def(py::init<py::object, py::object>())
+      .def("calls", &bind_calls<Group>)
+      .def("on_gpu", &Group::on_gpu)
+      .def("run_on_gpu", &Group::run_on_gpu)
+      .def("run_on_hosts", &Group::run_on_hosts);
   m.def("current_stream", [](const py::object& arrays, int gpu) -> py::object {
     const auto stream = current_stream(arrays, gpu);
     if (!stream) return py::none();
@@ -243,7 +247,6 @@ void bind_communicator(py::module_& m) {
            [](Gpu& g, bool all_can) { g.communicator().use_peer_memory(all_can); })
       .def("share_failures",
            [](Gpu& g, Gpu& other) { g.communicator().share_failures(other.communicator()); })
-      .def("run_group", &Gpu::run_group)
       .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })
       .def("calls", &bind_calls<Gpu>)
       .def("keep_for_last", &Gpu::keep_for_last)

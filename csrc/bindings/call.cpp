@@ -125,16 +125,6 @@ DType to_wire_dtype(py::handle name) {
   throw_unexpected("compress must be None, fp16, bf16 or fp8", name);
 }
 
-// Returns 0 for "auto".
-std::size_t to_bucket_bytes(py::handle given) {
-  static PyObject* const automatic = PyUnicode_InternFromString("auto");
-  if (given.ptr() == automatic) return 0;
-  if (PyUnicode_Check(given.ptr()) != 0 && PyUnicode_Compare(given.ptr(), automatic) == 0) return 0;
-  const Py_ssize_t bytes = PyNumber_AsSsize_t(given.ptr(), nullptr);
-  if (bytes > 0) return static_cast<std::size_t>(bytes);
-  throw_unexpected("bucket_bytes must be \"auto\" or a positive integer", given);
-}
-
 void check_row_major(const Arrays& arrays) {
   for (const TensorView& view : arrays.views()) {
     if (view.order == 0) continue;
@@ -204,6 +194,16 @@ void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std:
 
 }  // namespace
 
+std::size_t to_bucket_bytes(const CallArguments& given) {
+  static PyObject* const automatic = PyUnicode_InternFromString("auto");
+  PyObject* const value = given.bucket_bytes.ptr();
+  if (value == nullptr || value == automatic) return 0;
+  if (PyUnicode_Check(value) != 0 && PyUnicode_Compare(value, automatic) == 0) return 0;
+  const Py_ssize_t bytes = PyNumber_AsSsize_t(value, nullptr);
+  if (bytes > 0) return static_cast<std::size_t>(bytes);
+  throw_unexpected("bucket_bytes must be \"auto\" or a positive integer", value);
+}
+
 CallArguments::CallArguments(Op op, py::handle default_timeout, PyObject* const* values,
                              Py_ssize_t positional, PyObject* keywords)
     : op(op) {
@@ -231,11 +231,26 @@ py::dict CallArguments::by_name() const {
   return result;
 }
 
+py::object CallArguments::own() {
+  py::list kept;
+  for (const Name& name : kNames) {
+    py::handle& value = this->*name.value;
+    if (!value || value.is_none()) continue;
+    if (PyList_Check(value.ptr()) != 0) {
+      kept.append(py::reinterpret_steal<py::object>(PyList_AsTuple(value.ptr())));
+      value = kept[kept.size() - 1];
+    } else {
+      kept.append(value);
+    }
+  }
+  return kept;
+}
+
 Call::Call(const CallArguments& given, const Communicator& ranks, const Placement& placement)
     : op(given.op),
       timeout(to_duration(given.timeout)),
       is_async(is_true(given.async_op)),
-      result(given.out.is_none() && op != Op::kGather ? given.array : given.out) {
+      result(op == Op::kGather ? given.out : given.result()) {
   if (reduces(op)) reduce_op = to_reduce_op(given.reduce_op);
   if (is_rooted(op)) peer = to_rank(given.root, "root", ranks.size());
   if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), ranks.rank());
@@ -244,7 +259,7 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
   check_arrays(ranks);
   if (!given.compress.is_none()) wire = to_wire_dtype(given.compress);
-  if (given.bucket_bytes) bucket_bytes = to_bucket_bytes(given.bucket_bytes);
+  bucket_bytes = to_bucket_bytes(given);
 }
 
 void Call::view_arrays(const CallArguments& given, bool is_root, const Placement& placement) {

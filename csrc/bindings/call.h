@@ -41,9 +41,17 @@ struct CallArguments {
   // Returns the array, or list of arrays, that tells where a call's arrays are: scatter has an
   // input on the root only.
   [[nodiscard]] py::handle first_array() const { return array.is_none() ? out : array; }
+  // Returns what holds the result, for all ops but gather.
+  [[nodiscard]] py::handle result() const { return out.is_none() ? array : out; }
   // Returns the arguments that are not None, by name.
   [[nodiscard]] py::dict by_name() const;
+  // Returns an object that keeps the arguments alive. Replaces lists, which their owners may
+  // change.
+  [[nodiscard]] py::object own();
 };
+
+// Returns `bucket_bytes`, 0 for "auto" and where it was not given.
+[[nodiscard]] std::size_t to_bucket_bytes(const CallArguments& given);
 
 // A call whose arguments are valid for this rank of `ranks`, with views of its arrays.
 struct Call {

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -94,10 +95,11 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
                             py::reinterpret_borrow<py::object>(result), stream});
   }
 
-  // Launches all calls that `calls` makes together, on `stream`.
-  void run_group(const py::function& calls, const py::object& stream, const py::object& timeout) {
+  // Launches all calls that `calls` makes, with the GIL, together on `stream`.
+  void run_group(const std::function<void()>& calls, nccl::StreamHandle stream,
+                 std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
-    const CallOptions options{to_duration(timeout), &caller, nullptr, nullptr, to_stream(stream)};
+    const CallOptions options{timeout, &caller, nullptr, nullptr, stream};
     caller.may_block();
     const std::lock_guard lock(mutex_);
     telling([&] {

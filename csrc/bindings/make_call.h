@@ -11,6 +11,7 @@
 #include "bindings/endpoint.h"
 #include "bindings/fast_call.h"
 #include "bindings/gpu.h"
+#include "bindings/group.h"
 #include "bindings/router.h"
 
 namespace fastdist::bindings {
@@ -22,6 +23,9 @@ inline py::object make_call(Gpu& gpus, const CallArguments& given) {
 }
 inline py::object make_call(Router& router, const CallArguments& given) {
   return router.make_call(given);
+}
+inline py::object make_call(Group& group, const CallArguments& given) {
+  return group.record(given);
 }
 
 // What the builtins of an engine are bound to.

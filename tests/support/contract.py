@@ -59,8 +59,13 @@ def check_calls_as_one(comm: Communicator) -> None:
             assert comm.all_reduce(z) is z
             joined = comm.all_gather(np.array([comm.rank]))
             best = comm.reduce(np.array([comm.rank]), "max", out=np.array([-1]))
+            two = [np.ones(3), np.ones(2)]
+            several = [*two]
+            assert comm.all_reduce(several) is several
+            several.clear()
         assert n == 1 or set(y) == {before}
         assert set(z) == {n}
+        assert [set(each) for each in two] == [{n}, {n}]
         assert joined.tolist() == list(range(n))
         assert comm.rank > 0 or best[0] == n - 1
     refused = {
@@ -84,6 +89,8 @@ def check_calls_as_one(comm: Communicator) -> None:
                 comm.send(np.full(3, comm.rank), after)
                 comm.recv(y, before)  # the one that was refused is not made
             assert set(y) == {before}
+    with pytest.raises(ValueError, match="sun"), comm.group():
+        (comm.all_reduce(z), comm.all_reduce(z, "sun"), pytest.fail("raises later"))
     for name, call in refused.items():
         with pytest.raises(ValueError, match=f"{name} cannot be in a group"), comm.group():
             (comm.all_reduce(z), call())  # the first is not made

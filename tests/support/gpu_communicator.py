@@ -635,19 +635,34 @@ def a_late_rank(comm: Communicator) -> None:
             call_again_and_again(comm)
 
 
+class Freed:
+    """An array that may stop being one."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.is_freed = False
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        if self.is_freed:
+            raise AttributeError
+        return self._array.__cuda_array_interface__
+
+
 def a_group_that_raises(comm: Communicator) -> None:
     """NCCL launches its calls before the exception; they are watched like all others."""
     comm.all_reduce(arrays.full(4, 1))
     if comm.rank == 0:
-        gpus: Any = comm._gpus
-        x, stream = arrays.full(5_000_000, 1), arrays.current_stream()
 
         def calls() -> None:
-            gpus._on_gpus["send"](x, dst=1, stream=stream, timeout=1.0)
-            raise KeyError
+            freed = Freed(arrays.full(3, 1))
+            with comm.group():
+                comm.send(arrays.full(5_000_000, 1), 1, timeout=1.0)
+                comm.send(freed, 1, timeout=1.0)
+                freed.is_freed = True
 
-        with pytest.raises(KeyError):
-            gpus._gpu.run_group(calls, stream, 1.0)
+        with pytest.raises(TypeError, match="got Freed"):
+            calls()
         time.sleep(1.5)
         with pytest.raises(CollectiveTimeoutError):
             comm.all_reduce(arrays.full(4, 1))

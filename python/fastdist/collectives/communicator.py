@@ -19,10 +19,9 @@ from fastdist.collectives.arrays import (
     view_bytes,
     view_gpu_bytes,
 )
-from fastdist.collectives.engines.engine import Engine
-from fastdist.collectives.engines.gpu_arrays import memory_pool
+from fastdist.collectives.engines.engine import Calls, Engine
+from fastdist.collectives.engines.gpu_arrays import device_of, memory_pool
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
-from fastdist.collectives.group import Call, recorder, run
 from fastdist.collectives.types import Arrays, Compression, ReduceOp, Work
 from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.recorder.recording import record
@@ -656,14 +655,18 @@ class Communicator:
                 group.
         """
         self._refuse_in_group("group")
-        recorded: list[Call] = []
-        calls, self._calls = self._calls, recorder(self, self._timeout_s, recorded)
+        if self.engine.compiled is None:
+            raise UnsupportedError("calls of a TPU cannot be grouped: its program launches them")
+        group = _core.Group(self.engine.compiled, device_of if self._gpus else None)
+        calls, self._calls = self._calls, Calls(**group.calls(self._timeout_s))
         self._is_grouping = True
         try:
             yield
         finally:
             self._calls, self._is_grouping = calls, False
-        run(recorded, calls, self._gpus)
+        if self._gpus is not None:
+            self._gpus.run_group(group)
+        group.run_on_hosts()
 
     def _refuse_in_group(self, what: str) -> None:
         if self._is_grouping:

@@ -103,23 +103,15 @@ class NcclEngine:
             keeper.keep_for_last(handle, (array, given.get("out")))
         return result
 
-    def run_group(self, calls: Sequence[tuple[str, dict[str, Any]]]) -> None:
-        """Make calls on GPU arrays as one: (op, arguments by name).
-
-        They are enqueued on the current stream of the first array's library.
-        """
-        arrays = [_first_array(given) for _, given in calls]
-        timeout_s = max(given["timeout"] for _, given in calls)
+    def run_group(self, group: _core.Group) -> None:
+        """Make a group's calls on GPU arrays, on the stream of the first array's library."""
+        arrays, timeout_s = group.on_gpu()
+        if not arrays:
+            return
         device = self._device_of(arrays)
         assert device is not None
         gpu = self._gpu or self._connect(device, timeout_s)
-        handle = current_stream(arrays[0], device)
-
-        def make() -> None:
-            for op, given in calls:
-                self._on_gpus[op](**given | {"stream": handle, "timeout": timeout_s})
-
-        gpu.run_group(make, handle, timeout_s)
+        group.run_on_gpu(gpu, current_stream(arrays[0], device))
 
     def set_blocks(self, least: int | None, most: int | None) -> None:
         """Limit the thread blocks of NCCL's kernels: before the ranks connect, equal on all ranks.
@@ -138,10 +130,6 @@ class NcclEngine:
                 "or make another communicator by split(0)"
             )
         self._blocks = (least, most)
-
-    def is_on_gpu(self, given: dict[str, Any]) -> bool:
-        """Return True if a call with these arguments is one on GPU arrays."""
-        return device_of(_first_array(given)) is not None
 
     def empty(self, nbytes: int, device: int, timeout_s: float) -> _core.GpuMemory:
         """Allocate GPU memory registered with NCCL. Every rank must call, with equal `nbytes`."""

@@ -1,0 +1,114 @@
+#include "bindings/group.h"
+
+#include <exception>
+#include <string>
+
+#include "bindings/array.h"
+#include "bindings/make_call.h"
+#include "bindings/work.h"
+#include "core/error.h"
+
+namespace fastdist::bindings {
+namespace {
+
+bool is_between_two(Op op) { return op == Op::kSend || op == Op::kRecv; }
+
+void check_may_be_in_group(const CallArguments& given) {
+  const std::string name(name_of(given.op));
+  std::string refused;
+  if (given.op == Op::kBarrier) {
+    refused = "barrier cannot be in a group";
+  } else if (!given.stream.is_none() || (given.bucket_bytes && to_bucket_bytes(given) != 0)) {
+    refused = "a call with stream or bucket_bytes cannot be in a group";
+  } else if (is_true(given.async_op)) {
+    throw Error(ErrorCode::kValue,
+                name + "(async_op=True) cannot be in a group, which ends all its calls");
+  }
+  if (!refused.empty()) throw Error(ErrorCode::kValue, refused + ": leave the group first");
+}
+
+}  // namespace
+
+py::object Group::record(const CallArguments& given) {
+  check_may_be_in_group(given);
+  const ForgetDescription forget;
+  const int gpu = device_of_.is_none() ? kOnHost : gpu_of(given.first_array(), device_of_);
+  py::object result;
+  if (gpu == kSomeGpu) {  // checked when the GPU is known
+    result = py::reinterpret_borrow<py::object>(given.result());
+  } else {
+    const Placement placement = gpu == kOnHost ? Placement{} : Placement{gpu};
+    const Call checked(given, endpoint_.communicator(), placement);
+    result = py::reinterpret_borrow<py::object>(checked.result);
+  }
+  Recorded recorded{given, {}, gpu != kOnHost};
+  recorded.kept = recorded.given.own();
+  calls_.push_back(std::move(recorded));
+  return result;
+}
+
+py::handle Group::longest_timeout() const {
+  py::handle longest;
+  for (const Recorded& call : calls_) {
+    const py::handle timeout = call.given.timeout;
+    if (!call.is_on_gpu) continue;
+    if (!longest || to_duration(timeout) > to_duration(longest)) longest = timeout;
+  }
+  return longest;
+}
+
+py::tuple Group::on_gpu() const {
+  py::list arrays;
+  for (const Recorded& call : calls_) {
+    if (call.is_on_gpu) arrays.append(call.given.first_array());
+  }
+  const py::handle timeout = longest_timeout();
+  return py::make_tuple(arrays, timeout ? timeout : py::none());
+}
+
+void Group::run_on_gpu(Gpu& gpu, const py::object& stream) const {
+  const nccl::StreamHandle handle = to_stream(stream);
+  const py::handle timeout = longest_timeout();
+  for (const bool between_two : {true, false}) {
+    std::vector<CallArguments> part;
+    for (const Recorded& call : calls_) {
+      if (!call.is_on_gpu || is_between_two(call.given.op) != between_two) continue;
+      part.push_back(call.given);
+      part.back().timeout = timeout;
+    }
+    if (part.empty()) continue;
+    gpu.run_group(
+        [&] {
+          for (const CallArguments& given : part) (void)make_call(gpu, given, handle);
+        },
+        handle, to_duration(timeout));
+  }
+}
+
+void Group::run_on_hosts() const {
+  std::exception_ptr first;
+  std::vector<py::object> works;
+  // An error waits until the calls before it have ended, an interrupt does not.
+  const auto attempt = [&first](const auto& call) {
+    try {
+      call();
+    } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;
+      if (!first) first = std::current_exception();
+    } catch (const Error&) {
+      if (!first) first = std::current_exception();
+    }
+  };
+  for (const Recorded& call : calls_) {
+    if (call.is_on_gpu || first) continue;
+    CallArguments given = call.given;
+    given.async_op = Py_True;
+    attempt([&] { works.push_back(make_call(endpoint_, given)); });
+  }
+  for (const py::object& work : works) {
+    attempt([&] { wait_interruptibly(*work.cast<const PendingCall&>().work); });
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace fastdist::bindings

@@ -102,7 +102,7 @@ void HostCommunicator::close() noexcept {
 
 Route HostCommunicator::route(Op op, std::size_t bytes) const {
   if (size() == 1) return {.way = "nowhere", .why = "one rank", .moves_arrays = false};
-  if (op == Op::kBarrier || bytes <= tuning_.slot_bytes) {
+  if (op == Op::kBarrier || travels_with_header(bytes)) {
     return {.way = "with the headers",
             .why = "up to " + std::to_string(tuning_.slot_bytes) + " bytes",
             .moves_arrays = false};

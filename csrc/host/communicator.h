@@ -99,6 +99,10 @@ class HostCommunicator final : public BlockingCommunicator {
     std::size_t end = 0;
     [[nodiscard]] std::size_t size() const noexcept { return end - begin; }
   };
+  // True for arrays of so many bytes that a slot has room for beside the header.
+  [[nodiscard]] bool travels_with_header(std::size_t bytes) const noexcept {
+    return bytes <= tuning_.slot_bytes;
+  }
   // The part of a run that one rank reduces in one round, and its offset in the staging area.
   struct Slice {
     Range run;

@@ -122,7 +122,7 @@ void HostCommunicator::await(Transfer& transfer, const Counter& counter, std::ui
 
 void HostCommunicator::open(Transfer& transfer) {
   check_usable();
-  const bool small = transfer.array.bytes() <= tuning_.slot_bytes;
+  const bool small = travels_with_header(transfer.array.bytes());
   if (!small || machine_->one_process()) transfer.wait.options->caller->may_block();
   Header& header = transfer.own_header();
   header.signature.store(transfer.wait.signature.packed(), std::memory_order_relaxed);

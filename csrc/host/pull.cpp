@@ -148,8 +148,8 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
     has_readers |= p != rank_ && outgoing_[static_cast<std::size_t>(p)].size() != 0;
   }
   std::uint64_t location = 0;
-  const bool small = bytes <= tuning_.slot_bytes;
-  if (!small || plan.target.bytes() > tuning_.slot_bytes) options.caller->may_block();
+  const bool small = travels_with_header(bytes);
+  if (!small || !travels_with_header(plan.target.bytes())) options.caller->may_block();
   if (has_readers) {
     if (bytes > tuning_.in_place_bytes) location = locate(plan.source.arrays());
     header.input.store(location, std::memory_order_relaxed);
@@ -236,7 +236,7 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
 bool HostCommunicator::stages_input_of(int p) noexcept {
   const Header& theirs = header_of(p);
   return theirs.input.load(std::memory_order_relaxed) == 0 &&
-         theirs.output.load(std::memory_order_relaxed) > tuning_.slot_bytes;
+         !travels_with_header(theirs.output.load(std::memory_order_relaxed));
 }
 
 void HostCommunicator::broadcast(TensorViews inout, int root, const CallOptions& options) {

@@ -105,7 +105,7 @@ void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signa
   Header& header = announce(signature, options);
   const std::size_t bytes = call.in.bytes();
   const std::uint64_t input = bytes > tuning_.in_place_bytes ? locate(call.in.arrays()) : 0;
-  const bool small = bytes <= tuning_.slot_bytes;
+  const bool small = travels_with_header(bytes);
   if (!small) options.caller->may_block();
   if (input != 0) {
     header.input.store(input, std::memory_order_relaxed);

@@ -21,13 +21,13 @@ std::string text_of(double value, const char* unit) {
   return text + unit;
 }
 
-// True for collectives whose small arrays need no crossing of their own.
-bool travels_with_records(Op op) {
-  return op == Op::kAllReduce || op == Op::kReduce || op == Op::kBroadcast ||
-         op == Op::kAllGather || op == Op::kGather || op == Op::kBarrier;
-}
-
 }  // namespace
+
+bool NetCommunicator::travels_with_records(Op op, std::size_t bytes) {
+  const bool may_travel = op == Op::kAllReduce || op == Op::kReduce || op == Op::kBroadcast ||
+                          op == Op::kAllGather || op == Op::kGather || op == Op::kBarrier;
+  return may_travel && bytes <= kPayload;
+}
 
 // The first ranks of the machines form a ring: each sends to the next rank while it receives from
 // the previous one, so that links are used in both directions.
@@ -73,7 +73,7 @@ Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
   const double m = machines();
   const double n = size();
   const double local = n / m;
-  if (travels_with_records(op) && argument_bytes <= kPayload) {
+  if (travels_with_records(op, argument_bytes)) {
     return {.way = "with the comparison of calls",
             .why = "up to " + std::to_string(kPayload) + " bytes",
             .moves_arrays = false,

@@ -25,7 +25,7 @@ struct alignas(kQuantum) Quantum {
 
 // Waits until this block has reached a step on every rank as often as on this one. What the ranks
 // wrote before is then visible. Returns false to all threads if the call was given up.
-__device__ bool meet(const PeerCall& call, int step) {
+__device__ bool wait_for_all(const PeerCall& call, int step) {
   __shared__ bool is_given_up;
   PeerPage::Block& own = call.pages[call.rank]->blocks[blockIdx.x];
   const std::uint32_t number = own.steps[step] + 1;  // written below, after all have read it
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) peer_kernel(const PeerCall __grid_co
   for (std::uint32_t q = threadIdx.x; q < part.quanta; q += kThreads) {
     inputs[q] = load(in, q, part.count);
   }
-  if (!meet(call, 0)) return;
+  if (!wait_for_all(call, 0)) return;
   if (!call.in_two_shots) {
     for (std::uint32_t q = threadIdx.x; q < part.quanta; q += kThreads) {
       store(out, q, part.count, sum_of<T>(call, parity, q));
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) peer_kernel(const PeerCall __grid_co
   for (std::uint32_t q = begin + threadIdx.x; q < end; q += kThreads) {
     results[q] = sum_of<T>(call, parity, q);
   }
-  if (!meet(call, 1)) return;
+  if (!wait_for_all(call, 1)) return;
   for (std::uint32_t q = threadIdx.x; q < part.quanta; q += kThreads) {
     const auto* theirs =
         reinterpret_cast<const Quantum<T>*>(&call.pages[q / share]->results[blockIdx.x][parity]);

@@ -60,7 +60,7 @@ def join(member: Member, seconds: float = 20) -> World:
 
 
 def gather(member: Member) -> list[object]:
-    with member.meeting():
+    with member.rendezvous():
         return member.allgather(0)
 
 

@@ -20,12 +20,14 @@ from fastdist.errors import ClusterConfigError
 from fork_server import python
 
 
-def meet(rank: int, size: int, key: str, timeout_s: float = 20) -> int:
-    """Meet as a rank; return the number of descriptors."""
+def exchange(rank: int, size: int, key: str, timeout_s: float = 20) -> int:
+    """Exchange memory as a rank; return the number of descriptors."""
     own = os.memfd_create("own")
     fds = [own]
     try:
-        fds = rendezvous.meet(Launch("test", rank, size, rank, size, key), 0, own, timeout_s)
+        fds = rendezvous.exchange_memory(
+            Launch("test", rank, size, rank, size, key), 0, own, timeout_s
+        )
         return len(fds)
     finally:
         for fd in fds:
@@ -78,9 +80,12 @@ def test_ranks_meet_beside_silent_connections(key: str) -> None:
         def come_late() -> int:
             silent = [stack.enter_context(connect(key)) for _ in range(100)]
             silent[99].send(b"what is this?")
-            return meet(1, 3, key)
+            return exchange(1, 3, key)
 
-        assert in_threads(lambda: meet(0, 3, key), come_late, lambda: meet(2, 3, key)) == [3] * 3
+        assert (
+            in_threads(lambda: exchange(0, 3, key), come_late, lambda: exchange(2, 3, key))
+            == [3] * 3
+        )
 
 
 def test_a_rank_that_leaves_is_named_on_all(key: str) -> None:
@@ -91,7 +96,7 @@ def test_a_rank_that_leaves_is_named_on_all(key: str) -> None:
             time.sleep(1.5)
 
     begin = time.monotonic()
-    first, second, _ = in_threads(lambda: meet(0, 4, key), lambda: meet(1, 4, key), leave)
+    first, second, _ = in_threads(lambda: exchange(0, 4, key), lambda: exchange(1, 4, key), leave)
     assert time.monotonic() - begin < 10
     for error in (first, second):
         assert isinstance(error, ClusterConfigError)
@@ -101,7 +106,9 @@ def test_a_rank_that_leaves_is_named_on_all(key: str) -> None:
 
 def test_a_refusal_names_its_ranks_on_all(key: str) -> None:
     results = in_threads(
-        lambda: meet(0, 3, key), lambda: meet(1, 3, key), lambda: time.sleep(1.5) or meet(2, 5, key)
+        lambda: exchange(0, 3, key),
+        lambda: exchange(1, 3, key),
+        lambda: time.sleep(1.5) or exchange(2, 5, key),
     )
     for error in results:
         assert isinstance(error, ClusterConfigError)
@@ -113,9 +120,9 @@ def test_a_refusal_names_its_ranks_on_all(key: str) -> None:
 def test_a_rank_that_never_comes_is_named_though_rank_0_is_late(key: str) -> None:
     def come_late() -> int:
         time.sleep(3)
-        return meet(0, 3, key, 8)
+        return exchange(0, 3, key, 8)
 
-    for error in in_threads(come_late, lambda: meet(1, 3, key, 8)):
+    for error in in_threads(come_late, lambda: exchange(1, 3, key, 8)):
         assert isinstance(error, ClusterConfigError)
         assert "ranks [2] of 3 did not arrive within 8 s" in str(error)
         assert error.ranks == (2,)
@@ -126,10 +133,10 @@ def test_a_second_rank_0(key: str) -> None:
         listener_of(key)
         time.sleep(0.5)  # the first has looked for others by then
         with pytest.raises(ClusterConfigError, match="two processes were given RANK 0"):
-            meet(0, 2, key)
-        return meet(1, 2, key)
+            exchange(0, 2, key)
+        return exchange(1, 2, key)
 
-    assert in_threads(lambda: meet(0, 2, key), second) == [2, 2]
+    assert in_threads(lambda: exchange(0, 2, key), second) == [2, 2]
 
 
 @pytest.mark.slow
@@ -232,8 +239,8 @@ def test_another_user_cannot_disturb(key: str) -> None:
 
             def come_late() -> int:
                 time.sleep(1)
-                return meet(1, 2, key)
+                return exchange(1, 2, key)
 
-            assert in_threads(lambda: meet(0, 2, key), come_late) == [2, 2]
+            assert in_threads(lambda: exchange(0, 2, key), come_late) == [2, 2]
         finally:
             stranger.kill()

@@ -143,10 +143,10 @@ class Store:
 
 
 def meet_all(secrets: list[Secret], store: Store, limit_s: float = 20) -> list[Any]:
-    """Meet as one rank for each secret; return each rank's rendezvous, or its error."""
+    """Arrive as one rank for each secret; return each rank's rendezvous, or its error."""
     results: list[Any] = [None] * len(secrets)
 
-    def meet(rank: int) -> None:
+    def arrive(rank: int) -> None:
         listener = _core.Listener("127.0.0.1")
         arrival = rendezvous_module.Arrival(
             len(secrets), f"machine {rank}", "10.0.0.1", listener.port, "1.0"
@@ -154,11 +154,13 @@ def meet_all(secrets: list[Secret], store: Store, limit_s: float = 20) -> list[A
         table = rendezvous_module._Table(store, secrets[rank], rank)
         deadline = time.monotonic() + limit_s
         try:
-            results[rank] = rendezvous_module._meet(table, arrival, listener, deadline, limit_s)
+            results[rank] = rendezvous_module._rendezvous(
+                table, arrival, listener, deadline, limit_s
+            )
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(len(secrets))]
+    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in range(len(secrets))]
     for thread in threads:
         thread.start()
     for thread in threads:

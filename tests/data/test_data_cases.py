@@ -57,7 +57,7 @@ def test_sizes_of_the_parts(
 
 @pytest.mark.parametrize(("workers", "replicas"), [(2, 2), (4, 1), (1, 4)])
 def test_seven_on_four_replicas_wherever_they_are(workers: int, replicas: int) -> None:
-    jobs = layouts(workers, replicas, meet=False)
+    jobs = layouts(workers, replicas, may_ask=False)
     steps = [epoch(distribute_dataset(range(7), job, global_batch_size=7)) for job in jobs]
     assert [part for worker in steps for part in worker[0]] == [[0, 1], [2, 3], [4, 5], [6]]
 
@@ -314,7 +314,7 @@ def test_files_give_every_example_once_and_all_workers_end_together(
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_worker_loads_only_what_its_replicas_get(workers: int, shuffle: bool) -> None:
     asked = []
-    for layout in layouts(workers, 2, meet=False):
+    for layout in layouts(workers, 2, may_ask=False):
         source = Counting(48)
         dataset = distribute_dataset(source, layout, global_batch_size=12, shuffle=shuffle)
         got = [i for _, y in dataset for value in y.values for i in value.tolist()]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_jobs import Counting, Meeting, alone, layouts, on_workers
+from data_jobs import Counting, Exchange, alone, layouts, on_workers
 from fastdist.data import Files, InputLayout, distribute_dataset
 from fastdist.data.prefetch import Prefetcher
 from torch.utils.data import Dataset
@@ -116,7 +116,7 @@ def test_an_error_comes_after_the_batches_before_it(prefetch: int, loaders: int)
 
 
 def test_workers_ask_each_other_only_from_the_thread_that_iterates() -> None:
-    meeting = Meeting(2)
+    exchange = Exchange(2)
     source = Files(["0", "6"], lambda p: range(int(p), int(p) + 6))
     devices = (torch.device("cpu"),)
 
@@ -124,11 +124,11 @@ def test_workers_ask_each_other_only_from_the_thread_that_iterates() -> None:
         return len(list(distribute_dataset(source, layout, global_batch_size=2, prefetch=3)))
 
     jobs = [
-        InputLayout(2, (0,), 2, 0, devices, lambda ints: meeting.gather(0, ints)),
-        InputLayout(2, (1,), 2, 1, devices, lambda ints: meeting.gather(1, ints)),
+        InputLayout(2, (0,), 2, 0, devices, lambda ints: exchange.gather(0, ints)),
+        InputLayout(2, (1,), 2, 1, devices, lambda ints: exchange.gather(1, ints)),
     ]
     assert on_workers(jobs, steps) == [6, 6]
-    assert "fastdist-prefetch" not in meeting.threads
+    assert "fastdist-prefetch" not in exchange.threads
     assert layouts(1)[0].num_workers == 1
 
 

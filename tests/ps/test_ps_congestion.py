@@ -36,7 +36,7 @@ def by_hand() -> Iterator[RawServer]:
 
 def test_the_timeout_counts_from_the_last_reply(by_hand: RawServer) -> None:
     with Client([by_hand.address], timeout_s=1) as client:
-        by_hand.meet(client)
+        by_hand.connect(client)
         tickets = [client.submit(0, Op.STATS) for _ in range(3)]
 
         def answer() -> None:
@@ -60,7 +60,7 @@ def test_the_timeout_counts_from_the_last_reply(by_hand: RawServer) -> None:
 
 def test_a_pause_of_the_client_itself_does_not_count(by_hand: RawServer) -> None:
     with Client([by_hand.address], timeout_s=0.5, grace_s=20) as client:
-        by_hand.meet(client)
+        by_hand.connect(client)
         ticket = client.submit(0, Op.STATS)
         by_hand.receive()
         client._connections[0].lose()
@@ -103,7 +103,7 @@ def test_large_messages_are_given_time() -> None:
 
 def test_a_refused_request_is_sent_again_when_a_reply_arrives(by_hand: RawServer) -> None:
     with Client([by_hand.address], timeout_s=20, retry_s=1000) as client:
-        by_hand.meet(client)
+        by_hand.connect(client)
         first, second = client.submit(0, Op.HELLO), client.submit(0, Op.STATS)
         requests = [by_hand.receive() for _ in range(2)]
         by_hand.reply(requests[1], status=Status.BUSY)

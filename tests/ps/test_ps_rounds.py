@@ -230,7 +230,7 @@ def test_replies_after_a_failed_pull() -> None:
         Client([gone.address, by_hand.address], grace_s=0.1) as client,
     ):
         client.create(0, DenseSpec("w", (4,), SGD), np.zeros(4))
-        by_hand.meet(client, 1)
+        by_hand.connect(client, 1)
         out = np.full(4, 7.0, np.float32)
         gone.close()
         tickets = client.begin_read([Item(0, 0, out[:2]), Item(1, 0, out[2:])])

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 T = TypeVar("T")
 
 
-class Meeting:
+class Exchange:
     """all_gather_ints among threads; whom nobody joins gets an error instead of a hang."""
 
     def __init__(self, num_workers: int) -> None:
@@ -33,15 +33,15 @@ class Meeting:
         return answers
 
 
-def layouts(num_workers: int, replicas: int = 1, meet: bool = True) -> list[InputLayout]:
-    """One per worker; `meet=False`: for sources that must not need a collective."""
-    meeting = Meeting(num_workers)
+def layouts(num_workers: int, replicas: int = 1, may_ask: bool = True) -> list[InputLayout]:
+    """One per worker; `may_ask=False`: for sources that must not need a collective."""
+    exchange = Exchange(num_workers)
 
     def gather_of(worker: int) -> Callable[[Sequence[int]], list[list[int]]]:
         def gather(ints: Sequence[int]) -> list[list[int]]:
-            if not meet:
+            if not may_ask:
                 raise AssertionError("asked the other workers")
-            return meeting.gather(worker, ints)
+            return exchange.gather(worker, ints)
 
         return gather
 
@@ -59,7 +59,7 @@ def layouts(num_workers: int, replicas: int = 1, meet: bool = True) -> list[Inpu
 
 
 def alone(replicas: int = 1) -> InputLayout:
-    return layouts(1, replicas, meet=False)[0]
+    return layouts(1, replicas, may_ask=False)[0]
 
 
 def on_workers(jobs: Iterable[InputLayout], fn: Callable[[InputLayout], T]) -> list[T]:

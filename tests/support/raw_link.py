@@ -84,7 +84,7 @@ class RawServer:
                 if received is not None:
                     self._arrived.put(received)
 
-    def meet(self, client: Client, server: int = 0) -> None:
+    def connect(self, client: Client, server: int = 0) -> None:
         """Let a client connect to this server, which has this number."""
         ticket = client.submit(server, Op.STATS)
         answering = threading.Thread(target=lambda: self.reply(self.receive()))

@@ -46,7 +46,7 @@ class Member:
             ) from None
         self._line = Line(connection)
         self._is_over = False  # the present world
-        self._is_meeting = False
+        self._is_in_rendezvous = False
         self._rank, self._size = 0, 1
         self.world = 0
         self.progress = 0
@@ -62,20 +62,20 @@ class Member:
         return self._is_over or not self.world
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def rendezvous(self) -> Iterator[None]:
         """Return a context manager for a rendezvous, which raises if its world is over.
 
         Raises:
             BrokenWorldError: inside, in any call that waits for other ranks.
         """
-        self._is_meeting = True
+        self._is_in_rendezvous = True
         try:
             yield
         finally:
-            self._is_meeting = False
+            self._is_in_rendezvous = False
 
     def _check(self) -> None:
-        if self._is_meeting and self.must_join():
+        if self._is_in_rendezvous and self.must_join():
             raise BrokenWorldError
 
     def report(self, late: Sequence[int]) -> None:

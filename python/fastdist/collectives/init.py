@@ -148,7 +148,7 @@ def init(
     elif cluster is not None:
         engine = _from_cluster(cluster, waits_s)
     elif ranks is not None:
-        engine, launch = _meet("init", *ranks, waits_s)
+        engine, launch = _connect("init", *ranks, waits_s)
         note_launch(launch)
     else:
         engine = _from_launch(waits_s)
@@ -180,7 +180,7 @@ def next_world(old: Communicator, timeout_s: float) -> Communicator:
     while True:
         member.join(timeout_s)
         try:
-            with member.meeting():
+            with member.rendezvous():
                 engine, ranks_here = _from_bootstrap(member, _WORLD_S)
         except BrokenWorldError:
             continue
@@ -348,7 +348,7 @@ def _from_launch(timeout_s: float) -> Engine:
 
 
 def _alone() -> Engine:
-    return _meet("alone", 0, 1, "", 1.0)[0]
+    return _connect("alone", 0, 1, "", 1.0)[0]
 
 
 def coordinator_of_launch(launch: Launch) -> str:
@@ -375,10 +375,10 @@ def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
             "this task does not train, because it is a parameter server or an evaluator"
         )
     coordinator = "" if size == 1 else cluster.coordinator_address
-    return _meet("cluster", rank, size, coordinator, timeout_s)[0]
+    return _connect("cluster", rank, size, coordinator, timeout_s)[0]
 
 
-def _meet(
+def _connect(
     launcher: str, rank: int, size: int, coordinator: str, timeout_s: float
 ) -> tuple[Engine, Launch]:
     """Make the engine of ranks with a rendezvous address, and find this rank's place."""
@@ -450,11 +450,11 @@ def _on_machines(
 ) -> tuple[Engine, Launch]:
     """Rendezvous through a store, and make the engine that fits the ranks' machines."""
     # Imported here since `import fastdist` must be quick.
-    from fastdist.collectives.engines.machine_rendezvous import meet_machines
+    from fastdist.collectives.engines.machine_rendezvous import connect_machines
 
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix = f"fastdist/{_World.rendezvous_count}"
-    rendezvous = meet_machines(rank, size, coordinator, prefix, timeout_s, has_agent)
+    rendezvous = connect_machines(rank, size, coordinator, prefix, timeout_s, has_agent)
     return _connect_machines(launcher, rank, rendezvous, timeout_s)
 
 

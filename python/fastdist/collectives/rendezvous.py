@@ -54,7 +54,7 @@ def run_checks() -> None:
         check()
 
 
-def meet(launch: Launch, generation: int, own_fd: int, timeout_s: float) -> list[int]:
+def exchange_memory(launch: Launch, generation: int, own_fd: int, timeout_s: float) -> list[int]:
     """Exchange memory with every rank of the job. Every rank must call.
 
     Args:

@@ -132,15 +132,15 @@ class GpuCall:
         values = bound.fill_values(iterations)
         self._last_iteration = iterations - 1
 
-        def fill_and_meet(value: int) -> None:
+        def fill_and_synchronize(value: int) -> None:
             bound.fill(value)
             bound.barrier()
 
         bound.barrier()
         self._gpu.synchronize()
         began = perf_counter_ns()
-        prepared = [partial(fill_and_meet, value) for value in values]
-        host_ns = self._batches.host_ns(partial(fill_and_meet, 1), bound.call, iterations)
+        prepared = [partial(fill_and_synchronize, value) for value in values]
+        host_ns = self._batches.host_ns(partial(fill_and_synchronize, 1), bound.call, iterations)
         graph_ns: list[int] = []
         if graph and self._replay is not None:
             graph_ns = self._batches.work_ns(prepared, self._replay)

@@ -13,10 +13,10 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.cluster.launch import Launch
 from fastdist.collectives.engines.engine import CompiledEngine
-from fastdist.collectives.rendezvous import meet
+from fastdist.collectives.rendezvous import exchange_memory
 
 # Makes an engine for ranks that share only a key: key, rank, size, seconds to wait.
-Meet = Callable[[str, int, int, float], "HostEngine"]
+Connect = Callable[[str, int, int, float], "HostEngine"]
 
 _groups_of_threads = itertools.count()
 
@@ -27,10 +27,10 @@ class HostEngine(CompiledEngine):
 
     compiled: _core.HostCommunicator
 
-    def __init__(self, host: _core.HostCommunicator, key: str, meet: Meet) -> None:
+    def __init__(self, host: _core.HostCommunicator, key: str, connect: Connect) -> None:
         self.compiled = host
         self.key = key
-        self._meet = meet
+        self._connect = connect
         self.rank = host.rank
         self.size = host.size
 
@@ -40,7 +40,7 @@ class HostEngine(CompiledEngine):
         tuning = _core.tuning_for(launch.world_size)
         own_fd = _core.create_segment_file(launch.world_size, tuning)
         try:
-            fds = meet(launch, generation, own_fd, timeout_s)
+            fds = exchange_memory(launch, generation, own_fd, timeout_s)
         except BaseException:
             os.close(own_fd)
             raise
@@ -50,7 +50,7 @@ class HostEngine(CompiledEngine):
         block = _core.SharedBlock(machine, rank, size, tuning)
         offsets = [block.offset] * size  # the first block of every segment
         host = _core.HostCommunicator(machine, list(range(size)), rank, offsets, block, tuning)
-        return cls(host, f"{launch.job_key}|{generation}|{memory}", _meet_as_processes)
+        return cls(host, f"{launch.job_key}|{generation}|{memory}", _connect_processes)
 
     @classmethod
     def of_threads(cls, size: int) -> list[HostEngine]:
@@ -60,13 +60,13 @@ class HostEngine(CompiledEngine):
         blocks = [_core.SharedBlock(machine, rank, size, tuning) for rank in range(size)]
         offsets = [block.offset for block in blocks]
         ranks = list(range(size))
-        meet_again = _ThreadsMeet()
+        connect_again = _ConnectThreads()
         key = f"threads of {os.getpid()}/{next(_groups_of_threads)}"
         return [
             cls(
                 _core.HostCommunicator(machine, ranks, rank, offsets, blocks[rank], tuning),
                 key,
-                meet_again,
+                connect_again,
             )
             for rank in ranks
         ]
@@ -90,19 +90,19 @@ class HostEngine(CompiledEngine):
         made = _core.HostCommunicator(
             host.machine, members, list(own).index(self.rank), chosen, block, host.tuning
         )
-        return HostEngine(made, self._key_of(own), self._meet)
+        return HostEngine(made, self._key_of(own), self._connect)
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> HostEngine:
         """Make an engine over new memory, by a rendezvous of the survivors alone."""
         self._groups += 1
-        return self._meet(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
+        return self._connect(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
 
 
-def _meet_as_processes(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
+def _connect_processes(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
     return HostEngine.of_launch(Launch("survivors", rank, size, rank, size, key), 0, timeout_s)
 
 
-class _ThreadsMeet:
+class _ConnectThreads:
     """Rendezvous of the threads of one group: the first thread makes the engines of all."""
 
     def __init__(self) -> None:

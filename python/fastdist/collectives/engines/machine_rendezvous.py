@@ -148,7 +148,7 @@ def machine_id() -> str:
         return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-def meet_machines(
+def connect_machines(
     rank: int,
     world_size: int,
     coordinator: str,
@@ -179,7 +179,7 @@ def meet_machines(
     deadline = time.monotonic() + timeout_s
     secret = job_secret()
 
-    def meet(is_given_up: Callable[[], bool]) -> Rendezvous:
+    def attempt(is_given_up: Callable[[], bool]) -> Rendezvous:
         def refuse_other_job(other: Any) -> None:
             with contextlib.suppress(ClusterConfigError):  # with another secret
                 _Table(other, secret, rank).decide(json.dumps([_twice(0), 0]))
@@ -195,7 +195,7 @@ def meet_machines(
                 name = agree_on_name(store, rank, world_size, deadline)
                 store = with_prefix(store, name)
             arrival, listener = arrive(host, port, world_size, deadline)
-            return _meet(_Table(store, secret, rank), arrival, listener, deadline, timeout_s)
+            return _rendezvous(_Table(store, secret, rank), arrival, listener, deadline, timeout_s)
         except RuntimeError as error:
             if isinstance(error, ClusterConfigError):
                 raise
@@ -208,23 +208,23 @@ def meet_machines(
         f"{timeout_s:g} s",
         (0,),
     )
-    return _in_thread(meet, deadline + _STORE_GRACE_S, late)
+    return _in_thread(attempt, deadline + _STORE_GRACE_S, late)
 
 
 def _in_thread(
-    meet: Callable[[Callable[[], bool]], Rendezvous], deadline: float, late: ClusterConfigError
+    attempt: Callable[[Callable[[], bool]], Rendezvous], deadline: float, late: ClusterConfigError
 ) -> Rendezvous:
-    """Call `meet` in a thread: while the network is down, questions to the store take forever.
+    """Call `attempt` in a thread: while the network is down, questions to the store take forever.
 
     The interpreter ends after the thread, which would abort the process if it came back from torch
-    later. `meet` takes a function that returns True once nobody waits any more.
+    later. `attempt` takes a function that returns True once nobody waits any more.
     """
     answer: queue.SimpleQueue[Rendezvous | BaseException] = queue.SimpleQueue()
     given_up = threading.Event()
 
     def body() -> None:
         try:
-            answer.put(meet(given_up.is_set))
+            answer.put(attempt(given_up.is_set))
         except BaseException as error:
             answer.put(error)
 
@@ -287,7 +287,7 @@ class _Table:
             raise self.secret.mismatch(self.rank, None) from None
 
 
-def _meet(
+def _rendezvous(
     table: _Table,
     arrival: Arrival,
     listener: _core.Listener,

@@ -43,8 +43,8 @@ class Introduction:
 
     Attributes:
         public: this end's public key, to send to the peer.
-        proof: this end's proof of the secret, set by `meet`.
-        ciphers: the ciphers for sending and for receiving, set by `meet`.
+        proof: this end's proof of the secret, set by `take`.
+        ciphers: the ciphers for sending and for receiving, set by `take`.
     """
 
     def __init__(self, keys: Keys, is_listener: bool, greeting: bytes) -> None:
@@ -54,7 +54,7 @@ class Introduction:
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
 
-    def meet(self, public: bytes) -> None:
+    def take(self, public: bytes) -> None:
         """Take the peer's public key; raise StrangerError if it is not a public key."""
         try:
             shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))

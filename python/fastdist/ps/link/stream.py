@@ -278,7 +278,7 @@ class Stream:
         if not is_listener:
             self._send([memoryview(own.public)])
         yield from self._fill(memoryview(public))
-        own.meet(bytes(public))
+        own.take(bytes(public))
         if is_listener:
             self._send([memoryview(own.public + own.proof)])
         yield from self._fill(memoryview(proof))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,18 @@ def test_tests_and_examples_import_what_exists() -> None:
                     and not is_module(f"{module}.{name}")
                 ]
     assert wrong == []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports for types alone, and inside functions, count too."""
+    graph = {
+        module: {imported for imported, _ in imports_of(module, path)} - {module}
+        for module, path in python_modules()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 @pytest.mark.parametrize(

@@ -154,10 +154,10 @@ def test_stacks_of_faulthandler_are_read() -> None:
 def test_programs_keep_their_signal(tmp_path: Path) -> None:
     code = (
         "import signal, sys; from pathlib import Path\n"
-        "from fastdist.recorder.recording import SIGNAL, write_on_signal\n"
-        "signal.signal(SIGNAL, lambda *_: print('mine'))\n"
+        "from fastdist.recorder.recording import STACK_SIGNAL, write_on_signal\n"
+        "signal.signal(STACK_SIGNAL, lambda *_: print('mine'))\n"
         "write_on_signal(Path(sys.argv[1]))\n"
-        "signal.raise_signal(SIGNAL)\n"
+        "signal.raise_signal(STACK_SIGNAL)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "stacks"], capture_output=True, text=True

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastdist.collectives.arguments import to_integer, to_integers
+from fastdist.collectives.types import Ranks
 from fastdist.errors import CollectiveMismatchError
 
-if TYPE_CHECKING:
-    from fastdist.collectives.communicator import Communicator
 
-
-def by_color(
-    comm: Communicator, color: int | None, key: int, timeout: float | None
-) -> list[list[int]]:
+def by_color(comm: Ranks, color: int | None, key: int, timeout: float | None) -> list[list[int]]:
     """Return the ranks of each color, in the order of their keys. Every rank must call."""
     color = None if color is None else to_integer(color, "color")
     if color is not None and color < 0:
@@ -28,7 +23,7 @@ def by_color(
     return [[r for r in by_key if table[r, 0] == c] for c in colors]
 
 
-def agreed(comm: Communicator, ranks: Sequence[int], timeout: float | None) -> list[int]:
+def agreed(comm: Ranks, ranks: Sequence[int], timeout: float | None) -> list[int]:
     """Return `ranks`, which must be the same on all ranks. Every rank must call."""
     ranks = to_integers(ranks, "ranks")
     if len(set(ranks)) != len(ranks) or not all(0 <= r < comm.world_size for r in ranks):
@@ -45,7 +40,7 @@ def agreed(comm: Communicator, ranks: Sequence[int], timeout: float | None) -> l
     return ranks
 
 
-def remaining(comm: Communicator, exclude: Sequence[int]) -> list[int]:
+def remaining(comm: Ranks, exclude: Sequence[int]) -> list[int]:
     """Return the ranks without those in `exclude`, which must not name this rank."""
     excluded = set(to_integers(exclude, "exclude"))
     if not excluded or not excluded < set(range(comm.world_size)) or comm.rank in excluded:

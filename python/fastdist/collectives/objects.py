@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
+from fastdist.collectives.types import Ranks
 from fastdist.errors import FastdistError
-
-if TYPE_CHECKING:
-    from fastdist.collectives.communicator import Communicator
 
 T = TypeVar("T")
 
 
-def broadcast(comm: Communicator, value: T, root: int, timeout: float | None) -> T:
+def broadcast(comm: Ranks, value: T, root: int, timeout: float | None) -> T:
     """Return the root's object on every rank.
 
     Raises:
@@ -38,7 +36,7 @@ def broadcast(comm: Communicator, value: T, root: int, timeout: float | None) ->
     return value if comm.rank == root else pickle.loads(buffer.data)
 
 
-def all_gather(comm: Communicator, value: T, timeout: float | None) -> list[T]:
+def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
     """Return the objects of all ranks, in rank order."""
     data = np.frombuffer(pickle.dumps(value), np.uint8)
     sizes = comm.all_gather(np.array([data.size], np.int64), timeout=timeout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args
 
 if TYPE_CHECKING:
@@ -37,6 +38,28 @@ class Work(Protocol):
             CollectiveTimeoutError: `timeout` seconds have passed; the call continues.
             Exception: the call failed; its error is raised here.
         """
+
+
+class Ranks(Protocol):
+    """A communicator as its own helpers see it, which are below it."""
+
+    rank: int
+    world_size: int
+
+    def all_gather(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.all_gather`."""
+
+    def all_gather_object(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.all_gather_object`."""
+
+    def broadcast(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.broadcast`."""
+
+    def reduce(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.reduce`."""
+
+    def group(self) -> AbstractContextManager[None]:
+        """See `Communicator.group`."""
 
 
 class DirectMessage(TypedDict, total=False):

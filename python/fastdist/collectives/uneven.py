@@ -5,21 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from fastdist.collectives.arguments import to_integers
 from fastdist.collectives.arrays import as_list, for_each, rows_like, shape_of
-from fastdist.collectives.types import Array, Arrays
-
-if TYPE_CHECKING:
-    from fastdist.collectives.communicator import Communicator
-    from fastdist.collectives.types import Work
+from fastdist.collectives.types import Array, Arrays, Ranks, Work
 
 
 def all_gather(
-    comm: Communicator, arrays: Arrays, splits: Sequence[int], out: Arrays, keywords: dict[str, Any]
+    comm: Ranks, arrays: Arrays, splits: Sequence[int], out: Arrays, keywords: dict[str, Any]
 ) -> Any:
     """Join arrays of `splits` rows each, by a broadcast per rank.
 
@@ -41,7 +37,7 @@ def all_gather(
 
 
 def reduce_scatter(
-    comm: Communicator,
+    comm: Ranks,
     arrays: Arrays,
     op: Any,
     splits: Sequence[int],
@@ -66,7 +62,7 @@ def reduce_scatter(
 
 
 def exchange_counts(
-    comm: Communicator,
+    comm: Ranks,
     arrays: Arrays,
     splits: Sequence[int],
     out: Arrays | None,
@@ -114,7 +110,7 @@ class _Works:
 
 
 def _call_all(
-    comm: Communicator,
+    comm: Ranks,
     rows: Sequence[int],
     call: Callable[[int, int, int, dict[str, Any]], Any],
     result: Any,
@@ -132,7 +128,7 @@ def _call_all(
     return result
 
 
-def _to_rows(comm: Communicator, splits: Sequence[int]) -> list[int]:
+def _to_rows(comm: Ranks, splits: Sequence[int]) -> list[int]:
     rows = to_integers(splits, "splits")
     if len(rows) != comm.world_size or min(rows) < 0:
         raise ValueError(

@@ -54,7 +54,8 @@ from fastdist.ps.worker_host import (
     worker_of,
 )
 from fastdist.recorder.place import check_private
-from fastdist.recorder.recording import SERVER, record_task
+from fastdist.recorder.recording import record_task
+from fastdist.recorder.ring import SERVER
 from fastdist.replicas.devices import every_device, usable_device
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.training.modules import modules_of

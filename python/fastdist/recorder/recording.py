@@ -21,33 +21,27 @@ from fastdist.recorder.encoding import write
 from fastdist.recorder.machines import Machine, Machines
 from fastdist.recorder.place import RecordPath, new_path, record_paths
 from fastdist.recorder.ring import identity
-from fastdist.recorder.system import start_of
-
-SERVER = "parameter server"
-"""The beginning of the names of those tasks; the number follows."""
+from fastdist.recorder.system import STACK_SIGNAL, start_of
 
 _NO_CLIENT = 256
 _KEPT_S = 10.0  # for launchers, which read records when a job ends
-
-SIGNAL = signal.SIGRTMAX - 7
-"""The signal that asks for the stack."""
 
 _files: list[Any] = []  # that faulthandler writes to
 
 
 def write_on_signal(path: Path) -> None:
-    """Let this process write its stack to a file when `SIGNAL` comes.
+    """Let this process write its stack to a file when `STACK_SIGNAL` comes.
 
     Does nothing if the program handles the signal itself. The handler is Python's faulthandler: C
     that takes no lock, so that it works while the GIL is held and inside C code. It writes only one
     thread's stack: the frames of other threads may be freed while it reads them, which has crashed
     a healthy process.
     """
-    if signal.getsignal(SIGNAL) != signal.SIG_DFL:
+    if signal.getsignal(STACK_SIGNAL) != signal.SIG_DFL:
         return
     file = path.open("ab", buffering=0)
     _files.append(file)
-    faulthandler.register(SIGNAL, file=file, all_threads=False, chain=False)
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=False, chain=False)
 
 
 _log = logging.getLogger("fastdist")

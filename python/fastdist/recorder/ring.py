@@ -17,6 +17,9 @@ from fastdist._version import __version__
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.signatures import Signature
 
+SERVER = "parameter server"
+"""The beginning of the names of those tasks; the number follows."""
+
 _FORMAT = 2
 _CALLS, _COMMUNICATORS, _SITES = 4096, 256, 512
 

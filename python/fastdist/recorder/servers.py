@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from fastdist.recorder.observation import Observation, ObservedRank
 from fastdist.recorder.occupation import BUSY_SHARE, Kind, occupation_of
-from fastdist.recorder.recording import SERVER
-from fastdist.recorder.ring import Call
+from fastdist.recorder.ring import SERVER, Call
 from fastdist.recorder.words import at, how_it_died, seconds, verb
 
 _OVERDUE_S = 5.0

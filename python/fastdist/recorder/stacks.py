@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.recorder.frames import Frame, Stack
-from fastdist.recorder.recording import SIGNAL
-from fastdist.recorder.system import catches
+from fastdist.recorder.system import STACK_SIGNAL, catches
 
 _LARGE_BYTES = 1 << 20
 _MOST_PY_SPIES = 2 * (os.cpu_count() or 1)  # more at the same time would not end in time
@@ -128,9 +127,9 @@ def _ask(pid: int, path: Path) -> int:
     if size > _LARGE_BYTES:
         os.truncate(path, 0)
         size = 0
-    if not catches(pid, SIGNAL):
+    if not catches(pid, STACK_SIGNAL):
         raise OSError(0, "the program takes no signals for it")
-    os.kill(pid, SIGNAL)
+    os.kill(pid, STACK_SIGNAL)
     return size
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastdist.processes.proc import stat
+
+STACK_SIGNAL = signal.SIGRTMAX - 7
+"""The signal that asks a recorded process for its stack."""
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_THREADS = 64

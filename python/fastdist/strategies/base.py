@@ -122,7 +122,7 @@ class Strategy(ABC):
     # --- making things --------------------------------------------------------------------------
 
     @final
-    def scope(self) -> Scope:
+    def scope(self) -> Scope[Strategy]:
         """Return a context manager: modules and optimizers made inside belong to this strategy.
 
         At its end all replicas get the chief's initial values. Every worker must make the same

@@ -249,7 +249,7 @@ def _metric_class(plain: Any) -> type:
                 self.reset()
             super()._load_from_state_dict(state_dict, prefix, *args)
             _keep_lists(self)
-            if is_held and self.__dict__[_STRATEGY].local_replica_ids[0] > 0:
+            if is_held and 0 not in self.__dict__[_STRATEGY].local_replica_ids:
                 with _alone():
                     self.reset()
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from fastdist.errors import UnsupportedError
+from fastdist.integrations.keras.refusals import CALLS, refusal
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.strategies.scope import Scope
@@ -21,14 +22,12 @@ from fastdist.training.patched import replaced
 on_servers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 """The strategies of Keras models whose values are on parameter servers."""
 
-CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
-
 
 class KerasExtension:
     """Adapts Keras models to strategies (a `ScopeExtension`)."""
 
     @contextlib.contextmanager
-    def watch(self, scope: Scope) -> Iterator[None]:
+    def watch(self, scope: Scope[Any]) -> Iterator[None]:
         """Return a context manager: layers made inside belong to the scope, models get trainers.
 
         Keras calls `Layer.__new__` for every layer and model; it is replaced while this is open.
@@ -121,7 +120,7 @@ def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
         yield
 
 
-def _note_all(scope: Scope) -> None:
+def _note_all(scope: Scope[Any]) -> None:
     """Record the models that were made in a scope in which Keras was imported first."""
     keras: Any = sys.modules["keras"]
     for thing in gc.get_objects():
@@ -163,36 +162,7 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
         ReplicatedTrainer(model, strategy, adopt)
 
 
-def require_parts(model: Any) -> None:
-    """Check that a model can be trained by replicas or workers, each with its part of the examples.
-
-    Raises:
-        UnsupportedError: its steps are compiled, or a layer keeps a state for each example.
-    """
-    if model.jit_compile:
-        raise UnsupportedError(
-            f"{model.name} was compiled with jit_compile=True; torch.compile of Keras' steps is "
-            "not supported on several replicas or parameter servers; leave jit_compile out"
-        )
-    for layer in model._flatten_layers():
-        if getattr(layer, "stateful", False):
-            raise UnsupportedError(
-                f"{type(layer).__name__} {layer.name} has stateful=True: it keeps a state for each "
-                "example of a batch, whose parts go to several replicas or workers; leave stateful "
-                "out, or use OneDeviceStrategy"
-            )
-
-
 def _refuse(layer: Any, why: str) -> None:
     for name in CALLS:
         message = f"{name} of {type(layer).__name__}, which {why}"
         object.__setattr__(layer, name, refusal(message))
-
-
-def refusal(message: str) -> Callable[..., Any]:
-    """Return a method that raises UnsupportedError."""
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(message)
-
-    return refuse

@@ -17,9 +17,9 @@ import keras
 
 from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import flat, overrides
-from fastdist.integrations.keras.extension import refusal, require_parts
 from fastdist.integrations.keras.internals import KerasSaveable, TrackedDict, TrackedList
 from fastdist.integrations.keras.layers import separate_random_numbers
+from fastdist.integrations.keras.refusals import refusal, require_parts
 from fastdist.integrations.keras.served_optimizers import (
     ServedApply,
     require_served,

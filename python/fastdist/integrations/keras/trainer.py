@@ -21,7 +21,6 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset
 from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import ReplicaCallbacks
-from fastdist.integrations.keras.extension import CALLS, refusal, require_parts
 from fastdist.integrations.keras.internals import (
     class_weight_to_sample_weights,
     get_data_adapter,
@@ -31,6 +30,7 @@ from fastdist.integrations.keras.internals import (
 )
 from fastdist.integrations.keras.metrics import combined, global_logs
 from fastdist.integrations.keras.parts import Cutter, DistributedAdapter, PartAdapter
+from fastdist.integrations.keras.refusals import CALLS, refusal, require_parts
 from fastdist.integrations.keras.steps import ReplicaSteps, Step
 from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy

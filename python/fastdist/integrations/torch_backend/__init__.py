@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-NAME = "fastdist"
+from fastdist.integrations.torch_backend.name import NAME
+
 _C10D = "torch.distributed.distributed_c10d"
 
 

@@ -12,10 +12,10 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError, distributed_c10d
 
 from fastdist.errors import FastdistError
-from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.bootstrap import communicator_in_store
 from fastdist.integrations.torch_backend.calls import Calls, Left
 from fastdist.integrations.torch_backend.handles import Handle, communicator_of_handles
+from fastdist.integrations.torch_backend.name import NAME
 from fastdist.integrations.torch_backend.work import Done
 
 

@@ -110,6 +110,7 @@ std::vector<std::string> slot_names(const UpdateRule& rule) {
 
 std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule,
                                          std::optional<std::uint64_t> rows,
+                                         std::optional<std::size_t> memory_bytes,
                                          const std::tuple<std::string, double, double>& initializer,
                                          std::uint64_t seed, std::uint64_t first_id,
                                          const std::string& storage,
@@ -120,6 +121,7 @@ std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule
   options.seed = seed;
   options.first_id = first_id;
   options.rows = rows;
+  options.memory_bytes = memory_bytes;
   options.max_rows = max_rows;
   options.max_age = max_age;
   options.storage = table::storage_of(storage);
@@ -159,7 +161,7 @@ void bind_row_table(py::module_& m) {
 
   py::class_<RowTable, std::shared_ptr<RowTable>>(m, "RowTable")
       .def(py::init(&make_row_table), py::arg("dim"), py::arg("rule"), py::kw_only(),
-           py::arg("rows") = py::none(),
+           py::arg("rows") = py::none(), py::arg("memory_bytes") = py::none(),
            py::arg("initializer") = py::make_tuple("constant", 0., 0.), py::arg("seed") = 0,
            py::arg("first_id") = 0, py::arg("storage") = "float32",
            py::arg("max_rows") = py::none(), py::arg("max_age") = py::none())

@@ -82,12 +82,4 @@ void spread(std::byte* data, std::size_t bytes, const Nodes& nodes) {
   syscall(SYS_mbind, data, bytes, MPOL_INTERLEAVE, nodes.data(), kMaskBits, 0UL);
 }
 
-void check_machine_has(std::size_t bytes, const char* what) {
-  const auto machine = static_cast<std::size_t>(sysconf(_SC_PHYS_PAGES)) *
-                       static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  if (bytes <= machine) return;
-  refuse(ErrorCode::kMemory, "out of memory: ", what, " needs ", bytes,
-         " bytes, and this machine has ", machine);
-}
-
 }  // namespace fastdist::table

@@ -37,7 +37,4 @@ using Nodes = std::array<unsigned long, 16>;
 // a container forbids it.
 void spread(std::byte* data, std::size_t bytes, const Nodes& nodes);
 
-// Throws kMemory if `bytes` exceeds the machine's total memory.
-void check_machine_has(std::size_t bytes, const char* what);
-
 }  // namespace fastdist::table

@@ -77,7 +77,11 @@ RowTable::RowTable(RowTableOptions options)
     return;
   }
   const std::uint64_t rows = *options_.rows;
-  check_machine_has(rows * layout_.stride(), "a table's rows");
+  const std::size_t bytes = rows * layout_.stride();
+  if (options_.memory_bytes && bytes > *options_.memory_bytes) {
+    refuse(ErrorCode::kMemory, "out of memory: a table's rows need ", bytes,
+           " bytes, and this process may use ", *options_.memory_bytes);
+  }
   arena_.take(static_cast<std::uint32_t>(rows));
 }
 

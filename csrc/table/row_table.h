@@ -31,6 +31,8 @@ struct RowTableOptions {
   Format storage = Format::kFloat32;
   // The number of rows of a fixed table, with ids from 0; nothing for a hashed table, with any ids.
   std::optional<std::uint64_t> rows = {};
+  // The most that a fixed table's rows may take; nothing for any size.
+  std::optional<std::size_t> memory_bytes = {};
   // Limits of a hashed table. Above max_rows, the least recently touched rows are evicted. Rows
   // that have not been touched for more than max_age pushes are evicted too.
   std::optional<std::uint64_t> max_rows = {};

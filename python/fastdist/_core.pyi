@@ -230,6 +230,8 @@ class RowTable:
         *,
         # ids are 0 to rows - 1; None: any 64-bit ids
         rows: int | None = None,
+        # refuses rows of a fixed table that need more; None: allows them
+        memory_bytes: int | None = None,
         # ("constant", value, 0), ("uniform", low, high) or ("normal", mean, standard deviation)
         initializer: tuple[str, float, float] = ("constant", 0.0, 0.0),
         seed: int = 0,

@@ -18,8 +18,8 @@ from fastdist.cli import doctor
 from fastdist.cli.command import run_command
 from fastdist.cli.doctor import engines, libraries, machine
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
-from fastdist.cli.doctor.machine import Cgroups
 from fastdist.cli.doctor.report import to_json, to_text
+from fastdist.processes.cgroups import Cgroups
 
 TITLES = ["fastdist", "machine", "memory", "libraries", "launcher", "engines", "arrays", "check"]
 DOCTOR = [sys.executable, "-m", "fastdist", "doctor"]

@@ -306,6 +306,16 @@ def test_two_servers_at_one_path(tmp_path: Path) -> None:
 # --- harmful input ----------------------------------------------------------------------
 
 
+def test_tables_fit_into_memory(
+    server: Server, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastdist.ps.wire.specs.usable_memory_bytes", lambda: 16_000)
+    needs = "a table's rows need 1600000 bytes, and this process may use 16000"
+    with pytest.raises(MemoryError, match=needs):
+        client.create(0, RowsSpec("large", 4, SGD, rows=100_000))
+    client.create(0, RowsSpec("small", 4, SGD, rows=1000))
+
+
 def test_errors_come_back(server: Server, client: Client) -> None:
     dense = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
     rows = client.create(0, ROWS)

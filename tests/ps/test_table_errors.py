@@ -127,7 +127,7 @@ import numpy as np
 import fastdist._core as _core
 
 try:
-    _core.RowTable(1024, _core.UpdateRule("SGD"), rows=2**31)
+    _core.RowTable(1024, _core.UpdateRule("SGD"), rows=2**31, memory_bytes=1 << 40)
 except MemoryError as error:
     print(error)
 
@@ -161,6 +161,6 @@ def test_where_memory_ends_nothing_is_half_done() -> None:
         [sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=True
     )
     first, second, last = result.stdout.splitlines()
-    assert first.startswith("out of memory: a table's rows needs")
+    assert first.startswith("out of memory: a table's rows need")
     assert second.startswith("out of memory: a table's")
     assert last == "unharmed"

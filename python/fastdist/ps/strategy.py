@@ -27,6 +27,7 @@ from fastdist.errors import (
     FastdistError,
     UnsupportedError,
 )
+from fastdist.processes.cgroups import usable_memory_bytes
 from fastdist.ps.client.checkpoint import (
     check_checkpoint,
     has_checkpoint,
@@ -397,8 +398,8 @@ def _record(spec: ClusterSpec, job: str, index: int, keys: Keys | None) -> None:
 
 def _run_server(address: str, keys: Keys | None) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
-    staged = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    with Server(_bind_address(address), keys=keys, max_staged_bytes=staged) as server:
+    limit = usable_memory_bytes() // 4
+    with Server(_bind_address(address), keys=keys, max_staged_bytes=limit) as server:
         server.ended.wait()
         if server.failure is not None:
             raise FastdistError("the parameter server failed, and ends") from server.failure

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fastdist.processes.cgroups import cgroups, read_text
 from fastdist.processes.proc import stat
 
 STACK_SIGNAL = signal.SIGRTMAX - 7
@@ -18,7 +19,6 @@ STACK_SIGNAL = signal.SIGRTMAX - 7
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_THREADS = 64
-_CGROUPS = Path("/sys/fs/cgroup")
 _STOPPED = "Tt"
 _ENDED = "ZX"
 _FUTEX_CALL = 202 if os.uname().machine == "x86_64" else 98
@@ -162,22 +162,6 @@ def out_of_memory_kills() -> int:
     return 0
 
 
-def cgroups(memberships: str, controller: str, mount: Path = _CGROUPS) -> Iterator[Path]:
-    """Yield the folders of a process's control groups, version 1 or 2, that may have a controller.
-
-    Args:
-        memberships: the text of the process's file cgroup in /proc.
-        controller: "memory" or "cpu".
-        mount: the folder where control groups are mounted.
-    """
-    for line in memberships.splitlines():
-        _, controllers, name = line.split(":", 2)
-        if not controllers or controller in controllers.split(","):
-            # If versions 1 and 2 are both mounted, version 2 has its own folder.
-            version_2 = "unified" if not controllers and (mount / "unified").is_dir() else ""
-            yield mount / controllers / version_2 / name.lstrip("/")
-
-
 def owner_of(pid: int) -> int | None:
     """Return the user id of a process; None if there is no such process."""
     try:
@@ -315,14 +299,6 @@ class _Look:
 
 def _cpu_s(fields: list[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-
-
-def read_text(path: Path) -> str:
-    """Read a file of the kernel; return an empty string if it cannot be read."""
-    try:
-        return path.read_text("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _address(text: str) -> str:

@@ -6,54 +6,13 @@ import mmap
 import os
 import platform
 import resource
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from fastdist.cli.bench.machine import processor
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
-from fastdist.recorder.system import cgroups, read_text
+from fastdist.processes.cgroups import Cgroups, read_text
 
-_V1_UNLIMITED_BYTES = 1 << 60  # v1 says "no limit" with a number near 2^63
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-
-
-@dataclass(frozen=True, slots=True)
-class Cgroups:
-    """The control groups of this process, version 1 or 2.
-
-    A limit is the minimum of the limits set from the process's group up to the root.
-    """
-
-    memberships: Path = Path("/proc/self/cgroup")
-    mount: Path = Path("/sys/fs/cgroup")
-
-    def cpu_limit(self) -> float | None:
-        """Return the processor time limit in cores; None without a limit."""
-        limits = []
-        for folder in self._folders("cpu"):
-            quota, period = _words(folder / "cpu.max"), ["100000"]
-            if quota:
-                quota, period = quota[:1], quota[1:] or period
-            else:
-                quota = _words(folder / "cpu.cfs_quota_us")
-                period = _words(folder / "cpu.cfs_period_us") or period
-            if quota and quota[0] not in ("max", "-1"):
-                limits.append(int(quota[0]) / int(period[0]))
-        return min(limits, default=None)
-
-    def memory_limit_bytes(self) -> int | None:
-        """Return the memory limit of this process's group; None without a limit."""
-        limits = []
-        for folder in self._folders("memory"):
-            words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
-            if words and words[0] != "max" and int(words[0]) < _V1_UNLIMITED_BYTES:
-                limits.append(int(words[0]))
-        return min(limits, default=None)
-
-    def _folders(self, controller: str) -> Iterator[Path]:
-        for folder in cgroups(read_text(self.memberships), controller, self.mount):
-            yield from (f for f in (folder, *folder.parents) if f.is_relative_to(self.mount))
 
 
 def machine_section(cgroups: Cgroups | None = None) -> Section:
@@ -127,7 +86,7 @@ def _memfd() -> Fact:
 
 def _huge_pages() -> str | None:
     """Return the kernel's policy for huge pages of shared memory, which is in brackets."""
-    chosen = [word for word in _words(_SHMEM_HUGE_PAGES) if word.startswith("[")]
+    chosen = [word for word in read_text(_SHMEM_HUGE_PAGES).split() if word.startswith("[")]
     return chosen[0].strip("[]") if chosen else None
 
 
@@ -136,7 +95,3 @@ def _memory_bytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return 1024 * int(line.split()[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _words(path: Path) -> list[str]:
-    return read_text(path).split()

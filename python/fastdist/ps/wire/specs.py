@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
+from fastdist.processes.cgroups import usable_memory_bytes
 from fastdist.ps.wire.protocol import MAX_META_BYTES
 
 # Elements of a dense variable that share a scale.
@@ -143,6 +144,7 @@ class RowsSpec:
             self.dim,
             self.rule.make(),
             rows=self.rows,
+            memory_bytes=usable_memory_bytes(),
             initializer=self.initializer,
             seed=self.seed,
             first_id=self.first_id,

@@ -1,0 +1,83 @@
+"""Reads the limits that control groups set for a process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_MOUNT = Path("/sys/fs/cgroup")
+_V1_UNLIMITED_BYTES = 1 << 60  # v1 says "no limit" with a number near 2^63
+
+
+def usable_memory_bytes() -> int:
+    """Return the memory that this process may use: the machine's, or its control group's limit."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, Cgroups().memory_limit_bytes() or machine)
+
+
+def read_text(path: Path) -> str:
+    """Read a file of the kernel; return an empty string if it cannot be read."""
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def cgroups(memberships: str, controller: str, mount: Path = _MOUNT) -> Iterator[Path]:
+    """Yield the folders of a process's control groups, version 1 or 2, that may have a controller.
+
+    Args:
+        memberships: the text of the process's file cgroup in /proc.
+        controller: "memory" or "cpu".
+        mount: the folder where control groups are mounted.
+    """
+    for line in memberships.splitlines():
+        _, controllers, name = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            # If versions 1 and 2 are both mounted, version 2 has its own folder.
+            version_2 = "unified" if not controllers and (mount / "unified").is_dir() else ""
+            yield mount / controllers / version_2 / name.lstrip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroups:
+    """The control groups of this process, version 1 or 2.
+
+    A limit is the minimum of the limits set from the process's group up to the root.
+    """
+
+    memberships: Path = Path("/proc/self/cgroup")
+    mount: Path = _MOUNT
+
+    def cpu_limit(self) -> float | None:
+        """Return the processor time limit in cores; None without a limit."""
+        limits = []
+        for folder in self._folders("cpu"):
+            quota, period = _words(folder / "cpu.max"), ["100000"]
+            if quota:
+                quota, period = quota[:1], quota[1:] or period
+            else:
+                quota = _words(folder / "cpu.cfs_quota_us")
+                period = _words(folder / "cpu.cfs_period_us") or period
+            if quota and quota[0] not in ("max", "-1"):
+                limits.append(int(quota[0]) / int(period[0]))
+        return min(limits, default=None)
+
+    def memory_limit_bytes(self) -> int | None:
+        """Return the memory limit of this process's group; None without a limit."""
+        limits = []
+        for folder in self._folders("memory"):
+            words = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
+            if words and words[0] != "max" and int(words[0]) < _V1_UNLIMITED_BYTES:
+                limits.append(int(words[0]))
+        return min(limits, default=None)
+
+    def _folders(self, controller: str) -> Iterator[Path]:
+        for folder in cgroups(read_text(self.memberships), controller, self.mount):
+            yield from (f for f in (folder, *folder.parents) if f.is_relative_to(self.mount))
+
+
+def _words(path: Path) -> list[str]:
+    return read_text(path).split()

@@ -1,4 +1,4 @@
-"""Unusual uses of a coordinator."""
+"""Edge cases of a coordinator: what cannot be pickled, stopped workers, clocks, many threads."""
 
 import collections
 import functools

@@ -14,17 +14,16 @@ namespace {
 bool is_between_two(Op op) { return op == Op::kSend || op == Op::kRecv; }
 
 void check_may_be_in_group(const CallArguments& given) {
-  const std::string name(name_of(given.op));
-  std::string refused;
-  if (given.op == Op::kBarrier) {
-    refused = "barrier cannot be in a group";
-  } else if (!given.stream.is_none() || (given.bucket_bytes && to_bucket_bytes(given) != 0)) {
-    refused = "a call with stream or bucket_bytes cannot be in a group";
-  } else if (is_true(given.async_op)) {
-    throw Error(ErrorCode::kValue,
-                name + "(async_op=True) cannot be in a group, which ends all its calls");
+  const auto refuse = [](const std::string& what, const char* why) {
+    throw Error(ErrorCode::kValue, what + " cannot be in a group" + why);
+  };
+  if (given.op == Op::kBarrier) refuse("barrier", ": leave the group first");
+  if (!given.stream.is_none() || to_bucket_bytes(given) != 0) {
+    refuse("a call with stream or bucket_bytes", ": leave the group first");
   }
-  if (!refused.empty()) throw Error(ErrorCode::kValue, refused + ": leave the group first");
+  if (is_true(given.async_op)) {
+    refuse(std::string(name_of(given.op)) + "(async_op=True)", ", which ends all its calls");
+  }
 }
 
 }  // namespace
@@ -95,7 +94,7 @@ void Group::run_on_hosts() const {
     } catch (py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) throw;
       if (!first) first = std::current_exception();
-    } catch (const Error&) {
+    } catch (const std::exception&) {
       if (!first) first = std::current_exception();
     }
   };
@@ -106,7 +105,11 @@ void Group::run_on_hosts() const {
     attempt([&] { works.push_back(make_call(endpoint_, given)); });
   }
   for (const py::object& work : works) {
-    attempt([&] { wait_interruptibly(*work.cast<const PendingCall&>().work); });
+    attempt([&] {
+      const auto& call = work.cast<const PendingCall&>();
+      wait_interruptibly(*call.work);
+      *call.kept = py::none();
+    });
   }
   if (first) std::rethrow_exception(first);
 }

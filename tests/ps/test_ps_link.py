@@ -7,6 +7,7 @@ import json
 import os
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from fastdist.ps import Client, DenseSpec, Item, Keys, RuleSpec, Server
 from fastdist.ps.client.items import names_of
 from fastdist.ps.link.addresses import is_local
 from fastdist.ps.link.connections import Connections
-from fastdist.ps.link.listener import _MAX_STRANGERS
+from fastdist.ps.link.listener import _MAX_STRANGERS, Listener
 from fastdist.ps.link.stream import Stream
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
@@ -293,8 +294,48 @@ def test_larger_messages_than_the_limit_arrive_alone() -> None:
         assert second.is_answered()
 
 
+def test_a_message_that_waits_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastdist.ps.link.listener._TRICKLE_S", 0.05)
+    with (
+        Server(max_staged_bytes=50_000_000) as server,
+        Sender(server) as first,
+        Sender(server) as second,
+    ):
+        first.send(30_000_000)
+        second.send(patience_s=5)
+        assert second.unsent == 0
+        assert second.is_answered()
+        first.send()
+        assert first.is_answered()
+
+
+def test_a_connection_that_waits_may_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    polls: list[int] = []
+    poll = Listener._poll
+    monkeypatch.setattr(
+        Listener, "_poll", lambda self, wait_s: polls.append(1) or poll(self, wait_s)
+    )
+    with (
+        Server(max_staged_bytes=50_000_000) as server,
+        Sender(server) as first,
+        Sender(server) as second,
+    ):
+        first.send(30_000_000)
+        second.send()
+        at_once = struct.pack("ii", 1, 0)
+        second.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        second.socket.close()
+        time.sleep(0.2)
+        polls.clear()
+        time.sleep(0.5)
+        assert len(polls) < 50
+        first.send()
+        assert first.is_answered()
+
+
 def test_who_takes_memory_and_sends_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdist.ps.link.listener._STUCK_S", 1.0)
+    monkeypatch.setattr("fastdist.ps.link.listener._TRICKLE_S", 0.5)
     with (
         Server(max_staged_bytes=50_000_000) as server,
         Sender(server) as first,

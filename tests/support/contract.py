@@ -68,6 +68,12 @@ def check_calls_as_one(comm: Communicator) -> None:
         assert [set(each) for each in two] == [{n}, {n}]
         assert joined.tolist() == list(range(n))
         assert comm.rank > 0 or best[0] == n - 1
+    kept = np.ones(3)
+    with comm.group():
+        comm.all_reduce(kept)
+    is_kept = weakref.ref(kept)
+    del kept
+    assert is_kept() is None
     refused = {
         "barrier": comm.barrier,
         "all_gather_object": lambda: comm.all_gather_object(1),

@@ -653,6 +653,7 @@ class Communicator:
         Raises:
             ValueError: a barrier, an object, `async_op`, `splits`, `stream` or `bucket_bytes` in a
                 group.
+            UnsupportedError: the ranks are hosts of a TPU.
         """
         self._refuse_in_group("group")
         if self.engine.compiled is None:

@@ -106,7 +106,7 @@ class NcclEngine:
     def run_group(self, group: _core.Group) -> None:
         """Make a group's calls on GPU arrays, on the stream of the first array's library."""
         arrays, timeout_s = group.on_gpu()
-        if not arrays:
+        if timeout_s is None:
             return
         device = self._device_of(arrays)
         assert device is not None

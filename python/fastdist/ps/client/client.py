@@ -366,7 +366,9 @@ class Client:
         """Send gradients. A server applies each message as a whole, or not at all.
 
         Args:
-            items: the gradients, which must not change until all tickets have been waited for.
+            items: the gradients, which must not change until all tickets have been waited for. A
+                busy server may drop a client that does not wait for large ones within 10 s; they
+                are sent again then.
             round: the `round` of `submit`.
             op: ASSIGN sets values instead, which must be items without a wire.
             then_read: values to read after the gradients are applied, in the same messages as

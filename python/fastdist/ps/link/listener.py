@@ -25,6 +25,10 @@ T = TypeVar("T")
 _MAX_STRANGERS = 256  # unproven connections; above this, the oldest is closed
 _LINGER_S = 1.0
 _STUCK_S = 10.0
+# What is received of a message that waits for room: so that TCP and the sender's timeouts see bytes
+# move. TCP opens its window for this much at once.
+_TRICKLE_BYTES = 1 << 20
+_TRICKLE_S = 3.0
 _PAUSE_S = 0.2  # without accepting, after accepting has failed
 
 
@@ -40,8 +44,9 @@ class Listener:
         keys: the job's keys; only peers that have them are accepted. A listener without keys must
             be at an address that only this machine can reach.
         max_frame_bytes: connections that send larger frames are dropped.
-        max_arriving_bytes: the limit of the memory for messages that are arriving; further ones
-            wait, and a connection that takes part of it and sends nothing for 10 s is dropped.
+        max_arriving_bytes: the limit of the memory for messages of more than 4 MiB that are
+            arriving; further ones wait. A connection that keeps others waiting, and sends nothing
+            for 10 s, is dropped.
         breaks_if_stuck: drop connections whose peer takes nothing for 10 s.
 
     Attributes:
@@ -71,6 +76,7 @@ class Listener:
         self._keys = keys
         self._max_frame_bytes = max_frame_bytes
         self._room: Room[Stream] = Room(max_arriving_bytes)
+        self._trickled_at = 0.0
         self._breaks_if_stuck = breaks_if_stuck
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
@@ -133,7 +139,7 @@ class Listener:
         if self._accepts_at:
             wait_s = _PAUSE_S if wait_s is None else min(wait_s, _PAUSE_S)
         if self._room.waiting:
-            wait_s = _STUCK_S if wait_s is None else min(wait_s, _STUCK_S)
+            wait_s = _TRICKLE_S if wait_s is None else min(wait_s, _TRICKLE_S)
         events = self._epoll.poll(wait_s)
         if self._accepts_at and time.monotonic() >= self._accepts_at:
             self._accepts_at = 0.0
@@ -146,6 +152,10 @@ class Listener:
                 self._wake.clear()
                 is_woken = True
             elif number is not None:
+                is_broken = event & (select.EPOLLHUP | select.EPOLLERR)
+                if is_broken and self._streams[number].allowance == 0:
+                    self._drop(number)  # else the event would come again at once
+                    continue
                 if event & ~select.EPOLLIN:
                     self._try(number, self._flush)  # which drops a broken one
                 if event & ~select.EPOLLOUT:
@@ -153,7 +163,7 @@ class Listener:
         self._ready |= self._ahead
         self._ahead.clear()
         if self._room.waiting:
-            self._drop_stuck()
+            self._look_at_room()
         return is_woken
 
     def send(self, number: int, *frames: Any, waits: bool = False) -> Upload | None:
@@ -191,23 +201,32 @@ class Listener:
         self._watch(stream)
 
     def _watch(self, stream: Stream) -> None:
-        hears = not stream.is_choked and stream not in self._room.waiting
+        hears = not stream.is_choked and stream.allowance > 0
         stream.watch(self._epoll, hears=hears)
         if stream.has_ahead and hears:
             self._ahead[self._by_descriptor[stream.socket.fileno()]] = None
 
     def _let_in(self) -> None:
-        """Receive the message that waits for memory, if there is enough now."""
-        stream = self._room.next()
-        if stream is not None:
-            self._ready[self._by_descriptor[stream.socket.fileno()]] = None
+        """Receive messages that have waited for memory, if there is enough now."""
+        while (stream := self._room.let_in()) is not None:
+            stream.received_at = time.monotonic()  # until now it was this end that waited
+            self._allow(stream, math.inf)
 
-    def _drop_stuck(self) -> None:
-        """Drop connections that take memory for which others wait, and send nothing."""
+    def _allow(self, stream: Stream, nbytes: float) -> None:
+        stream.allowance = nbytes
+        self._ready[self._by_descriptor[stream.socket.fileno()]] = None
+
+    def _look_at_room(self) -> None:
+        """Drop connections that keep others waiting and send nothing; let the others trickle."""
+        now = time.monotonic()
         for stream in list(self._room.inside):
             number = self._by_descriptor[stream.socket.fileno()]
-            if number not in self._ready and time.monotonic() - stream.received_at > _STUCK_S:
+            if number not in self._ready and now - stream.received_at > _STUCK_S:
                 self._drop(number)
+        if now - self._trickled_at > _TRICKLE_S:
+            self._trickled_at = now
+            for stream in self._room.waiting:
+                self._allow(stream, _TRICKLE_BYTES)
 
     def _accept(self) -> None:
         try:

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Room(Generic[T]):
-    """A limit of the memory for arriving messages, in whose order they wait if it is reached.
+    """Limits the memory for arriving messages; beyond the limit, messages wait in their order.
 
     A message larger than the limit arrives alone.
 
@@ -17,7 +17,7 @@ class Room(Generic[T]):
 
     Attributes:
         inside: the size of the message that each connection is receiving.
-        waiting: the size of the message that each connection will receive, in their order.
+        waiting: the size of the message that each other connection will receive, in their order.
     """
 
     def __init__(self, nbytes: float) -> None:
@@ -26,19 +26,21 @@ class Room(Generic[T]):
         self._free = nbytes
 
     def enter(self, who: T, nbytes: int) -> bool:
-        """Take memory for a message; if there is none, return False and wait for it."""
-        self.waiting.setdefault(who, nbytes)
-        if self.next() != who:
-            return False
-        self.inside[who] = self.waiting.pop(who)
-        self._free -= nbytes
-        return True
+        """Take memory for a message; return False if it must wait."""
+        self.waiting[who] = nbytes
+        return len(self.waiting) == 1 and self.let_in() is not None
 
-    def next(self) -> T | None:
-        """Return the connection whose message may arrive next; None if there is none."""
+    def let_in(self) -> T | None:
+        """Take memory for the message that has waited the longest; return its connection.
+
+        Returns:
+            None if no message waits, or there is no memory for it.
+        """
         who = next(iter(self.waiting), None)
         if who is None or (self.inside and self.waiting[who] > self._free):
             return None
+        self.inside[who] = self.waiting.pop(who)
+        self._free -= self.inside[who]
         return who
 
     def leave(self, who: T) -> None:

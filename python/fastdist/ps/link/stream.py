@@ -26,6 +26,7 @@ _MAGICS = b"FDLINK1>", b"FDLINK1<"  # of the end that connects, and of the liste
 _AHEAD_BYTES = 64 << 10
 _RECORD_BYTES = 256 << 10
 _MOST_UNSENT = 1000  # messages
+_SMALL_BYTES = 4 << 20  # of messages that wait for no room
 _LENGTH = struct.Struct("<I")
 TAG_BYTES = 16
 
@@ -75,14 +76,14 @@ class Stream:
         max_frame_bytes: larger frames are an error.
         place: a function that takes the first frame of a message of two, and the size of the
             second. It may return memory for the second frame, which the message then lacks.
-        room: the memory for messages, which connections share; while a message waits for it, call
-            `receive` again only when `room.next()` is this connection.
+        room: the memory for large messages, which connections share.
 
     Attributes:
         purpose: the purpose of the connection; a listener learns it when the stream is open.
         is_open: True once the peer has greeted, and has proved that it has the keys.
         sent_at: the time at which bytes of a message were last sent, on the monotonic clock.
         received_at: the time at which bytes of a message were last received.
+        allowance: the bytes of a large message that may be received now; 0 while it waits for room.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Stream:
         self.is_open = False
         self._watched = select.EPOLLIN
         self.sent_at = self.received_at = 0.0
+        self.allowance = math.inf
         self._is_sending = False
         self._max_frame_bytes = max_frame_bytes
         self._place = place
@@ -239,11 +241,11 @@ class Stream:
             count, *sizes = _PREFIX.unpack(prefix)
             if not 0 < count <= MAX_FRAMES or max(sizes) > self._max_frame_bytes:
                 raise ConnectionAbortedError(f"{count} frames of {sizes} bytes")
-            room = self._shared_room if sum(sizes) > _AHEAD_BYTES else None
+            nbytes = sum(sizes[:count])
+            room = self._shared_room if nbytes > _SMALL_BYTES else None
             if room is not None:
-                while not room.enter(self, sum(sizes)):
-                    yield
-                self.received_at = time.monotonic()  # until now it was this end that waited
+                self.received_at = time.monotonic()
+                self.allowance = math.inf if room.enter(self, nbytes) else 0
             frames = [_memory(sizes[0])]
             yield from self._fill(frames[0])
             memory = self._place(frames[0], sizes[1]) if self._place and count == 2 else None
@@ -254,6 +256,7 @@ class Stream:
                 yield from self._fill(each)
             if room is not None:
                 room.leave(self)
+                self.allowance = math.inf
             self._message = frames
             del frames, memory
             yield
@@ -325,8 +328,15 @@ class Stream:
                 done += nbytes
                 continue
             is_large = out.nbytes - done >= _AHEAD_BYTES
+            if is_large and self.allowance == 0:
+                yield
+                continue
             try:
-                got = self.socket.recv_into(out[done:] if is_large else self._ahead)
+                if is_large:
+                    most = int(min(out.nbytes - done, self.allowance))
+                    got = self.socket.recv_into(out[done:], most)
+                else:
+                    got = self.socket.recv_into(self._ahead)
             except BlockingIOError:
                 yield
                 continue
@@ -336,5 +346,6 @@ class Stream:
                 self.received_at = time.monotonic()
             if is_large:
                 done += got
+                self.allowance -= got
             else:
                 self._read, self._filled = 0, got

@@ -32,8 +32,8 @@ class Server:
             one.
         keys: the job's keys. A server without keys may only listen on this machine's own addresses.
         max_frame_bytes: connections that send larger frames are dropped.
-        max_staged_bytes: the limit for gradients that wait for their round; and for messages that
-            are arriving, of which further ones wait.
+        max_staged_bytes: the limit for gradients that wait for their round, and again for messages
+            of more than 4 MiB that are arriving; messages beyond it wait.
 
     Attributes:
         address: the address with the actual port.

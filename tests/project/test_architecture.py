@@ -1,6 +1,7 @@
 """Tests of the layers: imports, includes and the shape of the tree. ARCHITECTURE.md says why."""
 
 import ast
+import functools
 import html
 import re
 import shutil
@@ -84,6 +85,11 @@ VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 HEAVY_MODULES = ("torch", "cupy", "ml_dtypes", "jax", "tensorflow", "matplotlib", "rich")
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def python_modules() -> Iterator[tuple[str, Path]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -109,7 +115,7 @@ def place_in_ps(module: str) -> int:
 def imports_of(module: str, path: Path) -> Iterator[tuple[str, int]]:
     """Yield every fastdist module that a file imports, with the line, inside functions too."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -171,7 +177,7 @@ def test_imports_point_down() -> None:
 def names_in(path: Path) -> set[str]:
     """Return what a module may define: names that it binds, and strings, for those made lazily."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name):
@@ -190,7 +196,7 @@ def test_tests_and_examples_import_what_exists() -> None:
     wrong = []
     for folder in ("tests", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in nodes_of(path):
                 if isinstance(node, ast.Import):
                     imported = [(alias.name, None) for alias in node.names]
                 elif isinstance(node, ast.ImportFrom):
@@ -331,7 +337,7 @@ def test_settings_are_read_in_one_file() -> None:
     wrong = []
     for module, path in python_modules():
         folder = path.relative_to(PACKAGE).parts[0]
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
             name = node.value

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BEGIN = """
 import os, signal, sys, time, numpy as np, fastdist as fd
 comm = fd.init()
@@ -28,6 +30,7 @@ def output_of(program: str, tmp_path: Path, ranks: int = 3) -> str:
     return ran.stderr
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named_unasked_and_in_the_errors(tmp_path: Path) -> None:
     err = output_of(
         "if comm.rank == 1:\n    time.sleep(20)\ncomm.all_reduce(x, timeout=9)\n", tmp_path
@@ -94,6 +97,7 @@ def test_a_peer_that_raised_is_quoted(tmp_path: Path) -> None:
     assert "why: rank 0 is dead: ValueError: bad batch at train.py:9 in <module>" in err
 
 
+@pytest.mark.slow
 def test_calls_as_slow_as_usual_are_not_told(tmp_path: Path) -> None:
     err = output_of(
         "for _ in range(2):\n"

@@ -217,6 +217,7 @@ def test_torchs_flight_recorder_names_a_missing_rank(tmp_path: Path) -> None:
     assert last.input_sizes == [[3]]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_unasked(tmp_path: Path) -> None:
     program = (
         "import os, sys\n"

@@ -259,13 +259,19 @@ class Sender:
             return False
 
 
-def test_arriving_messages_have_a_limit() -> None:
+@contextlib.contextmanager
+def senders(limit: int = 50_000_000) -> Iterator[tuple[Server, Sender, Sender]]:
+    """Start a server with room for so many bytes, and connect two senders."""
     with (
-        Server(max_staged_bytes=50_000_000) as server,
+        Server(max_staged_bytes=limit) as server,
         Sender(server) as first,
         Sender(server) as second,
-        Sender(server) as third,
     ):
+        yield server, first, second
+
+
+def test_arriving_messages_have_a_limit() -> None:
+    with senders() as (server, first, second), Sender(server) as third:
         almost = Sender.NBYTES - 1
         assert first.send(almost) == almost
         assert second.send() < 15_000_000  # what the kernel takes
@@ -281,11 +287,7 @@ def test_arriving_messages_have_a_limit() -> None:
 
 
 def test_larger_messages_than_the_limit_arrive_alone() -> None:
-    with (
-        Server(max_staged_bytes=1_000_000) as server,
-        Sender(server) as first,
-        Sender(server) as second,
-    ):
+    with senders(1_000_000) as (_, first, second):
         almost = Sender.NBYTES - 1
         assert first.send(almost) == almost
         assert second.send() < 15_000_000
@@ -296,11 +298,7 @@ def test_larger_messages_than_the_limit_arrive_alone() -> None:
 
 def test_a_message_that_waits_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdist.ps.link.listener._TRICKLE_S", 0.05)
-    with (
-        Server(max_staged_bytes=50_000_000) as server,
-        Sender(server) as first,
-        Sender(server) as second,
-    ):
+    with senders() as (_, first, second):
         first.send(30_000_000)
         second.send(patience_s=5)
         assert second.unsent == 0
@@ -315,11 +313,7 @@ def test_a_connection_that_waits_may_break(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         Listener, "_poll", lambda self, wait_s: polls.append(1) or poll(self, wait_s)
     )
-    with (
-        Server(max_staged_bytes=50_000_000) as server,
-        Sender(server) as first,
-        Sender(server) as second,
-    ):
+    with senders() as (_, first, second):
         first.send(30_000_000)
         second.send()
         at_once = struct.pack("ii", 1, 0)
@@ -336,11 +330,7 @@ def test_a_connection_that_waits_may_break(monkeypatch: pytest.MonkeyPatch) -> N
 def test_who_takes_memory_and_sends_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdist.ps.link.listener._STUCK_S", 1.0)
     monkeypatch.setattr("fastdist.ps.link.listener._TRICKLE_S", 0.5)
-    with (
-        Server(max_staged_bytes=50_000_000) as server,
-        Sender(server) as first,
-        Sender(server) as second,
-    ):
+    with senders() as (_, first, second):
         first.send(30_000_000)
         time.sleep(2)
         first.send(1000)  # while nobody waits, it may take its time

@@ -250,7 +250,7 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
     : op(given.op),
       timeout(to_duration(given.timeout)),
       is_async(is_true(given.async_op)),
-      result(op == Op::kGather ? given.out : given.result()) {
+      result(given.result()) {
   if (reduces(op)) reduce_op = to_reduce_op(given.reduce_op);
   if (is_rooted(op)) peer = to_rank(given.root, "root", ranks.size());
   if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), ranks.rank());

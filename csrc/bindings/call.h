@@ -41,8 +41,10 @@ struct CallArguments {
   // Returns the array, or list of arrays, that tells where a call's arrays are: scatter has an
   // input on the root only.
   [[nodiscard]] py::handle first_array() const { return array.is_none() ? out : array; }
-  // Returns what holds the result, for all ops but gather.
-  [[nodiscard]] py::handle result() const { return out.is_none() ? array : out; }
+  // Returns what holds the result: None on ranks that get none of a gather.
+  [[nodiscard]] py::handle result() const {
+    return out.is_none() && op != Op::kGather ? array : out;
+  }
   // Returns the arguments that are not None, by name.
   [[nodiscard]] py::dict by_name() const;
   // Returns an object that keeps the arguments alive. Replaces lists, which their owners may

@@ -32,18 +32,14 @@ py::object Group::record(const CallArguments& given) {
   check_may_be_in_group(given);
   const ForgetDescription forget;
   const int gpu = device_of_.is_none() ? kOnHost : gpu_of(given.first_array(), device_of_);
-  py::object result;
-  if (gpu == kSomeGpu) {  // checked when the GPU is known
-    result = py::reinterpret_borrow<py::object>(given.result());
-  } else {
+  if (gpu != kSomeGpu) {  // others are checked when the GPU is known
     const Placement placement = gpu == kOnHost ? Placement{} : Placement{gpu};
-    const Call checked(given, endpoint_.communicator(), placement);
-    result = py::reinterpret_borrow<py::object>(checked.result);
+    (void)Call(given, endpoint_.communicator(), placement);
   }
   Recorded recorded{given, {}, gpu != kOnHost};
   recorded.kept = recorded.given.own();
   calls_.push_back(std::move(recorded));
-  return result;
+  return py::reinterpret_borrow<py::object>(given.result());
 }
 
 py::handle Group::longest_timeout() const {

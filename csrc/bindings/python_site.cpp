@@ -54,7 +54,7 @@ std::string text_of(PyFrameObject* frame, PyCodeObject* code) {
 // --- frames as the interpreter has them: objects for them take ten times as long ----------------
 
 struct Frame;
-#if PY_VERSION_HEX >= 0x030F0000 || PY_VERSION_HEX < 0x030B0000  // unknown yet; objects
+#if PY_VERSION_HEX >= 0x030F0000  // unknown yet; objects
 const Frame* innermost() { return reinterpret_cast<const Frame*>(PyEval_GetFrame()); }
 const Frame* before(const Frame& frame) {
   auto* const object = reinterpret_cast<PyFrameObject*>(const_cast<Frame*>(&frame));

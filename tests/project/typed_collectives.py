@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from typing_extensions import assert_type
+    from typing import assert_type
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float32]]
 

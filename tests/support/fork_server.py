@@ -93,7 +93,7 @@ class ForkedPython(subprocess.Popen[Any]):
         super().__init__(arguments, **options)
 
     def _execute_child(self, *given: Any) -> None:
-        # The arguments before restore_signals are the same in Python 3.10 to 3.14.
+        # The arguments before restore_signals are the same in Python 3.11 to 3.14.
         arguments, _, _, _, pass_fds, cwd, env, _, _, _, *pipes = given[:16]
         standard = [pipes[0], pipes[3], pipes[5]]
         request = {

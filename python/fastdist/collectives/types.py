@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args
 
 if TYPE_CHECKING:
-    from typing_extensions import Required
+    from typing import Required
 
 Array = Any  # numpy.ndarray, torch.Tensor, anything with DLPack or the buffer protocol
 Arrays = Array | Sequence[Array]

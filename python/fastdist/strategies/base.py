@@ -35,7 +35,7 @@ from fastdist.strategies.scope import Scope, extensions
 from fastdist.training.graphed import GraphedStep, capture_graph
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 M = TypeVar("M", bound=nn.Module)
 K = TypeVar("K")

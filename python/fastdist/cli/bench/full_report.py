@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
     ranks = max(2, usable_cores()) if options.ranks is None else options.ranks
     if ranks < 2:
         raise ValueError(f"expected --ranks of at least 2, got {ranks}")
-    out = options.out or cache_dir("reports") / f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M}.html"
+    out = options.out or cache_dir("reports") / f"{datetime.now(UTC):%Y-%m-%d-%H%M}.html"
     if out.suffix != ".html":
         raise ValueError(f"expected --out with the suffix .html, got {out}")
     check_plot(out.with_suffix(".svg"))
@@ -173,7 +173,7 @@ def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
     settings = {name: tuned_settings(name) for name in report.engines}
     return {
         "fastdist": __version__,
-        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "took_s": round(took_s),
         "settings": {name: variables for name, variables in settings.items() if variables},
         **recorded,

@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -99,7 +99,7 @@ def machine_facts() -> dict[str, str]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
     }
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["torch"] = importlib.metadata.version("torch")

@@ -258,7 +258,6 @@ def test_a_second_init_is_another_job(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 14), reason="the exception is gone at the exit")
 def test_processes_of_multiprocessing_leave_no_records(tmp_path: Path) -> None:
     program = (
         "import multiprocessing, fastdist as fd\n"

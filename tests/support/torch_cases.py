@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch_compiled
 
 # Torch 2.13 renamed them.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -33,9 +34,9 @@ scatter_functionally: Any = (
 warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
 
 Case = Callable[[], Any]
-LIKE_GLOO: dict[str, Case] = {}
+LIKE_GLOO: dict[str, Case] = {case.__name__: case for case in torch_compiled.CASES}
 MORE_THAN_GLOO: dict[str, Case] = {}
-SLOW = ("compiled_functions", "dtensors")  # by what they import
+SLOW = ("compiled_functions", "dtensors", *LIKE_GLOO)  # by what they import and compile
 
 
 def like_gloo(case: Case) -> Case:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import hashlib
+import inspect
 import logging
 import os
 import signal
@@ -154,7 +155,7 @@ def _end(own: RecordPath) -> None:
     if own.pid != os.getpid() or _Own.place is not own:
         return
     _Own.place = None  # so that it runs once
-    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1] or _dropped_by_multiprocessing()
     # After Ctrl-C, an import that makes a dataclass would let the interpreter exit with code 1.
     if error is None or isinstance(error, KeyboardInterrupt | SystemExit):
         own.remove()
@@ -162,6 +163,23 @@ def _end(own: RecordPath) -> None:
         from fastdist.recorder.endings import write_ending  # only when it is needed
 
         write_ending(own.ending, error)
+
+
+def _dropped_by_multiprocessing() -> BaseException | None:
+    """Return what stands for the exception of a process of multiprocessing; None: it succeeds.
+
+    From Python 3.13 on, what runs at its exit only finds its exit code, in a caller's frame.
+    """
+    frame = inspect.currentframe() if sys.version_info >= (3, 13) else None
+    while frame is not None:
+        if frame.f_globals.get("__name__") in (
+            "multiprocessing.popen_fork",
+            "multiprocessing.forkserver",
+        ):
+            code = frame.f_locals.get("code")
+            return ChildProcessError(f"the process exits with code {code}") if code else None
+        frame = frame.f_back
+    return None
 
 
 def _remove_old(job: str) -> None:

@@ -57,7 +57,7 @@ def running_fit(model: Any) -> tuple[Any, list[Any]]:
     """
     frame = inspect.currentframe()
     while frame is not None:
-        found = frame.f_locals
+        found = dict(frame.f_locals)  # from Python 3.13 on a proxy, whose keys are a list
         if found.get("self") is model and {"epoch_iterator", "callbacks"} <= found.keys():
             return found["epoch_iterator"], found["callbacks"].callbacks
         frame = frame.f_back

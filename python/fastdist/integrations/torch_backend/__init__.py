@@ -13,28 +13,37 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from fastdist.integrations.torch_backend.name import NAME
 
 _C10D = "torch.distributed.distributed_c10d"
+_TRACE_RULES = "torch._dynamo.trace_rules"
 
 
 def register(*_: Any) -> None:
     """Register the backend with torch; the entry point that torch 2.14 calls."""
-    backends = sys.modules[_C10D].Backend
-    if not hasattr(backends, NAME.upper()):
-        backends.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    c10d = sys.modules[_C10D]
+    if not hasattr(c10d.Backend, NAME.upper()):
+        c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        # From torch 2.15 on: its recorder can only be attached to groups in C++.
+        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
 
 
 def register_with_torch() -> None:
-    """Register the backend now, or when torch.distributed is imported later."""
-    if _C10D in sys.modules:
-        register()
-    else:
-        sys.meta_path.insert(0, _WhenImported())
+    """Register the backend, now or when torch.distributed is imported later."""
+    for name, act in ((_C10D, register), (_TRACE_RULES, _stay_uncompiled)):
+        if name in sys.modules:
+            act()
+        else:
+            sys.meta_path.insert(0, _WhenImported(name, act))
+
+
+def _stay_uncompiled() -> None:
+    """Have torch.compile run fastdist's functions as they are, where a compiled one calls them."""
+    sys.modules[_TRACE_RULES].add("fastdist")
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -46,23 +55,26 @@ def _create(options: Any, backend_options: Any) -> Any:
 
 
 class _WhenImported:
-    """An import hook that registers the backend once torch.distributed has been imported."""
+    """An import hook that calls a function once a module has been imported."""
+
+    def __init__(self, name: str, act: Callable[[], None]) -> None:
+        self._name = name
+        self._act = act
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _C10D:
+        if name != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return spec
-        loader = spec.loader
-        run = loader.exec_module
+        run = spec.loader.exec_module
 
-        def run_and_register(module: ModuleType) -> None:
+        def run_and_act(module: ModuleType) -> None:
             run(module)
-            register()
+            self._act()
 
-        loader.exec_module = run_and_register  # type: ignore[method-assign]
+        spec.loader.exec_module = run_and_act  # type: ignore[method-assign]
         return spec

@@ -36,12 +36,10 @@ auto without_gil(py::handle timeout, const Call& call) {
 
 std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device, bool blocking,
                              const py::object& host, const py::object& timeout,
-                             const std::optional<std::pair<int, int>>& lane,
-                             const std::pair<std::optional<int>, std::optional<int>>& blocks) {
+                             const std::optional<std::pair<int, int>>& lane) {
   const std::string bytes = id;
   auto checker = host.is_none() ? nullptr : std::make_unique<HostChecker>(host);
-  nccl::Connection connection{{},       rank,          size,         device,
-                              blocking, checker.get(), std::nullopt, {blocks.first, blocks.second}};
+  nccl::Connection connection{{}, rank, size, device, blocking, checker.get(), std::nullopt};
   if (lane) connection.lane = {lane->first, lane->second};
   if (bytes.size() != sizeof(connection.id.bytes)) {
     throw Error(ErrorCode::kValue, "id must come from new_nccl_id (128 bytes), got " +
@@ -223,8 +221,7 @@ void bind_communicator(py::module_& m) {
   py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
       .def_static("connect", &connect, py::arg("id"), py::arg("rank"), py::arg("size"),
                   py::arg("device"), py::arg("blocking"), py::arg("hosts"), py::arg("timeout"),
-                  py::arg("lane") = py::none(),
-                  py::arg("blocks") = std::pair<std::optional<int>, std::optional<int>>())
+                  py::arg("lane") = py::none())
       .def_property_readonly(
           "own_stream",
           [](Gpu& g) { return reinterpret_cast<std::uintptr_t>(g.communicator().own_stream()); })
@@ -236,15 +233,6 @@ void bind_communicator(py::module_& m) {
            [](Gpu& g, const GpuMark& point) {
              point.mark->make_wait(g.communicator().own_stream());
            })
-      .def("make_peer_memory",
-           [](Gpu& g) { return py::bytes(g.communicator().make_peer_memory()); })
-      .def("open_peer_memory",
-           [](Gpu& g, const std::vector<py::bytes>& addresses) {
-             g.communicator().open_peer_memory(
-                 std::vector<std::string>(addresses.begin(), addresses.end()));
-           })
-      .def("use_peer_memory",
-           [](Gpu& g, bool all_can) { g.communicator().use_peer_memory(all_can); })
       .def("share_failures",
            [](Gpu& g, Gpu& other) { g.communicator().share_failures(other.communicator()); })
       .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })

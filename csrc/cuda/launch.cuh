@@ -1,8 +1,7 @@
-// Loads and launches kernels, and orders memory between GPUs: what host compilers cannot do. The
-// rest of each kernel also compiles for virtual GPUs, which replace this file.
+// Loads and launches kernels, which host compilers cannot do. The rest of each kernel also compiles
+// for virtual GPUs, which replace this file.
 #pragma once
 
-#include <cstdint>
 #include <type_traits>
 
 #include "cuda/check.h"
@@ -22,17 +21,6 @@ void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, St
             const std::type_identity_t<Parameters>&... arguments) {
   kernel<<<blocks, threads, 0, stream>>>(arguments...);
   check(cudaGetLastError(), "launch of a kernel(");
-}
-
-// These two order memory for all GPUs of the system.
-__device__ inline void store_release(std::uint32_t* at, std::uint32_t value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-
-__device__ inline std::uint32_t load_acquire(const std::uint32_t* at) {
-  std::uint32_t value;
-  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
 }
 
 }  // namespace fastdist::cuda

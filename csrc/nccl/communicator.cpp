@@ -213,38 +213,6 @@ std::shared_ptr<void> NcclCommunicator::lend(std::byte* data, std::size_t bytes,
   return std::make_shared<Registration>(handle_, data, bytes, options);
 }
 
-std::string NcclCommunicator::make_peer_memory() {
-  const cuda::DeviceGuard device(handle_->device());
-  peers_ = std::make_shared<cuda::PeerMemory>(rank_);
-  return peers_->address();
-}
-
-void NcclCommunicator::open_peer_memory(std::span<const std::string> addresses) {
-  const cuda::DeviceGuard device(handle_->device());
-  peers_->open(addresses);
-}
-
-void NcclCommunicator::use_peer_memory(bool all_can) {
-  uses_peers_ = all_can;
-  if (!all_can) return peers_.reset();
-  peers_->begin_use();
-  handle_->at_failure([peers = peers_] { peers->give_up(); });
-}
-
-// Calls on several streams must not overlap. Replays of graphs cannot wait for other calls, and may
-// overlap with them; the user orders the replays.
-void NcclCommunicator::reduce_by_peers(const TensorView& in, const TensorView& out, ReduceOp op,
-                                       const CallOptions& options) {
-  const cuda::Range range("peer_all_reduce");
-  const StreamHandle stream = stream_of(options);
-  if (capture_ && std::exchange(peers_kept_by_, capture_->id) != capture_->id) {
-    cuda::keep_with_graph(*capture_, peers_);
-  }
-  ScratchUse order(*this, stream);
-  peers_->all_reduce(in, out, op, stream, capture_.has_value());
-  order.end();
-}
-
 void NcclCommunicator::share_failures(GpuCommunicator& other) {
   Handle::share_failures(handle_, dynamic_cast<NcclCommunicator&>(other).handle_);
 }
@@ -255,11 +223,6 @@ void NcclCommunicator::close() noexcept {
   constexpr std::chrono::milliseconds kBetweenLooks{50};
   while (checker_ != nullptr && handle_->is_usable() && !checker_->settle(kBetweenLooks)) continue;
   eager_.forget_buckets();
-  try {
-    const cuda::DeviceGuard device(handle_->device());
-    if (uses_peers_ && handle_->is_usable() && !handle_->is_captured()) peers_->leave();
-  } catch (...) {  // the device has failed
-  }
   handle_->close();
 }
 
@@ -289,9 +252,7 @@ abi::Config config_of(const Connection& connection) {
   constexpr int kBlocksOfLane = 8;  // so that the kernels of many lanes run at the same time
   abi::Config config;
   config.blocking = connection.blocking ? 1 : 0;
-  config.min_ctas = connection.blocks.least.value_or(config.min_ctas);
-  const int most = std::max(kBlocksOfLane, connection.blocks.least.value_or(0));
-  config.max_ctas = connection.blocks.most.value_or(connection.lane ? most : config.max_ctas);
+  if (connection.lane) config.max_ctas = kBlocksOfLane;
   return config;
 }
 

@@ -23,7 +23,6 @@
 #include "cuda/driver.h"
 #include "cuda/graph_memory.h"
 #include "cuda/kernels.h"
-#include "cuda/peer_memory.h"
 #include "cuda/range.h"
 #include "nccl/engine.h"
 #include "nccl/handle.h"
@@ -76,9 +75,6 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) override;
   [[nodiscard]] std::shared_ptr<void> lend(std::byte* data, std::size_t bytes,
                                            const CallOptions&) override;
-  [[nodiscard]] std::string make_peer_memory() override;
-  void open_peer_memory(std::span<const std::string> addresses) override;
-  void use_peer_memory(bool all_can) override;
   void share_failures(GpuCommunicator& other) override;
   void abort(const std::string& why) noexcept override;
   // Waits until the device has finished all enqueued work, or until a call times out.
@@ -110,10 +106,6 @@ class NcclCommunicator final : public GpuCommunicator {
   void reduce_one(const TensorView& in, const TensorView& out, ReduceOp op, std::optional<int> root,
                   const CallOptions& options);
 
-  // communicator.cpp: must be called within a call.
-  void reduce_by_peers(const TensorView& in, const TensorView& out, ReduceOp op,
-                       const CallOptions& options);
-
   // exchange.cpp: must be called within a call, for reductions that NCCL lacks.
   void exchange_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
                        std::optional<int> root, const CallOptions& options);
@@ -143,9 +135,6 @@ class NcclCommunicator final : public GpuCommunicator {
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(handle_->device());
   Scratch eager_{false};
   std::map<unsigned long long, std::weak_ptr<Scratch>> captured_;  // by capture; graphs own them
-  std::shared_ptr<cuda::PeerMemory> peers_;                        // graphs may own it too
-  bool uses_peers_ = false;
-  unsigned long long peers_kept_by_ = 0;  // the last capture whose graph owns them
   Watcher watcher_;
   std::shared_ptr<const Mark> last_;
   int depth_ = 0;                         // nesting of calls

@@ -107,13 +107,6 @@ class GpuCommunicator : public Communicator {
   // Returns the point that the work on `stream` has reached.
   [[nodiscard]] virtual std::shared_ptr<const Mark> record(StreamHandle stream) = 0;
 
-  // Makes memory through which small arrays are reduced without NCCL, and returns its address.
-  [[nodiscard]] virtual std::string make_peer_memory() = 0;
-  // Maps the memory of all ranks; throws if a GPU cannot reach another's.
-  virtual void open_peer_memory(std::span<const std::string> addresses) = 0;
-  // Uses the memory from now on if `all_can` open it, otherwise frees it. Every rank must call.
-  virtual void use_peer_memory(bool all_can) = 0;
-
   // Every rank must call, with the same `bytes`.
   [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) = 0;
   // Registers the caller's memory with NCCL until the result is destroyed. One rank alone may call.
@@ -135,13 +128,6 @@ struct Lane {
   int receiver;
 };
 
-// The thread blocks of a communicator's kernels, each of which takes a multiprocessor of the GPU.
-// Nothing means NCCL's choice.
-struct Blocks {
-  std::optional<int> least;
-  std::optional<int> most;
-};
-
 struct Connection {
   abi::UniqueId id;
   int rank;
@@ -152,7 +138,6 @@ struct Connection {
   bool blocking = true;
   Checker* checker = nullptr;  // null: calls are not compared
   std::optional<Lane> lane;
-  Blocks blocks;  // the same on all ranks
 };
 
 // Every rank must call, or the two ranks of a lane.

@@ -188,13 +188,10 @@ void Handle::wait_for_other_thread() noexcept {
 void Handle::fail(const Error& why, const std::function<void()>& tell) noexcept {
   if (!set_failure(why, tell)) return;
   std::vector<std::weak_ptr<Handle>> others;
-  std::function<void()> at_failure;
   {
     const std::lock_guard lock(mutex_);
     others.swap(others_);
-    at_failure.swap(at_failure_);
   }
-  if (at_failure) at_failure();
   wait_for_other_thread();
   end(functions().abort);
   for (const auto& weak : others) {
@@ -210,11 +207,6 @@ void Handle::share_failures(const std::shared_ptr<Handle>& one,
   }
   const std::lock_guard lock(other->mutex_);
   other->others_.push_back(one);
-}
-
-void Handle::at_failure(std::function<void()> function) {
-  const std::lock_guard lock(mutex_);
-  at_failure_ = std::move(function);
 }
 
 void Handle::close() noexcept {

@@ -55,8 +55,6 @@ class Handle {
   // `tell` is called before any call can see it. NCCL then no longer knows the communicator.
   void fail(const Error& why, const std::function<void()>& tell = {}) noexcept;
   void close() noexcept;
-  // Calls `function` when the communicator fails; it must not throw.
-  void at_failure(std::function<void()> function);
   // From now on a failure of one is a failure of both.
   static void share_failures(const std::shared_ptr<Handle>& one,
                              const std::shared_ptr<Handle>& other);
@@ -97,7 +95,6 @@ class Handle {
   std::atomic<bool> captured_{false};
   bool has_windows_ = true;
   std::vector<std::weak_ptr<const void>> held_;
-  std::function<void()> at_failure_;
   std::vector<std::weak_ptr<Handle>> others_;  // that share failures
   std::mutex use_mutex_;
   std::condition_variable use_ended_;

@@ -12,9 +12,6 @@ namespace fastdist::nccl {
 void NcclCommunicator::reduce_one(const TensorView& in, const TensorView& out, ReduceOp op,
                                   std::optional<int> root, const CallOptions& options) {
   if (in.count == 0) return;
-  if (uses_peers_ && !root && group_depth_ == 0 && cuda::PeerMemory::can_reduce(in, op)) {
-    return reduce_by_peers(in, out, op, options);
-  }
   const auto native = native_reduction(in.dtype, op);
   if (!native) return exchange_reduce(in, out, op, root, options);
   const abi::Functions& f = functions();

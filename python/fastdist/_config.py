@@ -5,7 +5,6 @@
 | FASTDIST_TIMEOUT_S | seconds that a collective waits for other ranks | 600 |
 | FASTDIST_RENDEZVOUS_TIMEOUT_S | seconds that `fd.init()` waits for all ranks | 120 |
 | NCCL_COMM_BLOCKING | 0: NCCL calls can be aborted at any point, and take longer | 1 |
-| FASTDIST_PEER_MEMORY | 1: small arrays on GPUs of one machine are reduced without NCCL | 0 |
 | FASTDIST_PS_KEYS | keys of the parameter servers: JSON, or the path of a JSON file | none |
 | FASTDIST_PS_FOLDER | folder of the sockets of a job with parameter servers on one machine | none |
 | FASTDIST_SECRET | secret that the ranks of a job on several machines share | see below |
@@ -38,7 +37,6 @@ class Settings:
     timeout_s: float = 600.0
     rendezvous_timeout_s: float = 120.0
     nccl_blocking: bool = True
-    peer_memory: bool = False
     ps_keys: str | None = field(default=None, repr=False)
     ps_folder: str | None = None
     secret: str | None = field(default=None, repr=False)
@@ -60,7 +58,6 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
             environ, "FASTDIST_RENDEZVOUS_TIMEOUT_S", defaults.rendezvous_timeout_s
         ),
         nccl_blocking=_flag(environ, "NCCL_COMM_BLOCKING", defaults.nccl_blocking),
-        peer_memory=_flag(environ, "FASTDIST_PEER_MEMORY", defaults.peer_memory),
         ps_keys=environ.get(KEYS_VARIABLE) or None,
         ps_folder=environ.get(FOLDER_VARIABLE) or None,
         secret=environ.get(SECRET_VARIABLE) or None,

@@ -26,8 +26,7 @@ ALONE = [
     "bad_arrays",
     "arrays_of_cupy",
     "registering",
-    "in_memory_of_nccl",
-    "limited",
+    "in_ranges",
 ]
 TOGETHER = [
     "disagreement",
@@ -128,17 +127,6 @@ print("passed")
 @pytest.mark.parametrize("part", ["on_two_gpus", "out_of_memory"])
 def test_gpus_of_their_own(part: str) -> None:
     passes(start(["gpu_communicator.py", part, "--threads", "2"], gpus_for(2)))
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 6])
-@pytest.mark.parametrize("kind", ["processes", "threads"])
-def test_small_arrays_over_peer_memory(ranks: int, kind: str) -> None:
-    command = ["gpu_communicator.py", "over_peer_memory"]
-    if kind == "threads":
-        command += ["--threads", str(ranks)]
-    else:
-        command = ["-m", "fastdist", "run", "-n", str(ranks), *command]
-    passes(start(command, gpus_for(ranks), FASTDIST_PEER_MEMORY="1"))
 
 
 @pytest.mark.parametrize("part", LOSING)

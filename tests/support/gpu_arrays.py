@@ -34,6 +34,9 @@ class GpuArrays(ABC):
         """Make the host wait for the current device."""
 
     @abstractmethod
+    def bytes_in_use(self, device: int) -> int: ...
+
+    @abstractmethod
     def array(self, values: Any) -> Any:
         """Make a one-dimensional copy of a numpy array."""
 
@@ -95,6 +98,10 @@ class TorchArrays(GpuArrays):
 
     def synchronize(self) -> None:
         self._torch.cuda.synchronize()
+
+    def bytes_in_use(self, device: int) -> int:
+        free, total = self._torch.cuda.mem_get_info(device)
+        return int(total - free)
 
     def array(self, values: Any) -> Any:
         raw = np.ascontiguousarray(values).view(np.uint8).reshape(-1).copy()

@@ -20,7 +20,6 @@ from itertools import repeat
 from typing import Any
 
 import fastdist as fd
-import fastdist._core as _core
 import numpy as np
 import pytest
 from fastdist import Communicator
@@ -32,7 +31,6 @@ from fastdist.errors import (
     UnsupportedError,
 )
 from gpu_arrays import choose
-from reference import sample
 
 TIMEOUT_S = 60.0
 arrays = choose()
@@ -196,34 +194,18 @@ def disagreement(comm: Communicator) -> None:
         require(x, total(comm))
 
 
-def limited(comm: Communicator) -> None:
-    """The kernels of a communicator can be told how much of the GPU to take."""
-    for least, most in ((0, None), (None, 65), (5, 4)):
-        with pytest.raises(ValueError, match="expected 1 <= least <= most <= 64"):
-            comm.limit_blocks(least, most)
-    comm.limit_blocks(2, 4)
+def in_ranges(comm: Communicator) -> None:
+    """A profiler sees each call as an NVTX range."""
     x = arrays.array(floats(comm))
-    comm.all_reduce(x)
-    require(x, total(comm))
-    with pytest.raises(FastdistError, match="call limit_blocks before"):
-        comm.limit_blocks(2, 4)
-    if arrays.are_virtual:
-        import virtual_arrays
+    for call in (comm.all_reduce, comm.reduce):
+        if arrays.are_virtual:
+            import virtual_arrays
 
-        assert virtual_arrays.last_blocks() == (2, 4)
-        for call in (comm.all_reduce, comm.reduce):
             ended = virtual_arrays.ranges(call.__name__)
             call(x)
             assert virtual_arrays.ranges(call.__name__) == ended + 1
-    if comm.world_size > 1:
-        part = comm.split(0)
-        assert part is not None
-        part.limit_blocks(1 + part.rank)
-        with pytest.raises(
-            ValueError, match="must call limit_blocks with the same numbers, got 1 to"
-        ):
-            part.all_reduce(x)
-        part.close()
+        else:
+            call(x)
 
 
 def hosts_beside(comm: Communicator) -> None:
@@ -307,82 +289,6 @@ def one_rank_without_a_gpu(comm: Communicator) -> None:
     y = np.ones(4)
     comm.all_reduce(y)
     assert set(y) == {comm.world_size}
-
-
-def over_peer_memory(comm: Communicator) -> None:
-    """With FASTDIST_PEER_MEMORY=1, small arrays of GPUs that can map each other's memory."""
-    n, r = comm.world_size, comm.rank
-    made = 0
-    for turn in range(36):  # every size with every dtype
-        size = (1, 2, 7, 130, 4_099, 65_536, 100_001, 131_072, 300_000)[turn % 9]
-        dtype = ("float32", "float16", "bfloat16", "float64")[turn % 4]
-        op, most = ("sum", "mean")[turn % 2], 1 << 19
-        values = [sample(dtype, size, turn, rank) for rank in range(n)]
-        x = arrays.array(np.concatenate([values[r][:1], values[r]]))[turn % 3 != 0 :]  # not aligned
-        comm.all_reduce(x, op)
-        expected = np.sum([v.astype(np.float64) for v in values], axis=0) / (n if turn % 2 else 1)
-        got = arrays.numpy(x, dtype).astype(np.float64)
-        got = got if turn % 3 else got[1:]
-        tolerance = {"float16": 2e-3, "bfloat16": 2e-2}.get(dtype, 1e-5)
-        np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * n)
-        nbytes = (size + (turn % 3 == 0)) * values[0].itemsize
-        made += dtype != "float64" and nbytes <= most
-    if arrays.are_virtual:
-        import virtual_arrays
-
-        assert virtual_arrays.ranges("peer_all_reduce") == made
-    some = [arrays.full(size, 1) for size in (5, 100, 3_000)]
-    streams = [arrays.new_stream(), arrays.new_stream()]
-    for turn in range(20):
-        with arrays.use_stream(streams[turn % 2]):
-            x = arrays.full(5_000, turn + r)
-            comm.all_reduce(x)
-            comm.all_reduce(some, "mean")
-            assert arrays.is_full(x, n * turn + n * (n - 1) / 2)
-    assert all(arrays.is_full(x, 1) for x in some)
-    x, y, graph = arrays.full(5_000, 0), arrays.full(5_000, 0), arrays.graph()
-    arrays.synchronize()
-    comm.barrier()
-    with graph.capture():
-        work = comm.all_reduce(y, async_op=True)
-        comm.all_reduce(x)
-        comm.all_reduce(x, "mean")
-        work.wait()
-    comm.barrier()
-    for turn in range(3):
-        arrays.fill(x, turn)
-        arrays.fill(y, 2 * turn)
-        graph.launch()
-        arrays.synchronize()
-        assert arrays.is_full(x, turn * n)
-        assert arrays.is_full(y, 2 * turn * n)
-    comm.all_reduce(x, "mean")
-    assert arrays.is_full(x, 2 * n)
-    z = arrays.full(5_000, 1)
-    for turn in range(4):  # a replay beside another call, in either order
-        arrays.fill(x, turn)
-        arrays.fill(z, 1)
-        arrays.synchronize()
-        if (turn + r) % 2:
-            graph.launch()
-        with arrays.use_stream(streams[0]):
-            work = comm.all_reduce(z, async_op=True)
-        if (turn + r) % 2 == 0:
-            graph.launch()
-        work.wait()
-        arrays.synchronize()
-        assert arrays.is_full(x, turn * n)
-        assert arrays.is_full(z, n)
-    comm.barrier()
-    if r == 0:  # the others' kernels wait for this rank, and are given up
-        time.sleep(2)
-        with pytest.raises((PeerFailureError, CollectiveTimeoutError)):
-            comm.barrier()
-        return
-    comm.all_reduce(x, timeout=1)
-    with pytest.raises((PeerFailureError, CollectiveTimeoutError)):
-        comm.barrier()
-    arrays.synchronize()
 
 
 def groups(comm: Communicator) -> None:
@@ -520,28 +426,6 @@ def registering(comm: Communicator) -> None:
         comm.register(np.ones(3))
     comm.close()
     del lent
-
-
-def in_memory_of_nccl(comm: Communicator) -> None:
-    """The functions by which torch allocates, and a tensor by them where there is torch."""
-    if arrays.are_virtual:
-        functions = ctypes.CDLL(_core.__file__)
-        functions.fastdist_allocate.restype = ctypes.c_void_p
-        comm.all_reduce(arrays.full(3, 1))
-        address = functions.fastdist_allocate(ctypes.c_size_t(1000), 0, None)
-        assert _core.cuda_device_of(address) == comm.rank % arrays.device_count()
-        functions.fastdist_free(ctypes.c_void_p(address), ctypes.c_size_t(1000), 0, None)
-        assert _core.cuda_device_of(address) is None
-        return
-    import torch
-
-    pool = comm.memory_pool()
-    with torch.cuda.use_mem_pool(pool):
-        x = torch.ones(1000, device="cuda")
-    lent = comm.register(x)
-    comm.all_reduce(x)
-    assert arrays.is_full(x, comm.world_size)
-    lent.close()
 
 
 def between_two(comm: Communicator) -> None:

@@ -96,12 +96,6 @@ def ranges(name: str) -> int:
     return int(cuda._runtime.virtual_gpu_ranges(name.encode()))
 
 
-def last_blocks() -> tuple[int, int]:
-    """Return the least and most blocks that were asked for by the last communicator."""
-    most = ctypes.c_int()
-    return cuda.nccl.virtual_nccl_last_ctas(ctypes.byref(most)), most.value
-
-
 def synchronize() -> None:
     """Block the host until the current device is idle."""
     cuda.cudaDeviceSynchronize()

@@ -20,14 +20,14 @@ from fastdist.collectives.arrays import (
     view_gpu_bytes,
 )
 from fastdist.collectives.engines.engine import Calls, Engine
-from fastdist.collectives.engines.gpu_arrays import device_of, memory_pool
+from fastdist.collectives.engines.gpu_arrays import device_of
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
 from fastdist.collectives.types import Arrays, Compression, ReduceOp, Work
 from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.recorder.recording import record
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
     from fastdist.collectives.types import Async, AsyncMessage, Direct, DirectMessage
 
@@ -857,31 +857,6 @@ class Communicator:
         """
         self._refuse_in_group("register")
         return self._on_gpus().lend(array, self._timeout_s if timeout is None else timeout)
-
-    def limit_blocks(self, least: int | None = None, most: int | None = None) -> None:
-        """Set how many thread blocks the kernels of NCCL have: fewer leave more GPU to kernels that
-        run meanwhile, more move large arrays faster.
-
-        Every rank must call, with the same numbers, before the communicator's first call on GPU
-        arrays. Each block takes one of the GPU's multiprocessors.
-
-        Args:
-            least: the minimum; None lets NCCL choose.
-            most: the maximum; None lets NCCL choose.
-
-        Raises:
-            ValueError: not 1 <= least <= most <= 64.
-            FastdistError: a call on GPU arrays was made.
-        """
-        self._on_gpus().set_blocks(least, most)
-
-    def memory_pool(self) -> Any:
-        """Make a torch.cuda.MemPool whose memory comes from NCCL, for tensors to `register`.
-
-        Tensors made inside `with torch.cuda.use_mem_pool(pool):` are in it.
-        """
-        self._on_gpus()
-        return memory_pool()
 
     def _on_gpus(self) -> NcclEngine:
         if self._gpus is None:

@@ -3,11 +3,9 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <stdexcept>
-#include <thread>
 #include <vector>
 
 namespace virtual_gpu {
@@ -40,11 +38,6 @@ class Block {
     while (!all([](State state) { return state == State::kEnded; })) {
       for (Fiber* const fiber : fibers_) {
         if (fiber->state == State::kReady) resume(*fiber);
-      }
-      if (!all([](State state) { return state != State::kReady; })) {
-        // Some have paused: other ranks, on the same cores, must go on.
-        std::this_thread::sleep_for(std::chrono::microseconds(20));
-        continue;
       }
       if (!all([](State state) { return state != State::kAtBarrier; }) &&
           !all([](State state) { return state != State::kExchanging; })) {
@@ -120,7 +113,5 @@ std::uint32_t exchange(std::uint32_t value, unsigned lanes) {
   block.leave(State::kExchanging);  // all have read
   return other;
 }
-
-void pause() { Block::running->leave(State::kReady); }
 
 }  // namespace virtual_gpu

@@ -24,7 +24,5 @@ void await_block();
 // Returns the value of the thread whose number differs in the bits `lanes`. All threads that have
 // not ended must call, also those of other warps, which real GPUs do not need.
 [[nodiscard]] std::uint32_t exchange(std::uint32_t value, unsigned lanes);
-// Lets other threads run, of the block and of the machine.
-void pause();
 
 }  // namespace virtual_gpu

@@ -111,7 +111,6 @@ cudaError_t cudaGetLastError() {
   NAMED(cudaErrorInvalidResourceHandle, "invalid resource handle")                     \
   NAMED(cudaErrorNotReady, "device not ready")                                         \
   NAMED(cudaErrorIllegalAddress, "an illegal memory access was encountered")           \
-  NAMED(cudaErrorPeerAccessAlreadyEnabled, "peer access is already enabled")           \
   NAMED(cudaErrorLaunchFailure, "unspecified launch failure")                          \
   NAMED(cudaErrorNotSupported, "operation not supported")                              \
   NAMED(cudaErrorStreamCaptureUnsupported, "operation not permitted in a capture")     \

@@ -1,9 +1,6 @@
 // Device memory: host memory with a record of its owner, so that an access beyond an allocation or
 // to another device's memory loses the device, as on a real GPU.
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -93,29 +90,13 @@ cudaError_t set(void* to, int value, std::size_t bytes, cudaStream_t stream) {
   });
 }
 
-// Allocates large memory as a file, so that other processes can map it.
-void* allocate(std::size_t bytes, int& file) {
-  constexpr std::size_t kLarge = std::size_t{1} << 20;
-  file = -1;
-  if (bytes < kLarge) return ::operator new(bytes, kAlignment, std::nothrow);
-  file = ::memfd_create("virtual GPU", MFD_CLOEXEC);
-  if (file < 0 || ::ftruncate(file, static_cast<off_t>(bytes)) != 0) return nullptr;
-  void* const data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  return data == MAP_FAILED ? nullptr : data;
-}
-
 cudaError_t release(State& s, void* data) {
   const auto found = s.allocations.find(reinterpret_cast<std::uintptr_t>(data));
   if (found == s.allocations.end()) return cudaErrorInvalidValue;
   const Allocation was = found->second;
   std::memset(data, kFreed, was.bytes);
   s.allocations.erase(found);
-  if (was.file < 0) {
-    ::operator delete(data, kAlignment);
-  } else {
-    ::munmap(data, was.bytes);
-    ::close(was.file);
-  }
+  ::operator delete(data, kAlignment);
   return s.lost;
 }
 
@@ -168,11 +149,10 @@ cudaError_t cudaMalloc(void** data, size_t bytes) {
   if (bytes == 0) return cudaSuccess;
   const int device = current_device();
   if (bytes > kBytesOfDevice - bytes_in_use(s, device)) return remember(cudaErrorMemoryAllocation);
-  int file = -1;
-  *data = allocate(bytes, file);
+  *data = ::operator new(bytes, kAlignment, std::nothrow);
   if (*data == nullptr) return remember(cudaErrorMemoryAllocation);
   std::memset(*data, kFresh, bytes);
-  s.allocations[reinterpret_cast<std::uintptr_t>(*data)] = {bytes, device, file};
+  s.allocations[reinterpret_cast<std::uintptr_t>(*data)] = {bytes, device};
   return cudaSuccess;
 }
 

@@ -48,7 +48,6 @@ struct Capture;
 struct Allocation {
   std::size_t bytes;
   int device;
-  int file;  // of large memory, that other processes may map; else -1
 };
 
 }  // namespace virtual_gpu

@@ -23,7 +23,6 @@ enum cudaError_t {
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
   cudaErrorIllegalAddress = 700,
-  cudaErrorPeerAccessAlreadyEnabled = 704,
   cudaErrorLaunchFailure = 719,
   cudaErrorNotSupported = 801,
   cudaErrorStreamCaptureUnsupported = 900,
@@ -60,13 +59,6 @@ inline constexpr unsigned cudaEventDisableTiming = 2;
 inline constexpr unsigned cudaUserObjectNoDestructorSync = 1;
 inline constexpr unsigned cudaGraphUserObjectMove = 1;
 
-inline constexpr unsigned cudaHostAllocMapped = 2;
-inline constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
-
-struct cudaIpcMemHandle_t {
-  char reserved[64];
-};
-
 struct cudaUUID_t {
   char bytes[16];
 };
@@ -98,13 +90,6 @@ VIRTUAL_GPU_EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int*
 VIRTUAL_GPU_EXPORT cudaError_t cudaMalloc(void** data, size_t bytes);
 VIRTUAL_GPU_EXPORT cudaError_t cudaFree(void* data);
 VIRTUAL_GPU_EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* all);
-VIRTUAL_GPU_EXPORT cudaError_t cudaHostAlloc(void** data, size_t bytes, unsigned flags);
-VIRTUAL_GPU_EXPORT cudaError_t cudaFreeHost(void* data);
-VIRTUAL_GPU_EXPORT cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* data);
-VIRTUAL_GPU_EXPORT cudaError_t cudaIpcOpenMemHandle(void** data, cudaIpcMemHandle_t handle,
-                                                    unsigned flags);
-VIRTUAL_GPU_EXPORT cudaError_t cudaIpcCloseMemHandle(void* data);
-VIRTUAL_GPU_EXPORT cudaError_t cudaDeviceEnablePeerAccess(int device, unsigned flags);
 VIRTUAL_GPU_EXPORT cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes,
                                           cudaMemcpyKind kind);
 VIRTUAL_GPU_EXPORT cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes,

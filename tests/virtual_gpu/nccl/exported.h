@@ -13,8 +13,5 @@ FASTDIST_NCCL_FUNCTIONS(VIRTUAL_NCCL_DECLARE, VIRTUAL_NCCL_DECLARE)
 #undef VIRTUAL_NCCL_DECLARE
 extern "C" __attribute__((visibility("default"))) const char* ncclGetErrorString(Result result);
 extern "C" __attribute__((visibility("default"))) const char* ncclGetLastError(Comm comm);
-// Returns the least blocks, and sets `most` to the most, of this process's last communicator;
-// INT_MIN is the default.
-extern "C" __attribute__((visibility("default"))) int virtual_nccl_last_ctas(int* most);
 
 }  // namespace virtual_nccl::exported

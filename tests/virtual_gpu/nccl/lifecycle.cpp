@@ -1,7 +1,5 @@
 // Creation and destruction of communicators.
 
-#include <array>
-#include <atomic>
 #include <string>
 #include <thread>
 
@@ -11,15 +9,11 @@
 namespace virtual_nccl {
 namespace {
 
-std::array<std::atomic<int>, 2> last_ctas{};
-
 abi::Result check_config(const abi::Config* config) {
   if (config == nullptr) return abi::kSuccess;
   if (config->magic != 0xCAFEBEEF || config->size < sizeof(abi::Config)) {
     return refuse(abi::kInvalidArgument, "the configuration was not initialized");
   }
-  last_ctas[0] = config->min_ctas;
-  last_ctas[1] = config->max_ctas;
   return abi::kSuccess;
 }
 
@@ -114,11 +108,6 @@ abi::Result ncclCommGetAsyncError(abi::Comm handle, abi::Result* result) {
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
   *result = comm->status();
   return abi::kSuccess;
-}
-
-int virtual_nccl_last_ctas(int* most) {
-  *most = last_ctas[1];
-  return last_ctas[0];
 }
 
 const char* ncclGetLastError(abi::Comm) { return last_text(); }

@@ -6,14 +6,12 @@ stream.
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.collectives.engines import nccl_library
 
 _DLPACK_CUDA = 2
 _LEGACY_STREAM = 0
@@ -60,22 +58,6 @@ def current_stream(arrays: Any, device: int) -> int:
         return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
     interface = getattr(array, "__cuda_array_interface__", {})
     return interface.get("stream") or _LEGACY_STREAM
-
-
-@functools.cache
-def _torch_allocator() -> Any:
-    """Return NCCL's allocator for torch, which refers to it for as long as a tensor of it lives."""
-    import torch
-
-    nccl_library.load()
-    names = ("fastdist_allocate", "fastdist_free")
-    return torch.cuda.memory.CUDAPluggableAllocator(_core.__file__, *names)
-
-
-def memory_pool() -> Any:
-    """Make a torch.cuda.MemPool of NCCL's memory."""
-    allocator = _torch_allocator().allocator()
-    return sys.modules["torch"].cuda.MemPool(allocator)
 
 
 def stream_handle(stream: Any, device: int) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.launch import detect_launch
-from fastdist.collectives.arguments import to_integer, to_rank
+from fastdist.collectives.arguments import to_rank
 from fastdist.collectives.engines import nccl_library
 from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.gpu_arrays import (
@@ -33,8 +33,6 @@ from fastdist.collectives.engines.nccl_lanes import ID_BYTES, Lane
 from fastdist.errors import FastdistError, UnsupportedError
 
 _PER_THREAD = 2  # cudaStreamPerThread
-_MOST_PEERS = 8  # of csrc/cuda/peer_memory.h
-_NO_MEMORY = (FastdistError, MemoryError, OSError, ValueError)  # from CUDA, for memory of peers
 
 
 def is_possible() -> bool:
@@ -62,7 +60,6 @@ class NcclEngine:
         self._on_gpus: Mapping[str, Callable[..., Any]] = {}
         self._lanes: dict[tuple[str, int], Lane] = {}
         self._mail: Engine | None = None  # by which lanes are connected
-        self._blocks: tuple[int | None, int | None] = (None, None)
 
     def calls(self, timeout_s: float) -> Calls:
         """Return the collectives of the host engine, for arrays on the host or a GPU."""
@@ -112,24 +109,6 @@ class NcclEngine:
         assert device is not None
         gpu = self._gpu or self._connect(device, timeout_s)
         group.run_on_gpu(gpu, current_stream(arrays[0], device))
-
-    def set_blocks(self, least: int | None, most: int | None) -> None:
-        """Limit the thread blocks of NCCL's kernels: before the ranks connect, equal on all ranks.
-
-        Raises:
-            ValueError: not 1 <= least <= most <= 64.
-            FastdistError: the ranks are connected.
-        """
-        least = None if least is None else to_integer(least, "least")
-        most = None if most is None else to_integer(most, "most")
-        if not 1 <= (least or 1) <= (most or 64) <= 64 or 0 in (least, most):
-            raise ValueError(f"expected 1 <= least <= most <= 64, got least={least}, most={most}")
-        if self._gpu is not None:
-            raise FastdistError(
-                "the ranks are connected: call limit_blocks before the first call on GPU arrays, "
-                "or make another communicator by split(0)"
-            )
-        self._blocks = (least, most)
 
     def empty(self, nbytes: int, device: int, timeout_s: float) -> _core.GpuMemory:
         """Allocate GPU memory registered with NCCL. Every rank must call, with equal `nbytes`."""
@@ -197,8 +176,7 @@ class NcclEngine:
 
     def _connect(self, device: int, timeout_s: float) -> _core.NcclCommunicator:
         """Connect the ranks. Every rank calls this at its first array on a GPU."""
-        own = {"blocks": self._blocks, "peers": settings().peer_memory}
-        records = self._exchange(_describe(device) | own, timeout_s)
+        records = self._exchange(_describe(device), timeout_s)
         rank, size = self._host_engine.rank, self._host_engine.size
         for other, record in enumerate(records):
             if "error" in record:
@@ -206,19 +184,11 @@ class NcclEngine:
                 raise UnsupportedError(record["error"] + where, (other,))
         if different := _different([record["version"] for record in records]):
             raise UnsupportedError(f"all ranks must have the same version of NCCL, got {different}")
-        if different := _different(["{} to {}".format(*record["blocks"]) for record in records]):
-            raise ValueError(
-                f"all ranks must call limit_blocks with the same numbers, got {different}"
-            )
         sharing = _ranks_that_share(records)
         _require_apart(records, sharing)
         if sharing or _may_share_elsewhere(records, rank):
             nccl_library.allow_sharing(nccl_library.load().version)
         gpu = self._new(self._share_id(timeout_s), device, timeout_s)
-        machines = {record["machine"] for record in records}
-        may_map = all(record["peers"] for record in records) and not sharing
-        if may_map and len(machines) == 1 and 1 < size <= _MOST_PEERS:
-            self._map_peers(gpu, timeout_s)
         self._mail = self._host_engine.subset([list(range(size))], timeout_s)
         self._on_gpus = gpu.calls(timeout_s)
         self._router.connect(gpu)
@@ -235,28 +205,11 @@ class NcclEngine:
             self._host_engine.size,
             device,
             settings().nccl_blocking,
-            self._host_engine.compiled,
+            # One rank's calls are compared with nobody.
+            self._host_engine.compiled if self._host_engine.size > 1 else None,
             timeout_s,
             ends,
-            self._blocks,
         )
-
-    def _map_peers(self, gpu: _core.NcclCommunicator, timeout_s: float) -> None:
-        """Map the memory of all ranks' GPUs; without effect unless all ranks can."""
-        try:
-            own, failure = gpu.make_peer_memory(), ""
-        except _NO_MEMORY as error:
-            own, failure = b"", str(error)
-        records = self._exchange({"address": own.hex(), "error": failure}, timeout_s)
-        is_open = not any(record["error"] for record in records)
-        try:
-            if is_open:
-                gpu.open_peer_memory([bytes.fromhex(record["address"]) for record in records])
-        except _NO_MEMORY:
-            is_open = False
-        answer = np.array([is_open], np.uint8)
-        self._host_engine.calls(timeout_s).all_reduce(answer, op="min")
-        gpu.use_peer_memory(bool(answer[0]))
 
     def _exchange(self, record: dict[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         text = json.dumps(record).encode()
@@ -343,7 +296,6 @@ def _describe(device: int) -> dict[str, Any]:
     return {
         "version": version,
         "uuid": own.uuid,
-        "machine": machine_id(),
         "chip": f"{machine_id()}/{own.pci}",
         "visible": zlib.crc32(" ".join(gpu.uuid for gpu in gpus).encode()),
         "process": os.getpid(),

@@ -2,7 +2,6 @@
 // another, in the same order on every rank. Before, the memory of the parameters is checked.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -10,7 +9,6 @@
 
 #include "cuda/check.h"
 #include "cuda/kernels.h"
-#include "cuda/peer_memory.h"
 #include "cuda/stream.h"
 #include "virtual_gpu/cuda/block.h"
 #include "virtual_gpu/cuda/work.h"
@@ -24,8 +22,8 @@ inline void check_quanta(const std::byte* data, std::size_t quanta, int device) 
   virtual_gpu::check_memory(data, quanta * kQuantumBytes, device);
 }
 
-// Throws Failure unless a kernel may use the memory of its parameter: a table of moves, the blocks
-// of a reduction, or a call between peers.
+// Throws Failure unless a kernel may use the memory of its parameter: a table of moves, or the
+// blocks of a reduction.
 template <class Parameter>
 void check_parameter(const Parameter& p, int device) {
   if constexpr (requires { p.moves; }) {
@@ -47,11 +45,6 @@ void check_parameter(const Parameter& p, int device) {
       check_quanta(p.first + static_cast<std::size_t>(k) * p.stride, p.quanta, device);
     }
     check_quanta(p.out, p.quanta, device);
-  } else if constexpr (std::is_same_v<Parameter, PeerCall>) {
-    constexpr std::size_t kLeast = 2;  // bytes of an element
-    virtual_gpu::check_memory(p.in, p.count * kLeast, device);
-    virtual_gpu::check_memory(p.out, p.count * kLeast, device);
-    virtual_gpu::check_memory(p.pages[p.rank], sizeof(PeerPage), device);
   }
 }
 
@@ -74,15 +67,6 @@ void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, St
     }
   };
   check(virtual_gpu::enqueue(stream, device, run), "launch of a kernel(");
-}
-
-inline void store_release(std::uint32_t* at, std::uint32_t value) {
-  std::atomic_ref(*at).store(value, std::memory_order_release);
-}
-
-inline std::uint32_t load_acquire(const std::uint32_t* at) {
-  virtual_gpu::pause();
-  return std::atomic_ref(*const_cast<std::uint32_t*>(at)).load(std::memory_order_acquire);
 }
 
 }  // namespace fastdist::cuda

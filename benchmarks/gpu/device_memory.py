@@ -1,48 +1,50 @@
 """Device memory that fastdist takes beyond the caller's arrays, and whether calls add to it.
 
-    fastdist run --no-prefix -n 2 benchmarks/gpu/device_memory.py
+    fastdist run --no-prefix -n N benchmarks/gpu/device_memory.py
 
 Each rank prints `{"buckets_bytes": ..., "again_bytes": ..., "growth_bytes": ...}`: what the first
 calls of every kind take, NCCL's own buffers included; what the same lists take once more; what
 10,000 calls add. It is the memory in use of the whole GPU, read while all ranks stand still: ranks
-that share a GPU print the same, and nobody else may use it meanwhile.
+that share a GPU print the same, and nobody else may use it meanwhile. Virtual GPUs count what the
+rank's process has allocated.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import fastdist
-import torch
+import fastdist as fd
 from fastdist.cli.bench.models import gradient_shapes
 
-_CALLS = 10_000
-_WARM_UP = 200
-_SIZES = (2, 1 << 10, 1 << 18)
+SUPPORT = Path(__file__).parents[2] / "tests" / "support"
+sys.path[:0] = [str(SUPPORT), str(SUPPORT.parent / "virtual_gpu")]
+
+from gpu_arrays import GpuArrays, choose  # noqa: E402
+
+SIZES = (2, 1 << 10, 1 << 18)
 
 
-def used_bytes(comm: Any) -> int:
-    """Returns the used memory of the GPU after the work of all ranks. Every rank must call."""
-    torch.cuda.synchronize()
+def used_bytes(comm: Any, arrays: GpuArrays, device: int) -> int:
+    """Return the used memory of the GPU after the work of all ranks. Every rank must call."""
+    arrays.synchronize()
     comm.all_gather_object(None)  # the hosts meet
-    free, total = torch.cuda.mem_get_info()
+    used = arrays.bytes_in_use(device)
     comm.all_gather_object(None)  # nobody goes on before all have read
-    return total - free
+    return used
 
 
-def kinds(
-    comm: Any, arrays: list[torch.Tensor], grads: list[torch.Tensor]
-) -> list[Callable[[], object]]:
-    """Calls of every kind: alone, as lists through buckets, compressed, asynchronous."""
+def kinds(comm: Any, alone: list[Any], grads: list[Any]) -> list[Callable[[], object]]:
+    """Return calls of every kind: alone, as lists through buckets, compressed, asynchronous."""
     small = grads[:20]
-    alone = [lambda x=x: comm.all_reduce(x, op="max") for x in arrays]
     return [
-        *alone,
-        lambda: comm.broadcast(arrays[1]),
-        lambda: comm.all_reduce(arrays[1], op="max", async_op=True).wait(),
+        *[lambda x=x: comm.all_reduce(x, op="max") for x in alone],
+        lambda: comm.broadcast(alone[1]),
+        lambda: comm.all_reduce(alone[1], op="max", async_op=True).wait(),
         lambda: comm.all_reduce(small, op="mean"),
         lambda: comm.all_reduce(small, op="mean", compress="bf16"),
         lambda: comm.all_reduce(small, op="mean", compress="fp8"),
@@ -52,29 +54,32 @@ def kinds(
 
 def main() -> None:
     """Every rank runs this."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    comm = fastdist.init()
-    arrays = [torch.ones(size, device="cuda") for size in _SIZES]
-    grads = [torch.ones(shape, device="cuda") for shape in gradient_shapes("resnet50")]
-    calls = kinds(comm, arrays, grads)
-    before = used_bytes(comm)
+    comm, arrays = fd.init(), choose()
+    device = comm.rank % arrays.device_count()
+    arrays.set_device(device)
+    warm_up, many = (20, 100) if arrays.are_virtual else (200, 10_000)
+    sizes = [math.prod(shape) for shape in gradient_shapes("resnet50")]
+    alone = [arrays.full(size, 1) for size in SIZES]
+    grads = [arrays.full(size, 1) for size in sizes]
+    calls = kinds(comm, alone, grads)
+    before = used_bytes(comm, arrays, device)
     comm.all_reduce(grads, op="mean")
     for call in calls:
         call()
-    first = used_bytes(comm)
+    first = used_bytes(comm, arrays, device)
     for _ in range(3):
         comm.all_reduce(grads, op="mean")
-    again = used_bytes(comm)
-    for index in range(_WARM_UP):
+    again = used_bytes(comm, arrays, device)
+    for index in range(warm_up):
         calls[index % len(calls)]()
-    warm = used_bytes(comm)
-    for index in range(_CALLS):
+    warm = used_bytes(comm, arrays, device)
+    for index in range(many):
         calls[index % len(calls)]()
     figures = {
+        "calls": many,
         "buckets_bytes": first - before,
         "again_bytes": again - first,
-        "growth_bytes": used_bytes(comm) - warm,
+        "growth_bytes": used_bytes(comm, arrays, device) - warm,
     }
     print(json.dumps(figures), flush=True)
     comm.close()

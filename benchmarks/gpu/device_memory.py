@@ -2,11 +2,12 @@
 
     fastdist run --no-prefix -n N benchmarks/gpu/device_memory.py
 
-Each rank prints `{"buckets_bytes": ..., "again_bytes": ..., "growth_bytes": ...}`: what the first
-calls of every kind take, NCCL's own buffers included; what the same lists take once more; what
-10,000 calls add. It is the memory in use of the whole GPU, read while all ranks stand still: ranks
-that share a GPU print the same, and nobody else may use it meanwhile. Virtual GPUs count what the
-rank's process has allocated.
+Each rank prints `{"calls": ..., "buckets_bytes": ..., "again_bytes": ..., "growth_bytes": ...}`:
+what the first calls of every kind take, NCCL's own buffers included; what the same lists take once
+more; what many calls add: 10,000, or 1,000 of ranks that share the GPU, since these take turns. It
+is the memory in use of the whole GPU, read while all ranks stand still: ranks that share a GPU
+print the same, and nobody else may use it meanwhile. Virtual GPUs count what the rank's process has
+allocated.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def main() -> None:
     comm, arrays = fd.init(), choose()
     device = comm.rank % arrays.device_count()
     arrays.set_device(device)
-    warm_up, many = (20, 100) if arrays.are_virtual else (200, 10_000)
+    many = 100 if arrays.are_virtual else 10_000 if comm.world_size == 1 else 1_000
+    warm_up = many // 10
     sizes = [math.prod(shape) for shape in gradient_shapes("resnet50")]
     alone = [arrays.full(size, 1) for size in SIZES]
     grads = [arrays.full(size, 1) for size in sizes]

@@ -38,7 +38,7 @@ from fastdist.cli.bench.machine import gpu_facts, machine_facts
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"
 HERE = Path(__file__).parent
-sys.path[:0] = [str(SUPPORT)]
+sys.path[:0] = [str(SUPPORT), str(SUPPORT.parent / "virtual_gpu")]
 # Of the programs: the package that runs here, and the modules of the tests.
 MODULES = (Path(_core.__file__).parents[1], SUPPORT, SUPPORT.parent / "virtual_gpu")
 DRY = {"OMP_NUM_THREADS": "1"}
@@ -82,6 +82,7 @@ def ranks(count: int, program: str, *arguments: str) -> Command:
 
 def suites() -> Iterator[Part]:
     """Yield the parts that guard correctness."""
+    from gpu_communicator import ALONE, LOSING, TOGETHER
     from gpu_lifetimes import PARTS as LIFETIMES
 
     lifetimes = tuple(part.__name__ for part in LIFETIMES)
@@ -103,24 +104,34 @@ def suites() -> Iterator[Part]:
             is_suite=True,
             dry=ranks(count, "gpu_rank.py", *few) if IS_VIRTUAL else None,
         )
+    for count in (1, 2, 4):
+        parts = (*ALONE, *(TOGETHER if count > 1 else ()))
+        yield Part(
+            f"Communicator, {count} ranks",
+            f"`Communicator` on torch's and cupy's arrays: {', '.join(parts)}",
+            ranks(count, "gpu_communicator.py", *parts),
+            110,
+            SUPPORT,
+            is_suite=True,
+            dry=ranks(count, "gpu_communicator.py", *parts[:2]) if IS_VIRTUAL else None,
+            needs=("cupy",),
+        )
+        yield Part(
+            f"strategies, {count} replicas",
+            "training as on a CPU, captured steps, generators, BatchNorm, recomputation, batches",
+            ranks(count, "strategies_on_gpus.py", *STRATEGY_PARTS),
+            110,
+            SUPPORT,
+            is_suite=True,
+        )
     tests = "tests/collectives/test_communicator_gpu.py"
     yield Part(
-        "Communicator",
-        "`Communicator` by 1, 2 and 4 ranks: every op on torch's and cupy's arrays, groups "
-        "recorded in C++, disagreement, `shrink`, `abort`, lost ranks, children of fork",
-        pytest(tests, "-n", "6"),
+        "lost ranks",
+        f"ranks that are late, silent, killed, or raise: {', '.join(LOSING)}; children of fork",
+        pytest(tests, "-n", "4", "-k", "lost or children"),
         150,
         is_suite=True,
-        dry=pytest(tests, "-n", "1", "-k", "test_processes and 2") if IS_VIRTUAL else None,
-        needs=("pytest", "cupy"),
-    )
-    yield Part(
-        "strategies",
-        "the strategies by 1, 2 and 4 replicas: training as on a CPU, captured steps, generators, "
-        "BatchNorm, recomputation, batches",
-        pytest("tests/strategies/test_strategies_gpu.py", "-n", "6"),
-        150,
-        is_suite=True,
+        dry=pytest(tests, "-n", "1", "-k", "lost and killed and 2") if IS_VIRTUAL else None,
         needs=("pytest",),
     )
     for count in (2, 1):
@@ -153,6 +164,15 @@ def suites() -> Iterator[Part]:
         )
 
 
+STRATEGY_PARTS = (
+    "trains_as_one_device",
+    "trains_graphed",
+    "unused_parameters_keep_no_gradient",
+    "replicas_draw_apart",
+    "averages_batch_norm",
+    "recomputes_in_its_replica",
+    "brings_batches_to_the_gpu",
+)
 BACKEND_PARTS = (
     "lists_async",
     "memory_of_the_copy",
@@ -168,9 +188,20 @@ BACKEND_PARTS = (
 
 
 def pytest(*arguments: str) -> Command:
-    options = "addopts=-q --strict-markers --dist loadgroup"
+    options = "addopts=--strict-markers --dist load"
     plugins = ("-p", "no:cacheprovider", "-p", "no:benchmark")
-    return ("-m", "pytest", *plugins, "-o", options, "-W", "default", "--tb=short", *arguments)
+    return (
+        "-m",
+        "pytest",
+        "-v",
+        *plugins,
+        "-o",
+        options,
+        "-W",
+        "default",
+        "--tb=short",
+        *arguments,
+    )
 
 
 def measurements() -> Iterator[Part]:
@@ -199,20 +230,10 @@ def measurements() -> Iterator[Part]:
         (str(HERE / "packing.py"),),
         50,
     )
-    yield bench("161 gradients, 1 rank", 1, "--list", "resnet50", "--iters", "30")
-    yield bench("sizes, 2 ranks", 2, "--sizes", "8,1K,64K,1M,16M,256M", "--iters", "30")
-    yield Part(
-        "host time, 2 ranks",
-        "the host's time of a call of two ranks",
-        ranks(2, host),
-        60,
-        dry=ranks(2, host) if IS_VIRTUAL else None,
-    )
-    yield bench("161 gradients, 2 ranks", 2, "--list", "resnet50", "--iters", "6")
     for count in (2, 1):
         yield Part(
             f"device memory, {count} ranks",
-            f"device memory after lists and 10,000 calls of {count} ranks",
+            f"device memory after lists and many calls of {count} ranks",
             ranks(count, memory),
             60,
             dry=ranks(count, memory) if IS_VIRTUAL else None,
@@ -230,6 +251,16 @@ def measurements() -> Iterator[Part]:
         (str(HERE / "nvtx_ranges.py"),),
         60,
     )
+    yield bench("161 gradients, 1 rank", 1, "--list", "resnet50", "--iters", "30")
+    yield bench("sizes, 2 ranks", 2, "--sizes", "8,64K,1M,16M,64M", "--iters", "10")
+    yield Part(
+        "host time, 2 ranks",
+        "the host's time of a call of two ranks",
+        ranks(2, host),
+        60,
+        dry=ranks(2, host) if IS_VIRTUAL else None,
+    )
+    yield bench("161 gradients, 2 ranks", 2, "--list", "resnet50", "--iters", "6")
 
 
 def bench(name: str, count: int, *options: str) -> Part:
@@ -386,6 +417,7 @@ def ended(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                output.write(f"\nkilled after {limit_s:.0f} s\n")
             output.seek(0)
             lines = output.read().splitlines()
         result = {

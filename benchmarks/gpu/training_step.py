@@ -1,19 +1,21 @@
 """A training step of one replica, by plain torch, DDP and MirroredStrategy, in one process.
 
-    python benchmarks/gpu/training_step.py [--rounds 12]
+    python benchmarks/gpu/training_step.py [--rounds 30]
 
-The ways take turns, a few steps each, so that what changes on the machine meanwhile changes all of
-them. Each way has a model of its own with the same initial values; after the last round all must
-have the same parameters. Prints a line of JSON for each model: milliseconds per step, the median of
-the rounds. Without a GPU it runs small models on the CPU, with Gloo in place of NCCL, to show that
-it works; those times mean nothing.
+The ways take turns in random order, a few steps each, so that what changes on the machine meanwhile
+changes all of them. Each way has a model of its own with the same initial values; after the last
+round all must have the same parameters. Prints a line of JSON for each model: milliseconds per
+step, the median of the rounds. Without a GPU it runs small models on the CPU, with Gloo in place of
+NCCL, to show that it works; those times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
+import random
 import statistics
 from collections.abc import Callable
 from time import perf_counter
@@ -29,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 Step = Callable[[torch.Tensor, torch.Tensor], Any]
 IS_GPU = torch.cuda.is_available()
 DEVICE = "cuda:0" if IS_GPU else "cpu"
-STEPS_OF_TURN = 5
+STEPS_OF_TURN = 4
 WARM_UP = 8
 
 
@@ -115,13 +117,19 @@ def measure(model: nn.Module, x: torch.Tensor, y: torch.Tensor, groups: Any, rou
         for _ in range(WARM_UP):
             step(x, y)
     wait()
+    gc.collect()
+    gc.disable()  # it would stop one way or another for as long as some steps
+    order = list(ways.steps)
     for _ in range(rounds):
-        for name, step in ways.steps.items():
+        random.shuffle(order)
+        for name in order:
+            step = ways.steps[name]
             start = perf_counter()
             for _ in range(STEPS_OF_TURN):
                 step(x, y)
             wait()
             times[name].append((perf_counter() - start) / STEPS_OF_TURN * 1e3)
+    gc.enable()
     ways.check_equal()
     return {name: round(statistics.median(each), 3) for name, each in times.items()}
 
@@ -129,7 +137,7 @@ def measure(model: nn.Module, x: torch.Tensor, y: torch.Tensor, groups: Any, rou
 def main() -> None:
     """Measure both models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
     torch.manual_seed(0)
     peer = "nccl" if IS_GPU else "gloo"

@@ -188,6 +188,11 @@ void bind_arrays(py::module_& m) {
   py::class_<GpuWork>(m, "GpuWork")
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
       .def("is_enqueued", [](const GpuWork&) { return true; })  // unlike calls that connect first
+      .def_property_readonly("stream",
+                             [](const GpuWork& work) {
+                               return reinterpret_cast<std::uintptr_t>(
+                                   work.owner->communicator().own_stream());
+                             })
       .def("wait", &wait_on_stream, py::arg("stream"), py::kw_only(), py::arg("compared") = true)
       .def("synchronize", &synchronize, py::arg("timeout") = py::none());
   py::class_<GpuRegistration>(m, "GpuRegistration").def("close", [](const py::object& self) {
@@ -201,7 +206,7 @@ void bind_arrays(py::module_& m) {
       .def_readonly("device", &GpuMemory::device)
       .def_property_readonly("__cuda_array_interface__", &array_interface);
   py::class_<Router>(m, "Router")
-      .def(py::init<py::object, py::object, py::object>())
+      .def(py::init<py::object, py::object, py::object, py::object>())
       .def("connect", &Router::connect)
       .def("calls", &bind_calls<Router>);
   py::class_<Group>(m, "Group")

@@ -27,15 +27,18 @@ py::object Router::make_call(const CallArguments& given) const {
   return general(name_of(given.op), given.by_name());
 }
 
-// Returns nothing if the engine alone cannot make the call: it needs a lane, is asynchronous, gives
-// a stream, or its arrays' library has no C function for the current stream.
+// Returns nothing if the engine alone cannot make the call: it needs a lane, gives a stream, or its
+// arrays' library has no C function for the current stream.
 py::object Router::call_at_once(const CallArguments& given, int gpu) const {
   if (given.op == Op::kSend || given.op == Op::kRecv) return {};
-  if (!given.stream.is_none() || given.async_op.ptr() != Py_False) return {};
+  if (!given.stream.is_none()) return {};
   const auto stream = current_stream(given.first_array(), gpu);
   constexpr std::uintptr_t kPerThreadStream = 2;  // NCCL's settings decide whether it can be used
   if (!stream || reinterpret_cast<std::uintptr_t>(*stream) == kPerThreadStream) return {};
-  return bindings::make_call(*engine_, given, static_cast<nccl::StreamHandle>(*stream));
+  py::object made =
+      bindings::make_call(*engine_, given, static_cast<nccl::StreamHandle>(*stream));
+  const bool is_async = given.async_op.ptr() != Py_False && PyObject_IsTrue(given.async_op.ptr());
+  return is_async ? work_of_(made, given.first_array(), gpu) : made;
 }
 
 }  // namespace fastdist::bindings

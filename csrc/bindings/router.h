@@ -18,12 +18,14 @@ class Router {
  public:
   // `hosts` is the host engine's endpoint. `general()` returns a Python function that makes a call
   // on GPU arrays, given the op and the arguments by name, or None if the communicator has ended.
-  // `device_of` tells where an array is; see `gpu_of`.
-  Router(py::object hosts, py::object general, py::object device_of)
+  // `device_of` tells where an array is; see `gpu_of`. `work_of` makes an asynchronous call's work
+  // of a GpuWork, an array of the call and its GPU.
+  Router(py::object hosts, py::object general, py::object device_of, py::object work_of)
       : owner_(std::move(hosts)),
         endpoint_(owner_.cast<Endpoint&>()),
         general_(std::move(general)),
-        device_of_(std::move(device_of)) {}
+        device_of_(std::move(device_of)),
+        work_of_(std::move(work_of)) {}
 
   // Sends calls on arrays of `engine`'s GPU straight to `engine` from now on. Must be called only
   // once; other threads may make calls meanwhile.
@@ -37,6 +39,7 @@ class Router {
   Endpoint& endpoint_;
   py::object general_;
   py::object device_of_;
+  py::object work_of_;
   std::atomic<int> gpu_{kOnHost};  // the engine's; storing it publishes engine_
   std::shared_ptr<Gpu> engine_;
 };

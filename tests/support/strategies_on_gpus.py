@@ -135,5 +135,7 @@ PARTS: dict[str, Callable[[Strategy], None]] = {
 }
 
 if __name__ == "__main__":
-    PARTS[sys.argv[1]](fd.MirroredStrategy())
+    strategy = fd.MirroredStrategy()
+    for part in sys.argv[1:]:
+        PARTS[part](strategy)
     print("passed")

@@ -29,7 +29,7 @@ from fastdist.collectives.engines.gpu_arrays import (
     device_of,
     stream_handle,
 )
-from fastdist.collectives.engines.nccl_lanes import ID_BYTES, Lane
+from fastdist.collectives.engines.nccl_lanes import ID_BYTES, Lane, LaneWork
 from fastdist.errors import FastdistError, UnsupportedError
 
 _PER_THREAD = 2  # cudaStreamPerThread
@@ -55,7 +55,7 @@ class NcclEngine:
     def __init__(self, host_engine: Engine) -> None:
         self._host_engine = host_engine
         general = weakref.WeakMethod(self.call)
-        self._router = _core.Router(host_engine.compiled, general, device_of)
+        self._router = _core.Router(host_engine.compiled, general, device_of, StreamWork)
         self._gpu: _core.NcclCommunicator | None = None
         self._on_gpus: Mapping[str, Callable[..., Any]] = {}
         self._lanes: dict[tuple[str, int], Lane] = {}
@@ -240,7 +240,7 @@ class NcclEngine:
 class StreamWork:
     """A call that runs on a stream of the communicator's own."""
 
-    def __init__(self, work: _core.GpuWork, array: Any, device: int) -> None:
+    def __init__(self, work: _core.GpuWork | LaneWork, array: Any, device: int) -> None:
         self._work = work
         self._array = array[0] if isinstance(array, list) else array  # a list may change
         self._device = device
@@ -252,6 +252,11 @@ class StreamWork:
     def is_enqueued(self) -> bool:
         """Return True unless the call waits for the other rank's first send or receive."""
         return self._work.is_enqueued()
+
+    @property
+    def stream(self) -> int:
+        """The handle of the stream that the call runs on."""
+        return self._work.stream
 
     def wait(self, timeout: float | None = None, *, compared: bool = True) -> Any:
         """Make the current stream of the arrays' library wait for the call.

@@ -48,6 +48,11 @@ class LaneWork:
         """Return True if the lane is connected, and the call is on the GPU."""
         return self.work is not None
 
+    @property
+    def stream(self) -> int:
+        """The handle of the lane's stream; makes the host wait until the lane is connected."""
+        return self._begun(None).stream
+
     def wait(self, stream: int, *, compared: bool = True) -> Any:
         """Make the host wait until the lane is connected, and the stream for the call's end."""
         return self._begun(None).wait(stream, compared=compared)

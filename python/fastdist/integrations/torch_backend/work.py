@@ -163,19 +163,22 @@ class Pending(TorchWork):
 
     def complete(self, future: torch.futures.Future[Any]) -> None:
         """Complete the future when the call has ended, or on a GPU when it is enqueued."""
-        if self._gpu is None:
-            self._complete(future)
-        else:  # the future will hold an event of a stream that waits for the call
-            with torch.cuda.stream(_side_stream(self._gpu)):
-                self._complete(future, compared=False)
-
-    def _complete(self, future: torch.futures.Future[Any], **options: bool) -> None:
         try:
-            self._await(None, **options)
+            if self._gpu is None:
+                self._await(None)
+                future.set_result(list(self._tensors))
+                return
+            # The future records an event on the current stream: on the call's own, so that it waits
+            # for no call on another. The context manager for streams takes 10 us, this 3.
+            before = torch.cuda.current_stream(self._gpu)
+            torch.cuda.set_stream(_stream_of(self._work.stream, self._gpu))
+            try:
+                self._await(None, compared=False)
+                future.set_result(list(self._tensors))
+            finally:
+                torch.cuda.set_stream(before)
         except Exception as error:
             future.set_exception(error)
-        else:
-            future.set_result(list(self._tensors))
 
     def is_completed(self) -> bool:
         """Return True if the call has ended, successfully or not."""
@@ -265,20 +268,9 @@ class Completer:
             self._inner.close()
 
 
-def _side_stream(gpu: torch.device) -> torch.cuda.Stream:
-    """Return a stream that nothing else uses, kept for later calls since making one takes a while.
-
-    During a graph capture return a new one, since other threads must not use that stream.
-    """
-    is_capturing = torch.cuda.is_current_stream_capturing()
-    return _new_stream(gpu) if is_capturing else _kept_stream(gpu)
-
-
-def _new_stream(gpu: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call]
-
-
-_kept_stream = functools.cache(_new_stream)
+@functools.lru_cache(maxsize=64)
+def _stream_of(handle: int, gpu: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.ExternalStream(handle, gpu)  # type: ignore[no-untyped-call]
 
 
 def _new_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:

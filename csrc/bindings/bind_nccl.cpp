@@ -188,11 +188,11 @@ void bind_arrays(py::module_& m) {
   py::class_<GpuWork>(m, "GpuWork")
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
       .def("is_enqueued", [](const GpuWork&) { return true; })  // unlike calls that connect first
-      .def_property_readonly("stream",
-                             [](const GpuWork& work) {
-                               return reinterpret_cast<std::uintptr_t>(
-                                   work.owner->communicator().own_stream());
-                             })
+      .def_property_readonly(
+          "stream",
+          [](const GpuWork& work) {
+            return reinterpret_cast<std::uintptr_t>(work.owner->communicator().own_stream());
+          })
       .def("wait", &wait_on_stream, py::arg("stream"), py::kw_only(), py::arg("compared") = true)
       .def("synchronize", &synchronize, py::arg("timeout") = py::none());
   py::class_<GpuRegistration>(m, "GpuRegistration").def("close", [](const py::object& self) {

@@ -192,8 +192,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
     try {
       call();
     } catch (const Error& error) {
-      if (!checker_) throw;
       const ErrorCode code = error.code();
+      const bool is_of_arguments = code == ErrorCode::kType || code == ErrorCode::kValue;
+      if (!checker_ || is_of_arguments) throw;
       if (code == ErrorCode::kPeerFailure || code == ErrorCode::kState ||
           code == ErrorCode::kSystem) {
         (void)checker_->settle(kUntilCompared);

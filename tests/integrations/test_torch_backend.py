@@ -4,7 +4,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -99,13 +98,16 @@ def test_does_what_gloo_refuses(ranks: ProcessRanks, name: str, tmp_path: Path) 
 class Stream(list[Any]):
     """A stand-in for a GPU's stream: what was enqueued."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self, handle: int = 0, device: Any = None) -> None:
         super().__init__()
 
 
 class Streams(threading.local):
     def __init__(self) -> None:
-        self.current = [Stream()]
+        self.current = Stream()
+
+    def set(self, stream: Stream) -> None:
+        self.current = stream
 
 
 @pytest.fixture
@@ -120,18 +122,11 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
         def wait(self, stream: Stream) -> None:
             stream.extend(self.before)
 
-    @contextmanager
-    def use(stream: Stream) -> Iterator[None]:
-        streams.current.append(stream)
-        yield
-        streams.current.pop()
-
     for name, value in {
-        "Stream": Stream,
+        "ExternalStream": Stream,
         "Event": Event,
-        "stream": use,
-        "current_stream": lambda device: streams.current[-1],
-        "is_current_stream_capturing": lambda: False,
+        "set_stream": streams.set,
+        "current_stream": lambda device: streams.current,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.futures, "Future", lambda devices: mock.Mock())
@@ -149,17 +144,19 @@ def test_a_stream_that_waits_has_the_copies_of_another(streams: Streams) -> None
             stream.append(("keeps", self.data_ptr()))
 
         def copy_(self, source: Any, non_blocking: bool = False) -> Any:
-            streams.current[-1].append("copy")
+            streams.current.append("copy")
             return super().copy_(source)
 
     class Call:
+        stream = 1
+
         def is_enqueued(self) -> bool:
             return True
 
         def wait(self, timeout: float | None, *, compared: bool = True) -> None:
-            streams.current[-1].append("collective")
+            streams.current.append("collective")
 
-    main = streams.current[-1]
+    main = streams.current
     completer = Completer()
     tensor = torch.zeros(3, 2).t().as_subclass(OnGpu)
     plain, finish = to_write(tensor)
@@ -182,6 +179,8 @@ def test_a_future_of_gpu_tensors_waits_for_no_other_rank(streams: Streams) -> No
     class Call:
         """One of a pair of ranks that may not be connected yet."""
 
+        stream = 2
+
         def __init__(self, *, is_connected: bool) -> None:
             self.is_connected = threading.Event()
             if is_connected:
@@ -193,9 +192,9 @@ def test_a_future_of_gpu_tensors_waits_for_no_other_rank(streams: Streams) -> No
         def wait(self, timeout: float | None, *, compared: bool = True) -> None:
             assert not compared
             assert self.is_connected.wait(5)
-            streams.current[-1].append("collective")
+            streams.current.append("collective")
 
-    main, completer = streams.current[-1], Completer()
+    main, completer = streams.current, Completer()
     tensor = torch.zeros(3).as_subclass(OnGpu)
     early, late = Call(is_connected=True), Call(is_connected=False)
     futures: list[Any] = [

@@ -562,6 +562,23 @@ def gather_in_place() -> None:
 
 
 @more_than_gloo
+def outputs_that_share_memory() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    same, base = [torch.zeros(4)] * size, torch.zeros(4 + 2 * size)
+    for outputs in (same, [base[2 * r : 2 * r + 4] for r in range(size)]):
+        with pytest.raises(ValueError, match="outputs must not share memory, got outputs 0 and 1"):
+            dist.all_gather(outputs, own(4))
+        with pytest.raises(ValueError, match="outputs must not share memory"):
+            dist.all_to_all(outputs, [own(4)] * size)
+    if rank == 0:
+        with pytest.raises(ValueError, match="outputs must not share memory"):
+            dist.gather(own(4), same)
+    columns = list(torch.zeros(4, size).unbind(1))
+    dist.all_gather(columns, own(4))
+    assert torch.equal(columns[rank], own(4))
+
+
+@more_than_gloo
 def mean_of_integers() -> None:
     x = torch.tensor([-7, 8]) * (dist.get_rank() + 1)
     total = sum(range(1, dist.get_world_size() + 1))

@@ -93,6 +93,8 @@ def shape_of(array: Array) -> tuple[int, ...]:
     if shape is not None:
         return tuple(shape)
     try:
+        if hasattr(array, "__dlpack__"):  # pyarrow
+            return np.from_dlpack(array).shape
         return np.asarray(memoryview(array)).shape
     except TypeError:
         raise TypeError(not_an_array("array", array)) from None

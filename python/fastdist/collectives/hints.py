@@ -26,7 +26,7 @@ _OTHER_KEYWORDS = {
     "dst": "root=",
     "src": "root=",
 }
-_IMMUTABLE = frozenset({"jax", "jaxlib", "tensorflow"})
+_IMMUTABLE = frozenset({"jax", "jaxlib", "pyarrow", "tensorflow"})
 
 
 def not_an_array(argument: str, got: Any) -> str:

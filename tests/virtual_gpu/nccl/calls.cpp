@@ -92,13 +92,33 @@ abi::Result enqueue_now(const CommPtr& comm, cudaStream_t stream, std::vector<Ta
   return refuse(abi::kUnhandledCudaError, cudaGetErrorString(error));
 }
 
+// Two ranks connect at their first send or receive, and the host waits until both have called one.
+// Returns false if the communicator is aborted first.
+bool meet_peers(RankComm& comm, const std::vector<Task>& tasks) {
+  auto& has_called = comm.segment->shared().has_called;
+  const auto own = static_cast<std::size_t>(comm.rank);
+  const auto for_each_peer = [&tasks](const auto& function) {
+    return std::all_of(tasks.begin(), tasks.end(), [&](const Task& task) {
+      if (task.kind != Kind::kSend && task.kind != Kind::kRecv) return true;
+      return function(static_cast<std::size_t>(task.peer));
+    });
+  };
+  for_each_peer([&](std::size_t peer) { return has_called[own][peer] = true; });
+  return for_each_peer([&](std::size_t peer) {
+    return wait_until([&] { return has_called[peer][own].load(); }, [&] { return comm.is_over(); });
+  });
+}
+
 // A non-blocking communicator completes the call later.
 abi::Result launch(const CommPtr& comm, cudaStream_t stream, std::vector<Task> tasks) {
   for (const Task& task : tasks) {
     if (const abi::Result result = check_place(task, *comm); result != abi::kSuccess) return result;
   }
   if (const abi::Result result = check_ranges(*comm, tasks); result != abi::kSuccess) return result;
-  if (comm->blocking) return enqueue_now(comm, stream, std::move(tasks));
+  if (comm->blocking) {
+    if (!meet_peers(*comm, tasks)) return refuse(abi::kInternalError, "aborted");
+    return enqueue_now(comm, stream, std::move(tasks));
+  }
   ++comm->jobs;
   std::thread([comm, stream, tasks = std::move(tasks)]() mutable {
     std::minstd_rand random{std::random_device{}()};

@@ -53,6 +53,8 @@ struct Shared {
   std::array<Slot, kMostRanks> slots;
   // For collectives and for sends and receives: [kind][from][to]
   std::array<std::array<std::array<Channel, kMostRanks>, kMostRanks>, 2> channels;
+  // [rank][peer]: whether the rank has called a send or receive with the peer.
+  std::array<std::array<std::atomic<bool>, kMostRanks>, kMostRanks> has_called;
 };
 
 class Segment {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -114,6 +115,7 @@ def joined_to_write(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Fini
     whole = _as_one(tensors)
     if whole is not None:
         return whole, None
+    check_apart(tensors)
     sizes = [numel(t) for t in tensors]
     flat = torch.empty(sum(sizes), dtype=dtype_of(tensors[0]), device=tensors[0].device)
 
@@ -122,6 +124,26 @@ def joined_to_write(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Fini
             _copy(tensor, part.view(tensor.dtype).view(tensor.shape))
 
     return flat, copy
+
+
+def check_apart(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError if tensors that are written share memory, such as `[x] * world_size`.
+
+    Of tensors with gaps only the first element is compared: others may lie in the gaps.
+    """
+    ranges = []
+    for i, tensor in enumerate(tensors):
+        if tensor.numel() > 0:
+            count = tensor.numel() if tensor.is_contiguous() else 1
+            start = tensor.data_ptr()
+            ranges.append((start, start + count * tensor.element_size(), i))
+    ranges.sort()
+    for (_, end, i), (start, _, j) in pairwise(ranges):
+        if start < end:
+            raise ValueError(
+                f"outputs must not share memory, got outputs {min(i, j)} and {max(i, j)} that do; "
+                "make a tensor for each, as in [torch.empty_like(x) for _ in range(world_size)]"
+            )
 
 
 def numel(tensor: torch.Tensor) -> int:

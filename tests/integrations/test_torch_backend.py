@@ -14,7 +14,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ranks import ProcessRanks  # noqa: E402
-from torch_cases import LIKE_GLOO, MORE_THAN_GLOO, SLOW, run_case  # noqa: E402
+from torch_cases import (  # noqa: E402
+    LIKE_GLOO,
+    MORE_THAN_GLOO,
+    SLOW,
+    groups_by_torchs_announced_rules,
+    run_case,
+)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
@@ -93,6 +99,10 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("name", MORE_THAN_GLOO)
 def test_does_what_gloo_refuses(ranks: ProcessRanks, name: str, tmp_path: Path) -> None:
     ranks.run(run_case, name, "fastdist", str(tmp_path / "store"))
+
+
+def test_follows_rules_that_torch_has_announced(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(groups_by_torchs_announced_rules, str(tmp_path / "store"))
 
 
 class Stream(list[Any]):

@@ -65,6 +65,29 @@ def run_case(comm: Any, name: str, backend: str, path: str) -> Any:
         dist.destroy_process_group()
 
 
+def groups_by_torchs_announced_rules(comm: Any, path: str) -> None:
+    """On a rank of `ProcessRanks`: connected at once by `device_id`, one device for each group."""
+    # Before 2.14, torch takes GPUs alone.
+    device = {"device_id": torch.device("cpu", 0)} if torch.__version__ >= (2, 14) else {}
+    for backend in ("cpu:fastdist", "fastdist"):
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{path}-{backend.partition(':')[0]}",
+            rank=comm.rank,
+            world_size=comm.world_size,
+            **device,
+        )
+        try:
+            half = dist.new_group([0], **device)
+            for group in (None, half):
+                if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                    x = torch.ones(2)
+                    dist.all_reduce(x, group=group)
+                    assert x[0] == dist.get_world_size(group)
+        finally:
+            dist.destroy_process_group()
+
+
 def plain(value: Any) -> Any:
     """Return lists and numbers for tensors, which pipes can carry."""
     if isinstance(value, torch.Tensor):

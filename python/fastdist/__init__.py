@@ -27,7 +27,7 @@ from fastdist.collectives.functions import (
 from fastdist.collectives.hints import unknown_name
 from fastdist.collectives.init import default_communicator, init, local_group
 from fastdist.collectives.types import Work
-from fastdist.integrations.torch_backend import register_with_torch
+from fastdist.integrations.torch_backend import register_with_torch, unusable_torch
 
 __all__ = [
     "CentralStorageStrategy",
@@ -186,17 +186,18 @@ def __getattr__(name: str) -> object:
 
     try:
         if is_module:
-            return importlib.import_module(_MODULES[name])
-        found = getattr(importlib.import_module(_LAZY[name]), name)
-        if "fastdist.strategies" in sys.modules:
-            importlib.import_module("fastdist.integrations.keras")  # adapts Keras models; light
-        return found
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
+            found: object = importlib.import_module(_MODULES[name])
+        else:
+            found = getattr(importlib.import_module(_LAZY[name]), name)
+            if "fastdist.strategies" in sys.modules:
+                importlib.import_module("fastdist.integrations.keras")  # adapts Keras models; light
+    except (ImportError, AttributeError, OSError) as error:
+        if (why := unusable_torch(error)) is None:
             raise
-        raise ImportError(
-            f"fastdist.{name} needs torch: pip install torch", name="torch"
-        ) from error
+        raise ImportError(f"fastdist.{name} needs torch{why}", name="torch") from error
+    if (why := unusable_torch()) is not None:
+        raise ImportError(f"fastdist.{name} needs torch{why}", name="torch")
+    return found
 
 
 def __dir__() -> list[str]:

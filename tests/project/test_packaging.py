@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -52,3 +53,34 @@ def test_types_are_installed_and_one_module(installed: importlib.metadata.Distri
 def test_the_import_leaves_the_gil_off() -> None:
     program = "import fastdist, sys; fastdist.init(); assert not sys._is_gil_enabled()"
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("torch", "why"),
+    [
+        ('__version__ = "2.8.0+cpu"', "2.9 or newer, got 2.8.0+cpu"),
+        (
+            'raise OSError("libcudart.so.13: cannot open shared object file")',
+            "which is installed but does not load: libcudart.so.13",
+        ),
+        (
+            'raise ImportError("libcublas.so.13: cannot open shared object file")',
+            "which is installed but does not load: libcublas.so.13",
+        ),
+        ('raise ModuleNotFoundError("No module named torch", name="torch")', "pip install torch"),
+    ],
+)
+def test_a_torch_that_cannot_be_used_is_named(torch: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(torch)
+    program = "import fastdist as fd\nfd.MirroredStrategy"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(fastdist.__file__).parents[1]}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: fastdist.MirroredStrategy needs torch"), done.stderr
+    assert why in last

@@ -149,6 +149,10 @@ _started_s = -1.0
 _control: socket.socket | None = None
 
 
+# Errors, but for what torch says of the interpreter's release.
+_WARNINGS = ("-W", "error", "-W", "ignore:Guards may run slower on Python 3.13.0")
+
+
 def start() -> None:
     """Start the server unless another test process of this run has done so; do not wait for it."""
     global _started, _started_s
@@ -157,7 +161,7 @@ def start() -> None:
     if is_due and _connected() is None:
         _started_s = time.monotonic()
         _started = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, _run_id(), str(os.getpid())],
+            [sys.executable, *_WARNINGS, __file__, _run_id(), str(os.getpid())],
             env=os.environ | _ONE_THREAD,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -339,7 +343,7 @@ def _run(arguments: list[str], path: list[str]) -> None:
     Args:
         path: entries of `sys.path` after the first.
     """
-    sys.orig_argv = [sys.executable, "-W", "error", *arguments]
+    sys.orig_argv = [sys.executable, *_WARNINGS, *arguments]
     kind, *rest = arguments
     if kind == "-m":
         name, *sys.argv[1:] = rest

@@ -20,6 +20,7 @@ from typing import Any
 from fastdist.integrations.torch_backend.name import NAME
 
 _C10D = "torch.distributed.distributed_c10d"
+_OLDEST = (2, 9)
 _TRACE_RULES = "torch._dynamo.trace_rules"
 
 
@@ -29,7 +30,8 @@ def register(*_: Any) -> None:
     if not hasattr(c10d.Backend, NAME.upper()):
         c10d.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
         # From torch 2.15 on: its recorder can only be attached to groups in C++.
-        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add(NAME)
+        recording: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recording.add(NAME)
 
 
 def register_with_torch() -> None:
@@ -47,11 +49,31 @@ def _stay_uncompiled() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
+    if (why := unusable_torch()) is not None:
+        raise ImportError(f'the backend "{NAME}" needs torch{why}')
     from fastdist.integrations.torch_backend.group import ProcessGroupFastdist
 
     if backend_options is not None:
         raise TypeError(f'the backend "{NAME}" takes no pg_options, got {backend_options!r}')
     return ProcessGroupFastdist.of_options(options)
+
+
+def unusable_torch(error: BaseException | None = None) -> str | None:
+    """Return why torch cannot be used, the end of a sentence "... needs torch"; None if it can.
+
+    Args:
+        error: what an import of a module that uses torch has raised.
+    """
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return ": pip install torch"
+    torch = sys.modules.get("torch")
+    version = getattr(torch, "__version__", None)
+    if version is not None and tuple(map(int, version.split(".")[:2])) < _OLDEST:
+        return f" {_OLDEST[0]}.{_OLDEST[1]} or newer, got {version}: pip install -U torch"
+    is_of_library = isinstance(error, OSError) or ".so" in str(error)  # that torch loads
+    if version is None and is_of_library:
+        return f", which is installed but does not load: {error}"
+    return None
 
 
 class _WhenImported:

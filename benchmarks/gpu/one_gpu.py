@@ -82,8 +82,8 @@ def ranks(count: int, program: str, *arguments: str) -> Command:
 
 def suites() -> Iterator[Part]:
     """Yield the parts that guard correctness."""
-    from gpu_communicator import ALONE, LOSING, TOGETHER
     from gpu_lifetimes import PARTS as LIFETIMES
+    from gpu_parts import ALONE, LOSING, TOGETHER
 
     lifetimes = tuple(part.__name__ for part in LIFETIMES)
     everything = (*COLLECTIVES, "reductions", *lifetimes)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import fastdist._core as _core
 import pytest
-from gpu_communicator import ALONE, LOSING, TOGETHER
+from gpu_parts import ALONE, LOSING, TOGETHER
 from paths import SUPPORT
 
 IS_VIRTUAL = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()

@@ -10,6 +10,7 @@
 | FASTDIST_SECRET | secret that the ranks of a job on several machines share | see below |
 | FASTDIST_SECRET_FILE | path of a file with that secret | see below |
 | FASTDIST_INSECURE | 1: ranks on several machines need no secret | 0 |
+| GLOO_SOCKET_IFNAME | network interface by which other machines reach this one | by the route |
 
 Without a secret, ranks take that in `fastdist/secret` of the user's configuration folder.
 """
@@ -42,6 +43,7 @@ class Settings:
     secret: str | None = field(default=None, repr=False)
     secret_file: str | None = None
     insecure: bool = False
+    interface: str | None = None
     config_folder: str = "~/.config"
 
 
@@ -62,6 +64,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         ps_folder=environ.get(FOLDER_VARIABLE) or None,
         secret=environ.get(SECRET_VARIABLE) or None,
         secret_file=environ.get("FASTDIST_SECRET_FILE") or None,
+        interface=environ.get("GLOO_SOCKET_IFNAME") or None,
         insecure=_flag(environ, "FASTDIST_INSECURE", defaults.insecure),
         config_folder=os.path.expanduser(environ.get("XDG_CONFIG_HOME") or defaults.config_folder),
     )

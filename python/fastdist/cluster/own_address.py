@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
 import socket
 import struct
 import time
 
+from fastdist._config import settings
 from fastdist.errors import ClusterConfigError
 
 _SIOCGIFADDR = 0x8915
@@ -29,7 +29,7 @@ def own_address(host: str, port: int, deadline: float = 0.0) -> str:
     Raises:
         ClusterConfigError: there is no route to the host, or no such interface.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    interface = settings().interface
     while True:
         try:
             return _address_of(interface) if interface else _address_towards(host, port)

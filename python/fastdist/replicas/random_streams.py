@@ -46,6 +46,36 @@ def replica_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
             generator.set_state(state)
 
 
+class CommonStream:
+    """Switches this process's default generators to a stream that all replicas share, and back.
+
+    Args:
+        device: the replica's device.
+        seed: the run's number, equal on all replicas.
+    """
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self._device = device
+        self._seed = seed
+        self._switches = 0
+        self._before: list[tuple[torch.Generator, torch.Tensor]] = []
+
+    def enter(self) -> None:
+        """Switch to the common stream, at another place each time."""
+        self._switches += 1
+        is_capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        gpu = [] if is_capturing else _of_gpu(self._device)  # which a captured graph seeds itself
+        for generator in (torch.default_generator, *gpu):
+            self._before.append((generator, generator.get_state()))
+            generator.manual_seed(stream_seed(self._seed, -1 - self._switches))
+
+    def leave(self) -> None:
+        """Switch back to the replica's stream, where it was left."""
+        for generator, state in self._before:
+            generator.set_state(state)
+        self._before.clear()
+
+
 def _of_gpu(device: torch.device) -> list[torch.Generator]:
     """Return torch's default generator of a GPU; an empty list for other devices."""
     if device.type != "cuda":

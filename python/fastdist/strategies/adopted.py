@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.replicas.random_streams import CommonStream
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.communicators import ReplicaCommunicators
@@ -39,6 +40,7 @@ from fastdist.training.modules import (
 )
 from fastdist.training.optimizer_steps import OptimizerSteps
 from fastdist.training.outside import OutsideParameters
+from fastdist.training.parameter_sample import ParameterSample
 from fastdist.training.same_batches import SameBatches
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
@@ -108,6 +110,7 @@ class AdoptedModules:
         self._accumulation = Accumulation()
         self._buffers = BufferSync([], 0)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._in_order: list[weakref.ref[torch.optim.Optimizer]] = []
         self._steps = OptimizerSteps(options.gradient_reduction)
         self._batches = SameBatches()
         self._outside = OutsideParameters(self.has)
@@ -139,6 +142,7 @@ class AdoptedModules:
         ]
         self._adopted += len(added)
         optimizers = [thing for thing in made if isinstance(thing, torch.optim.Optimizer)]
+        self._in_order += [weakref.ref(o) for o in optimizers if o not in self._optimizers]
         self._optimizers.update(optimizers)
         self._models += added
         self._compare(added)
@@ -231,6 +235,8 @@ class AdoptedModules:
             list(self._buffered()), self._buffer_places, self._buffers.examples
         )
         if communicators is not None:
+            is_one_machine = not communicators.replicas.engine.machines
+            self._steps.record.is_exact = is_one_machine and self._device.type == "cpu"
             self.sync = GradientSync(
                 communicators.gradients,
                 communicators.replicas,
@@ -240,6 +246,7 @@ class AdoptedModules:
                 self._accumulation,
                 self._buffers,
                 self._steps.record,
+                None if self._central else ParameterSample(list(self._reduced()), self._in_order),
                 self._batches,
                 reduction=self._options.gradient_reduction,
                 bucket_bytes=self._options.bucket_bytes,
@@ -328,7 +335,7 @@ class AdoptedModules:
 
     @contextlib.contextmanager
     def run(
-        self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None
+        self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int
     ) -> Iterator[None]:
         """Return a context manager around the user's function."""
         self._outside.watch(fn, given)
@@ -337,7 +344,7 @@ class AdoptedModules:
         if self._central is not None and workers is not None:
             workers.barrier()  # after what replicas have written between runs
             self._central.note_versions()
-        with self._steps.run():
+        with self._steps.run(CommonStream(self._device, seed)):
             yield
         if self._central is not None and workers is not None:
             self._central.require_unchanged()

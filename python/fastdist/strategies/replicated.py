@@ -182,7 +182,7 @@ class ReplicatedStrategy(Strategy):
         self._members.refresh()
         self._is_running = True
         try:
-            with scope, self._members.run(fn, given, examples):
+            with scope, self._members.run(fn, given, examples, seed):
                 result = self._call(fn, given, examples, seed)
         except BaseException:
             self._leave()

@@ -29,7 +29,7 @@ from torch.autograd.variable import Variable
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import Compression, Work
-from fastdist.errors import FastdistError
+from fastdist.errors import CollectiveMismatchError, FastdistError
 from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.per_replica import shares
 from fastdist.training.buffers import BufferSync
@@ -42,6 +42,7 @@ from fastdist.training.contributions import (
     call_weakly,
 )
 from fastdist.training.modules import is_materialized
+from fastdist.training.parameter_sample import ParameterSample
 from fastdist.training.same_batches import SameBatches
 from fastdist.training.step_record import StepRecord
 
@@ -68,7 +69,8 @@ class GradientSync:
         has_several_models: True if the strategy has, or has had, several models.
         accumulation: the accumulation of the strategy's gradients.
         buffers: buffers of the same modules; written ones are averaged at the end of backward.
-        steps: the optimizers' steps, which travel with the first gradients.
+        steps: the runs and optimizers' steps, which travel with the first gradients.
+        sample: takes elements of parameters to compare; None if all replicas have one copy.
         batches: hashes of the first batches, which travel with the steps.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
@@ -87,6 +89,7 @@ class GradientSync:
         accumulation: Accumulation,
         buffers: BufferSync,
         steps: StepRecord,
+        sample: ParameterSample | None,
         batches: SameBatches,
         *,
         reduction: GradientReduction = "mean",
@@ -107,6 +110,7 @@ class GradientSync:
         self._sparse = [i for i, parameter in enumerate(parameters) if parameter.is_sparse]
         self._buffer_sync = buffers
         self._steps = steps
+        self._steps.sample = sample
         self._batches = batches
         self._record: torch.Tensor | None = None  # of steps and batches; None until it is sent
         self._reduction = reduction
@@ -186,9 +190,10 @@ class GradientSync:
             return
         written = self._buffer_sync.weights(self._communicator.rank).double()
         self._questions.all_reduce(written)
-        work = self._buffer_sync.send(self._communicator, written)
-        if work is not None:
-            work.wait()
+        with self._explaining():
+            work = self._buffer_sync.send(self._communicator, written)
+            if work is not None:
+                work.wait()
 
     @property
     def is_reducing(self) -> bool:
@@ -239,7 +244,8 @@ class GradientSync:
         while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
             if not self._overlaps:
                 return  # all buckets are sent at the end
-            self._send([self._buckets[self._next]])
+            with self._explaining():
+                self._send([self._buckets[self._next]])
             self._next += 1
 
     def _begin(self, task: int) -> None:
@@ -297,9 +303,32 @@ class GradientSync:
         for bucket in buckets:
             bucket.work = work
 
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Return a context manager: if calls differ, tell what differs in the replicas."""
+        try:
+            yield
+        except CollectiveMismatchError as error:
+            if "ranks wait for each other" in str(error):  # so not all replicas are here
+                raise
+            self._steps.explain(self._contributions.examples, self._questions)
+            raise
+
     @_disable_dynamo
     def _finish(self) -> None:
         used, written = self._ask()
+        with self._explaining():
+            self._reduce_rest(used, written)
+        self._accumulation.held.clear()
+        self.watch()  # parameters that were unfrozen since this run began
+        enter(Phase.FORWARD)
+        if self._record is not None:
+            steps, batches = torch.split(self._record, len(self._record) // 2)
+            self._batches.compare(batches, float(steps[0]))
+            self._steps.require_equal(steps, self._contributions.examples, self._questions)
+
+    def _reduce_rest(self, used: list[bool] | None, written: torch.Tensor) -> None:
+        """Reduce what is left at the end of backward, and wait for all."""
         wanted = self._wanted(used)
         left = [
             bucket for at, bucket in enumerate(self._buckets) if at >= self._next and wanted[at]
@@ -322,16 +351,10 @@ class GradientSync:
                 self._reduce_sparse(i)
         if work is not None:
             work.wait()
-        self._accumulation.held.clear()
-        self.watch()  # parameters that were unfrozen since this run began
-        enter(Phase.FORWARD)
-        if self._record is not None:
-            steps, batches = torch.split(self._record, len(self._record) // 2)
-            self._batches.compare(batches, float(steps[0]))
-            self._steps.require_equal(steps, self._questions)
 
     def _take_record(self) -> torch.Tensor:
-        return torch.cat([self._steps.take(), self._batches.take()])
+        record = self._steps.take(self._contributions.examples)
+        return torch.cat([record, self._batches.take()])
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
         """Exchange which parameters were used and which buffers were written.

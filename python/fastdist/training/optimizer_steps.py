@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 from fastdist.errors import FastdistError
 from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.context import ReplicaContext, state
+from fastdist.replicas.random_streams import CommonStream
 from fastdist.training.contributions import GradientReduction, call_weakly
 from fastdist.training.gradients import GradientSync
 from fastdist.training.step_record import StepRecord
@@ -48,6 +49,8 @@ class OptimizerSteps:
         self._has_begun = False
         self._has_one_copy = False
         self._sync: GradientSync | None = None
+        self._common: CommonStream | None = None
+        self._depth = 0  # of steps that other steps call
 
     def begin(self, *, has_one_copy: bool) -> None:
         """Register the hook of a job with several replicas; it is removed with this object.
@@ -62,19 +65,29 @@ class OptimizerSteps:
         before = register_optimizer_step_pre_hook(
             functools.partial(call_weakly, weakref.WeakMethod(self._before_step))
         )
-        after = register_optimizer_step_post_hook(_after_step)
+        after = register_optimizer_step_post_hook(
+            functools.partial(call_weakly, weakref.WeakMethod(self._after_step))
+        )
         for hook in (before, after):
             weakref.finalize(self, hook.remove)
 
     @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """Return a context manager: steps inside are steps of replicas in `run`."""
+    def run(self, common: CommonStream) -> Iterator[None]:
+        """Return a context manager: steps inside are steps of replicas in `run`.
+
+        Args:
+            common: the random stream of optimizers that draw, such as for noise or rounding.
+        """
         self._runs += 1
+        self.record.begin_run()
         self._is_running = True
+        self._common = common
         try:
             yield
         finally:
             self._is_running = False
+            self._common = None
+            self._depth = 0
 
     def watch(
         self,
@@ -103,6 +116,7 @@ class OptimizerSteps:
             self.record.note(optimizer)
         if context is None:
             return None
+        self._draw_alike(1)
         if "closure" in kwargs:
             kwargs = {**kwargs, "closure": self._global(context, kwargs["closure"])}
         elif len(args) > 1:
@@ -110,6 +124,22 @@ class OptimizerSteps:
         else:
             return None
         return args, kwargs
+
+    @_disable_dynamo
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        enter(Phase.USER if state.replica is None else Phase.FORWARD)
+        if optimizer in self._known and state.replica is not None:
+            self._draw_alike(-1)
+
+    def _draw_alike(self, change: int) -> None:
+        """Enter or leave a step, in which all replicas draw the same random numbers."""
+        if self._common is None:
+            return
+        was, self._depth = self._depth, max(0, self._depth + change)
+        if was == 0 and change > 0:
+            self._common.enter()
+        elif was == 1 and change < 0:
+            self._common.leave()
 
     def require_allowed(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer of the strategy may step now.
@@ -168,7 +198,11 @@ class OptimizerSteps:
             return None
 
         def reduced() -> Any:
-            loss = closure()
+            self._draw_alike(-1)
+            try:
+                loss = closure()
+            finally:
+                self._draw_alike(1)
             if loss is None:
                 return None
             part = torch.as_tensor(loss).detach()
@@ -177,8 +211,3 @@ class OptimizerSteps:
             return context.all_reduce(self._reduction, part)
 
         return reduced
-
-
-@_disable_dynamo
-def _after_step(*_: object) -> None:
-    enter(Phase.USER if state.replica is None else Phase.FORWARD)

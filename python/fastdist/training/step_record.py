@@ -1,12 +1,14 @@
-"""Compares the optimizer steps that replicas have taken since gradients were last reduced.
+"""Compares what keeps replicas equal, each time that gradients are reduced.
 
-Replicas stay equal only if all of them take the same steps with the same hyperparameters. A hash of
-both travels with the gradients, one number per bit, so that every replica sees a difference.
+That is: the number of the run and of the backward in it, the sizes of the global batch's parts, the
+optimizers' steps since the last reduction with their hyperparameters, and a sample of parameters. A
+hash of all travels with the gradients, one number per bit, so that every replica sees a difference.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
+from fastdist.training.parameter_sample import Element, ParameterSample, first_difference
 
 _WIDTH = 1 + 32  # numbers
 
@@ -30,12 +33,37 @@ class _Steps:
     settings: list[tuple[str, Any]] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class _Record:
+    """What one replica compares with the others."""
+
+    steps: _Steps
+    run: int = 0
+    backward: int = 0
+    examples: tuple[int, ...] | None = None
+    elements: list[Element] = field(default_factory=list)
+
+
 class StepRecord:
-    """The steps of one replica's optimizers since the last reduction of gradients."""
+    """The record of one replica.
+
+    Attributes:
+        sample: takes the elements of parameters; None compares none.
+        is_exact: False allows elements to differ by rounding.
+    """
 
     def __init__(self) -> None:
+        self.sample: ParameterSample | None = None
+        self.is_exact = True
         self._taken = _Steps()
         self._sent = _Steps()
+        self._run = 0
+        self._backward = 0
+
+    def begin_run(self) -> None:
+        """Count a run that begins."""
+        self._run += 1
+        self._backward = 0
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step with the optimizer's present hyperparameters."""
@@ -44,42 +72,143 @@ class StepRecord:
         taken.code = zlib.crc32(f"{taken.name}{taken.settings}".encode(), taken.code)
         taken.count += 1
 
-    def take(self) -> torch.Tensor:
-        """Return a one and the bits of the hash, and start a new record.
+    def take(self, examples: tuple[int, ...] | None) -> torch.Tensor:
+        """Return a one and the bits of the hash, and start a new record of steps.
+
+        Args:
+            examples: number of examples of each replica; None if all weigh the same.
 
         Returns:
             A tensor of shape [33], which the caller adds up over replicas.
         """
-        self._sent = self._taken
-        self.clear()
-        return hash_bits(self._sent.code)
+        self._backward += 1
+        self._sent, self._taken = self._taken, _Steps()
+        values = b"" if self.sample is None else self.sample.take()
+        numbers = f"{self._run} {self._backward} {examples}".encode()
+        return hash_bits(zlib.crc32(numbers + values, self._sent.code))
 
-    def require_equal(self, total: torch.Tensor, workers: Communicator) -> None:
+    def require_equal(
+        self, total: torch.Tensor, examples: tuple[int, ...] | None, workers: Communicator
+    ) -> None:
         """Check that all replicas had the same record. Every replica must call.
 
         Args:
             total: the sum or mean over replicas of the results of `take`.
+            examples: those given to `take`.
             workers: the communicator of all replicas.
 
         Raises:
-            FastdistError: the records differ; the message shows the hyperparameters that differ.
+            FastdistError: the records differ; the message says in what.
         """
         all_alike, *counts = total.tolist()
-        if all(count in (0.0, all_alike) for count in counts):
-            return
-        records = workers.all_gather_object(self._sent)
-        other = next(rank for rank, record in enumerate(records) if record != records[0])
-        raise FastdistError(
-            "replicas have taken different optimizer steps before this backward: "
-            f"{_difference(records, other)}. All replicas need the same hyperparameters; a "
-            "scheduler that steps by the loss needs the loss of all replicas, by all_reduce of the "
-            "replica context in run, or by strategy.reduce outside",
-            (other,),
-        )
+        if not all(count in (0.0, all_alike) for count in counts):
+            self.explain(examples, workers)
+
+    def explain(self, examples: tuple[int, ...] | None, workers: Communicator) -> None:
+        """Compare the records of all replicas themselves. Every replica must call.
+
+        Raises:
+            FastdistError: they differ.
+        """
+        elements = [] if self.sample is None else self.sample.elements()
+        own = _Record(self._sent, self._run, self._backward, examples, elements)
+        records = workers.all_gather_object(own)
+        for describe in (_other_runs, _other_batches, _other_steps, self._other_values):
+            if (found := describe(records)) is not None:
+                message, ranks = found
+                raise FastdistError(message, ranks)
+
+    def _other_values(self, records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+        for other in range(1, len(records)):
+            found = first_difference(
+                records[0].elements, records[other].elements, is_exact=self.is_exact
+            )
+            if found is None:
+                continue
+            mine, theirs = found
+            alone = _alone([_value_of(record, mine) for record in records])
+            who = "" if alone is None else f", where replica {alone} alone differs"
+            return (
+                f"the replicas have drifted apart: {mine.what} is {mine.value:.9g} on replica 0, "
+                f"{theirs.value:.9g} on replica {other}{who}, in run {records[0].run}. What "
+                "changes parameters must be the same on all replicas: "
+                "random numbers drawn in run differ (draw outside of run, or from a generator with "
+                "one seed), and weights are loaded on every replica, or before the scope ends",
+                (other if alone is None else alone,),
+            )
+        return None
 
     def clear(self) -> None:
-        """Forget the steps so far. Every replica must call."""
+        """Forget the runs and steps so far. Every replica must call."""
         self._taken = _Steps()
+        self._run = self._backward = 0
+
+
+def _alone(values: Sequence[Any]) -> int | None:
+    """Return the index of the only value that differs from all others, which are equal."""
+    counts = Counter(values)
+    if len(values) < 3 or sorted(counts.values()) != [1, len(values) - 1]:
+        return None
+    return next(i for i, value in enumerate(values) if counts[value] == 1)
+
+
+def _value_of(record: _Record, like: Element) -> float | None:
+    place = like.place, like.key, like.index
+    return next((e.value for e in record.elements if (e.place, e.key, e.index) == place), None)
+
+
+def _other_runs(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+    at = [(record.run, record.backward) for record in records]
+    if len(set(at)) == 1:
+        return None
+    ahead, behind = at.index(max(at)), at.index(min(at))
+    if at[ahead][0] == at[behind][0]:
+        return (
+            f"replica {ahead} is in backward {at[ahead][1]} of run {at[ahead][0]}, replica "
+            f"{behind} in backward {at[behind][1]}: replica {behind} has left out a backward, so "
+            "gradients of different losses met",
+            (behind,),
+        )
+    return (
+        f"replica {ahead} is in run {at[ahead][0]}, replica {behind} in run {at[behind][0]}: "
+        f"replica {ahead} has left out a backward, or made a run that replica {behind} did not "
+        "make, so gradients of different batches met. All replicas must make the same runs and "
+        "backwards; to leave out a batch, they must decide alike, by all_reduce of the replica "
+        "context: if any loss is not finite, all return",
+        (ahead,),
+    )
+
+
+def _other_batches(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+    sizes = [record.examples for record in records]
+    other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
+    if other is None:
+        return None
+    first, second = (
+        "not divided by distribute_dataset"
+        if size is None
+        else f"{sum(size)} examples, {list(size)}"
+        for size in (sizes[0], sizes[other])
+    )
+    return (
+        f"global batches have different sizes: {first} on replica 0, {second} on replica {other}. "
+        "All replicas must read the same data, of which each takes its part",
+        (other,),
+    )
+
+
+def _other_steps(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+    steps = [record.steps for record in records]
+    other = next((i for i, each in enumerate(steps) if each != steps[0]), None)
+    if other is None:
+        return None
+    return (
+        "replicas have taken different optimizer steps before this backward: "
+        f"{_difference(steps, other)}. All replicas need the same hyperparameters; a "
+        "scheduler that steps by the loss needs the loss of all replicas, by all_reduce of the "
+        "replica context in run, or by strategy.reduce outside",
+        (other,),
+    )
 
 
 def hash_bits(code: int | None) -> torch.Tensor:

@@ -13,9 +13,8 @@ from fastdist.errors import UnsupportedError
 from fastdist.ps.model.table import ServedTable
 
 _LEAVING = (
-    "To save, export or compile the trained model, call strategy.save(directory), and load it into "
-    "a plain torch module with fastdist.ps.load(module, directory); in training, compile only "
-    "layers without such weights"
+    "To save or export the trained model, call strategy.save(directory), and load it into a plain "
+    "torch module with fastdist.ps.load(module, directory)"
 )
 
 

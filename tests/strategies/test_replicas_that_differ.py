@@ -1,0 +1,304 @@
+"""Replicas that do not train the same model on the same batches: each is told, none is silent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+import fastdist as fd
+import pytest
+import torch
+from fastdist import Strategy
+from fastdist.errors import FastdistError
+from fastdist.training.contributions import ReducedParameter
+from fastdist.training.parameter_sample import Element, ParameterSample, first_difference
+from ranks import ProcessRanks
+from test_strategies import run_case
+from torch import nn
+
+Run = Callable[[Callable[[Strategy], Any]], list[Any]]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
+    ranks = ProcessRanks(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def run(ranks: ProcessRanks) -> Run:
+    def run(case: Callable[[Strategy], Any]) -> list[Any]:
+        return ranks.run(run_case, cloudpickle.dumps(case), "mirrored", {"timeout_s": 20.0})
+
+    return run
+
+
+@pytest.mark.parametrize("skips", [{1: [1]}, {1: [1], 0: [3]}, {0: [2]}, {1: [1], 2: [1]}])
+def test_a_backward_left_out_on_one_replica(run: Run, skips: dict[int, list[int]]) -> None:
+    """As `if not loss.isfinite(): return` does; the first shifted backward tells."""
+
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(turn: int) -> None:
+            replica = fd.get_replica_context().replica_id_in_sync_group
+            if turn in skips.get(replica, []):
+                return
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+        def loop() -> None:
+            for turn in range(6):
+                strategy.run(step, (turn,))
+
+        first = min(min(turns) for turns in skips.values())
+        message = (
+            rf"replica \d is in run {first + 2}, replica \d in run {first + 1}: replica \d has"
+        )
+        with pytest.raises(FastdistError, match=message) as caught:
+            loop()
+        assert set(caught.value.ranks) <= set(skips)
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+            model.bias.fill_(0.0)
+        for turn in range(10, 15):
+            strategy.run(step, (turn,))
+        strategy.check_in_sync()
+
+    run(case)
+
+
+def test_the_second_backward_of_a_run_left_out(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+
+        def step(backwards: int) -> None:
+            for _ in range(backwards):
+                model(torch.ones(2, 3)).sum().backward()
+
+        own = strategy.local_replica_ids[0]
+
+        def two_runs() -> None:
+            strategy.run(step, (1 if own == 0 else 2,))
+            strategy.run(step, (1,))
+
+        with pytest.raises(FastdistError, match="replica 0 is in run 2, replica 1 in run 1"):
+            two_runs()
+
+    run(case)
+
+
+def test_a_run_on_the_chief_alone(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        step = lambda: model(torch.ones(2, 3)).sum().backward()  # noqa: E731
+        strategy.run(step)
+        if strategy.is_chief:
+            with torch.no_grad():
+                strategy.run(lambda: model(torch.ones(2, 3)))
+        with pytest.raises(
+            FastdistError, match="replica 0 is in run 3, replica 1 in run 2"
+        ) as caught:
+            strategy.run(step)
+        assert caught.value.ranks == (0,)
+
+    run(case)
+
+
+@pytest.mark.parametrize("how", ["drawn in run", "loaded by one", "state of one", "changed by one"])
+def test_replicas_that_drift_apart(run: Run, how: str) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 1))
+            rate = 0.0 if how == "state of one" else 0.01
+            optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        last = strategy.num_replicas_in_sync - 1
+        own = strategy.local_replica_ids[0]
+        if how == "loaded by one" and own == last:
+            model.load_state_dict({name: v + 1 for name, v in model.state_dict().items()})
+
+        def step(turn: int) -> None:
+            optimizer.zero_grad()
+            model(torch.ones(4, 3) * turn).square().mean().backward()
+            optimizer.step()
+            if how == "drawn in run" and own == last:
+                with torch.no_grad():
+                    model[0].weight[1] = torch.randn(3)
+            if how == "state of one" and own == last and turn == 2:
+                optimizer.state[model[0].weight]["exp_avg"].mul_(2)
+            if how == "changed by one" and own == last:
+                model[2].bias.data.add_(0.25)
+
+        whole = r"of the optimizer's state of 0.weight\[" if how == "state of one" else ""
+
+        def loop() -> None:
+            for turn in range(50):
+                strategy.run(step, (turn,))
+
+        with pytest.raises(FastdistError, match=rf"drifted apart: .*{whole}") as caught:
+            loop()
+        assert caught.value.ranks == (last,)
+        assert (f"where replica {last} alone differs" in str(caught.value)) == (last > 1)
+
+    run(case)
+
+
+def test_batches_of_other_sizes(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        size = 12 if strategy.is_chief else 6
+        batches = strategy.distribute_dataset(torch.ones(24, 3), global_batch_size=size)
+        message = (
+            r"global batches have different sizes: 12 examples, \[.*\] on replica 0, 6 examples, "
+            r"\[.*\] on replica 1"
+        )
+
+        def loop() -> None:
+            for batch in batches:
+                strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+
+        with pytest.raises(FastdistError, match=message) as caught:
+            loop()
+        assert caught.value.ranks == (1,)
+
+    run(case)
+
+
+def test_sizes_that_change_whether_replicas_weigh_the_same(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        size = 12 if strategy.is_chief else 7
+        batches = strategy.distribute_dataset(torch.ones(24, 3), global_batch_size=size)
+
+        def loop() -> None:
+            for batch in batches:
+                strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+
+        with pytest.raises(FastdistError, match="global batches have different sizes: 12 examples"):
+            loop()
+
+    run(case)
+
+
+class Noisy(torch.optim.SGD):
+    """SGD with Langevin noise, as it is written for one device."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-2)
+
+
+def test_optimizers_draw_the_same_on_all_replicas(run: Run) -> None:
+    def case(strategy: Strategy) -> list[Any]:
+        torch.manual_seed(3)
+        with strategy.scope():
+            model = nn.Linear(3, 2)
+            optimizer = Noisy(model.parameters(), lr=0.1)
+
+        def step() -> torch.Tensor:
+            optimizer.zero_grad()
+            before = torch.rand(1)
+            model(torch.ones(4, 3)).square().mean().backward()
+            optimizer.step()
+            return torch.cat([before, torch.rand(1)])
+
+        drawn = [strategy.local_results(strategy.run(step))[0].tolist() for _ in range(60)]
+        strategy.check_in_sync()
+        return [*drawn, model.weight.flatten().tolist()]
+
+    results = run(case)
+    assert len({tuple(result[-1]) for result in results}) == 1
+    for turn in zip(*(result[:-1] for result in results), strict=True):
+        assert len({tuple(pair) for pair in turn}) == len(results)  # functions draw their own
+        assert all(before != after for before, after in turn)
+
+
+def test_closures_draw_their_replicas_numbers(run: Run) -> None:
+    def case(strategy: Strategy) -> list[float]:
+        torch.manual_seed(3)
+        with strategy.scope():
+            model = nn.Linear(3, 2)
+            optimizer = Noisy(model.parameters(), lr=0.1)
+        seen = []
+
+        def step() -> None:
+            def closure() -> torch.Tensor:
+                seen.append(float(torch.rand(())))
+                optimizer.zero_grad()
+                loss = model(torch.ones(4, 3)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+        for _ in range(5):
+            strategy.run(step)
+        strategy.check_in_sync()
+        return seen
+
+    results = run(case)
+    assert len(set(map(tuple, results))) == len(results)
+
+
+def reduced(parameters: dict[str, torch.Tensor]) -> list[ReducedParameter]:
+    return [
+        ReducedParameter(name, weakref.ref(p), 0, place, p.shape, p.dtype, False)  # type: ignore[arg-type]
+        for place, (name, p) in enumerate(parameters.items())
+    ]
+
+
+def test_a_sample_takes_other_elements_each_time_and_reads_any_parameter() -> None:
+    freed = nn.Parameter(torch.ones(4))
+    parameters = {
+        "float": nn.Parameter(torch.randn(5, 7)),
+        "double": nn.Parameter(torch.randn(3, dtype=torch.float64)),
+        "half": nn.Parameter(torch.randn(11).to(torch.bfloat16)),
+        "complex": nn.Parameter(torch.randn(2, 2, dtype=torch.complex64)),
+        "one": nn.Parameter(torch.tensor(2.5)),
+        "empty": nn.Parameter(torch.empty(0)),
+        "columns": nn.Parameter(torch.randn(4, 6).t()),
+        "meta": nn.Parameter(torch.empty(3, device="meta")),
+        "freed": freed,
+    }
+    sample = ParameterSample(reduced(parameters), [])
+    freed.untyped_storage().resize_(0)
+    seen: dict[tuple[int, int], float] = {}
+    for turn in range(400):
+        taken = sample.take()
+        assert bool(taken) == (turn % 4 == 0)
+        for each in sample.elements():
+            p = parameters[each.name].detach()
+            assert each.value == float(
+                p.reshape(-1)[each.index].abs() if p.is_complex() else p.reshape(-1)[each.index]
+            )
+            seen[each.place, each.index] = each.value
+    names = list(parameters)
+    found = {names[place] for place, _ in seen}
+    assert found == {"float", "double", "half", "complex", "one"}
+    assert len(seen) == 35 + 3 + 11 + 4 + 1  # every element
+
+
+def test_rounding_is_no_difference_where_arithmetic_may_differ() -> None:
+    def elements(*values: float) -> list[Element]:
+        return [Element(place, "w", "", 0, value) for place, value in enumerate(values)]
+
+    nan = float("nan")
+    one, other = elements(1.0, 0.0, nan), elements(1.0001, 0.0, nan)
+    assert first_difference(one, other, is_exact=False) is None
+    assert first_difference(one, other, is_exact=True) == (one[0], other[0])
+    assert first_difference(one, one[1:], is_exact=True) is None
+    for far in (elements(1.01, 0.0, nan), elements(1.0, 1e-30, nan), elements(1.0, 0.0, 2.0)):
+        assert first_difference(one, far, is_exact=False) is not None

@@ -133,7 +133,7 @@ def test_replicas_that_drift_apart(run: Run, how: str) -> None:
                 with torch.no_grad():
                     model[0].weight[1] = torch.randn(3)
             if how == "state of one" and own == last and turn == 2:
-                optimizer.state[model[0].weight]["exp_avg"].mul_(2)
+                optimizer.state[model[0].weight]["exp_avg"].add_(1)
             if how == "changed by one" and own == last:
                 model[2].bias.data.add_(0.25)
 
@@ -302,3 +302,22 @@ def test_rounding_is_no_difference_where_arithmetic_may_differ() -> None:
     assert first_difference(one, one[1:], is_exact=True) is None
     for far in (elements(1.01, 0.0, nan), elements(1.0, 1e-30, nan), elements(1.0, 0.0, 2.0)):
         assert first_difference(one, far, is_exact=False) is not None
+
+
+def test_torchs_sync_batch_norm_is_refused_and_converted(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        with (
+            pytest.raises(fd.errors.UnsupportedError, match=r"^1 is torch's SyncBatchNorm"),
+            strategy.scope(),
+        ):
+            torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        with strategy.scope():
+            model = fd.nn.SyncBatchNorm.convert(nn.SyncBatchNorm.convert_sync_batchnorm(net))
+        x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
+        for batch in strategy.distribute_dataset(x, global_batch_size=12):
+            strategy.run(lambda x: model(x).square().sum().backward(), args=(batch,))
+        mean = model[0](x).mean(0) * 0.1
+        assert torch.allclose(model[1].running_mean, mean, atol=1e-6)
+
+    run(case)

@@ -213,3 +213,4 @@ def _set_defaults(environment: dict[str, str], processes: int) -> None:
     environment.setdefault("PYTHONUNBUFFERED", "1")
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("PYTHONHASHSEED", "0")  # sets of strings have one order on all ranks

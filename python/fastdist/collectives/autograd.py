@@ -79,7 +79,10 @@ def check_joinable(shapes: list[tuple[int, ...]], axis: int) -> int:
     axis %= n_axes
     others = {shape[:axis] + shape[axis + 1 :] for shape in shapes}
     if len(others) != 1 or len({len(shape) for shape in shapes}) != 1:
-        raise ValueError(f"gather along axis {axis}: other dimensions differ, got shapes {shapes}")
+        raise ValueError(
+            f"gather along axis {axis}: other dimensions differ, got shapes {shapes}; pad them to "
+            "one shape, or gather lists of tensors by fastdist.all_gather_object(value)"
+        )
     return axis
 
 

@@ -116,7 +116,9 @@ def _extreme(
 
 def _to_tensor(call: str, value: object) -> torch.Tensor:
     if not isinstance(value, VALUES):
-        hint = "; does the function passed to run return a value?" if value is None else ""
+        hint = "; fastdist.all_gather_object(value) gathers other objects"
+        if value is None:
+            hint = "; does the function passed to run return a value?"
         raise TypeError(f"{call}: expected tensors or numbers, got {value!r}{hint}")
     return as_tensor(value).detach()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import json
+import os
 import pickle
 import secrets
 import sys
@@ -83,7 +84,11 @@ def launch(
             children.start(
                 [f"replica {i} of {replicas}" for i in range(replicas)],
                 [sys.executable, "-m", "fastdist.replicas.launched", folder],
-                [rank_environment(i, replicas, i, replicas, job) for i in range(replicas)],
+                [
+                    {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+                    | rank_environment(i, replicas, i, replicas, job)
+                    for i in range(replicas)
+                ],
             )
             children.wait(None, until_failure=True)
             children.wait(_FAILED_END_S)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.errors import UnsupportedError
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
@@ -128,6 +129,7 @@ class AdoptedModules:
         Raises:
             FastdistError: the modules differ between replicas.
             ValueError: a module belongs to another strategy.
+            UnsupportedError: a module is torch's SyncBatchNorm, and torch has no process group.
         """
         self._communicators = communicators
         self.refresh()
@@ -165,6 +167,7 @@ class AdoptedModules:
     def _require_free(self, roots: Sequence[nn.Module]) -> None:
         if self.num_replicas_in_sync == 1:
             return
+        _refuse_sync_batch_norm(roots)
         if self._taken(roots) is not None:
             gc.collect()  # collects unreferenced strategies
         if (name := self._taken(roots)) is not None:
@@ -420,3 +423,16 @@ class AdoptedModules:
             self._central.take_parameters(workers, parameters)
         if self.sync is not None:
             self.sync.watch()
+
+
+def _refuse_sync_batch_norm(roots: Sequence[nn.Module]) -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    for root in roots:
+        for name, module in root.named_modules():
+            if isinstance(module, nn.SyncBatchNorm):
+                raise UnsupportedError(
+                    f"{name or type(root).__name__} is torch's SyncBatchNorm, which knows torch's "
+                    "process groups alone and would normalize each replica's part by itself: use "
+                    "fd.nn.SyncBatchNorm, or model = fd.nn.SyncBatchNorm.convert(model)"
+                )

@@ -88,8 +88,11 @@ def results_of_metrics(model: Any) -> Callable[[], dict[str, Any]]:
         )
 
     def results() -> dict[str, Any]:
-        # Copies: the result of some metrics, such as Sum, is the variable itself.
-        own = method(model).items()
-        return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in own}
+        # Copies: the result of some metrics, such as Sum, is the variable itself, or its tensor.
+        own = {
+            name: value.value if isinstance(value, keras.Variable) else value
+            for name, value in method(model).items()
+        }
+        return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in own.items()}
 
     return results

@@ -29,7 +29,12 @@ from torch.autograd.variable import Variable
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import Compression, Work
-from fastdist.errors import CollectiveMismatchError, FastdistError
+from fastdist.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    FastdistError,
+    PeerFailureError,
+)
 from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.per_replica import shares
 from fastdist.training.buffers import BufferSync
@@ -309,9 +314,11 @@ class GradientSync:
         try:
             yield
         except CollectiveMismatchError as error:
-            if "ranks wait for each other" in str(error):  # so not all replicas are here
-                raise
-            self._steps.explain(self._contributions.examples, self._questions)
+            if "ranks wait for each other" not in str(error):  # else not all replicas are here
+                with contextlib.suppress(
+                    CollectiveMismatchError, CollectiveTimeoutError, PeerFailureError
+                ):
+                    self._steps.explain(self._contributions.examples, self._questions)
             raise
 
     @_disable_dynamo

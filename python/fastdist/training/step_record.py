@@ -21,6 +21,7 @@ from fastdist.errors import FastdistError
 from fastdist.training.parameter_sample import Element, ParameterSample, first_difference
 
 _WIDTH = 1 + 32  # numbers
+_EXPLAINED_S = 30.0  # all replicas have just ended the same call
 
 
 @dataclass(slots=True)
@@ -112,7 +113,7 @@ class StepRecord:
         """
         elements = [] if self.sample is None else self.sample.elements()
         own = _Record(self._sent, self._run, self._backward, examples, elements)
-        records = workers.all_gather_object(own)
+        records = workers.all_gather_object(own, timeout=_EXPLAINED_S)
         for describe in (_other_runs, _other_batches, _other_steps, self._other_values):
             if (found := describe(records)) is not None:
                 message, ranks = found

@@ -260,16 +260,16 @@ def measurements() -> Iterator[Part]:
         60,
         dry=ranks(2, host) if IS_VIRTUAL else None,
     )
-    yield bench("161 gradients, 2 ranks", 2, "--list", "resnet50", "--iters", "6")
+    yield bench("161 gradients, 2 ranks", 2, "--list", "resnet50", "--iters", "6", limit_s=150)
 
 
-def bench(name: str, count: int, *options: str) -> Part:
+def bench(name: str, count: int, *options: str, limit_s: int = 70) -> Part:
     given = ("all_reduce", "--device", "cuda", "-n", str(count), "--vs", "torch", *options)
     return Part(
         f"all_reduce, {name}",
         f"`fastdist bench {' '.join(given)}`",
         ("-m", "fastdist", "bench", *given, "--json", "JSON"),
-        70,
+        limit_s,
     )
 
 

@@ -41,6 +41,8 @@ class ReplicaContext:
         device: the device of this replica.
         examples: number of examples of each replica of the job in the batch passed to `run`; None
             if `run` got no batch from `distribute_dataset`.
+        weights: what each replica's gradients count in their mean: its examples, unless `run` was
+            given a `weight`; None if all count the same.
         communicator: the communicator of all replicas; None if there is one replica.
         weight: the weight of this replica's gradients in their mean; the average weight is 1.
 
@@ -60,6 +62,7 @@ class ReplicaContext:
         communicator: Communicator | None,
         local_replica: int = 0,
         examples: tuple[int, ...] | None = None,
+        weights: tuple[float, ...] | None = None,
         weight: float = 1.0,
     ) -> None:
         self.strategy = strategy
@@ -67,6 +70,7 @@ class ReplicaContext:
         self.replica_id_in_sync_group: int = strategy.local_replica_ids[local_replica]
         self.device: torch.device = strategy.devices[local_replica]
         self.examples = examples
+        self.weights = weights
         self.weight = weight
         self.communicator = communicator
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
-from typing import Literal
+from math import isfinite, prod
+from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 
 from fastdist.collectives.autograd import all_gather, as_floating, as_tensor, check_joinable
 from fastdist.collectives.communicator import Communicator
-from fastdist.replicas.per_replica import VALUES
+from fastdist.replicas.per_replica import VALUES, PerReplica, select
 
 CrossReplicaOp = Literal["sum", "mean", "min", "max"]
 Axes = int | tuple[int, ...] | None
+Weight: TypeAlias = float | torch.Tensor | PerReplica[Any] | None
 
 
 def reduce_values(
@@ -55,6 +57,40 @@ def reduce_values(
         workers.all_reduce([total, counts])
         count = float(counts)
     return total / count if op == "mean" else total
+
+
+def weights_of(weight: Weight, workers: Communicator | None) -> tuple[float, ...] | None:
+    """Return what each replica counts in a mean; None if no weight is given.
+
+    Every replica must call, all with a weight or all without.
+
+    Args:
+        weight: what this replica counts.
+        workers: the communicator of all replicas; None if there is one.
+
+    Raises:
+        TypeError: a weight is not a number.
+        ValueError: a weight is negative or not finite; the message names the replica.
+    """
+    if weight is None:
+        return None
+    own = select(weight)
+    try:
+        number = float(own if isinstance(own, VALUES) else "")
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            "run: weight must be a number, or a tensor of one element, got "
+            f"{type(own).__name__} {own!r:.80}"
+        ) from None
+    weights = [number]
+    if workers is not None:
+        weights = workers.all_gather(np.array(weights)).tolist()
+    for i, each in enumerate(weights):
+        if not isfinite(each) or each < 0:
+            raise ValueError(
+                f"run: weight must be finite and not negative, got {each} on replica {i}"
+            )
+    return tuple(weights)
 
 
 def gather_values(

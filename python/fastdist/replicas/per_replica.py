@@ -31,6 +31,8 @@ class PerReplica(Generic[T]):
             TPUStrategy, which traces one program for all replicas.
         examples: number of examples of the global batch that each replica of the job has, in the
             order of replica ids; None if the values do not come from a batch.
+        weights: what each replica of the job counts in a mean, from the `weight` of `run`; None:
+            as much as its examples.
 
     Examples:
         >>> import fastdist as fd
@@ -42,6 +44,7 @@ class PerReplica(Generic[T]):
 
     values: tuple[T, ...]
     examples: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
 
     def __repr__(self) -> str:
         rows = "".join(f"\n  {i}: {value!r}" for i, value in enumerate(self.values))
@@ -117,22 +120,34 @@ def map(fn: Callable[..., Any], *values: Any) -> Any:
         return fn(*values)
     local = len(parts[0].values)
     results = [fn(*select(list(values), replica)) for replica in range(local)]
-    return wrap(results, next(iter(known), None))
+    weights = {part.weights for part in parts if part.weights is not None}
+    if len(weights) > 1:
+        raise ValueError(
+            "fastdist.map: the values come from runs with different weights of replicas: "
+            f"{sorted(weights)}"
+        )
+    return wrap(results, next(iter(known), None), next(iter(weights), None))
 
 
-def wrap(results: Sequence[Any], examples: tuple[int, ...] | None = None) -> Any:
+def wrap(
+    results: Sequence[Any],
+    examples: tuple[int, ...] | None = None,
+    weights: tuple[float, ...] | None = None,
+) -> Any:
     """Join the results of this process's replicas; tensors and numbers become `PerReplica`.
 
     Args:
         results: one structure per local replica.
         examples: the `examples` of `PerReplica`.
+        weights: its `weights`.
 
     Raises:
         ValueError: the structures differ.
     """
 
     def join(*values: Any) -> Any:
-        return PerReplica(values, examples) if isinstance(values[0], VALUES) else values[0]
+        is_value = isinstance(values[0], VALUES)
+        return PerReplica(values, examples, weights) if is_value else values[0]
 
     return map_structure(join, *results)
 
@@ -163,12 +178,16 @@ def leaves(structure: Any) -> list[Any]:
     return found
 
 
-def shares(examples: tuple[int, ...] | None) -> list[float] | None:
-    """Return each replica's share of a batch; None if all replicas have the same share."""
-    if examples is None or examples.count(examples[0]) == len(examples):
+def shares(weights: tuple[float, ...] | None) -> list[float] | None:
+    """Return each replica's share of a batch; None if all replicas have the same share.
+
+    Args:
+        weights: what each replica counts, such as its number of examples.
+    """
+    if weights is None or weights.count(weights[0]) == len(weights):
         return None
-    whole = sum(examples)
-    return [count / whole for count in examples]
+    whole = sum(weights)
+    return [weight / whole for weight in weights]
 
 
 def select(structure: Any, replica: int = 0) -> Any:

@@ -28,7 +28,7 @@ from fastdist.data.request import DatasetOptions
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import ReplicaContext, state
-from fastdist.replicas.cross_replica import Axes, CrossReplicaOp
+from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, Weight
 from fastdist.replicas.per_replica import PerReplica, leaves, wrap
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.scope import Scope, extensions
@@ -246,32 +246,61 @@ class Strategy(ABC):
     # --- running --------------------------------------------------------------------------------
 
     @overload
-    def run(self, fn: Callable[..., None], args: Args = ..., kwargs: Kwargs = ...) -> None: ...
+    def run(
+        self,
+        fn: Callable[..., None],
+        args: Args = ...,
+        kwargs: Kwargs = ...,
+        *,
+        weight: Weight = ...,
+    ) -> None: ...
     @overload
     def run(
-        self, fn: Callable[..., V], args: Args = ..., kwargs: Kwargs = ...
+        self, fn: Callable[..., V], args: Args = ..., kwargs: Kwargs = ..., *, weight: Weight = ...
     ) -> PerReplica[V] | V: ...
     @overload
-    def run(self, fn: Callable[..., Any], args: Args = ..., kwargs: Kwargs = ...) -> Any: ...
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Args = ...,
+        kwargs: Kwargs = ...,
+        *,
+        weight: Weight = ...,
+    ) -> Any: ...
     @final
-    def run(self, fn: Callable[..., Any], args: Args = (), kwargs: Kwargs = None) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Args = (),
+        kwargs: Kwargs = None,
+        *,
+        weight: Weight = None,
+    ) -> Any:
         """Call `fn` once for each replica of this process, in replica context.
 
         Every worker must call. Gradients are weighted by the number of examples that each replica
-        has in the first batch among the arguments.
+        has in the first batch among the arguments, unless `weight` is given.
 
         Args:
             fn: the function of each replica.
             args: arguments of `fn`, a tuple or list; per-replica values inside become each
                 replica's own.
             kwargs: keyword arguments of `fn`, treated like args.
+            weight: what this replica's part counts in means over the global batch, of gradients
+                and of results. A loss that is a mean over something else than examples needs it:
+                the number of tokens that count, the sum of their classes' weights. A number, a
+                tensor of one element, or such a value for each replica; one message of all
+                replicas more, and on a GPU it waits for the tensor.
 
         Returns:
             The result of `fn`. If the job has several replicas, its tensors and numbers are
-            `PerReplica` values, which carry the number of examples of each replica.
+            `PerReplica` values, which carry the number of examples of each replica and `weight`.
 
         Raises:
-            ValueError: args is not a tuple or list.
+            TypeError: `weight` is not a number.
+            ValueError: args is not a tuple or list, or a replica's `weight` is negative or not
+                finite.
+            UnsupportedError: `weight` is given on TPUs.
             RuntimeError: called inside another run, or in another strategy's scope.
             FastdistError: replicas have called different collectives.
             PeerFailureError: `fn` has failed on another replica, which the error names.
@@ -290,7 +319,7 @@ class Strategy(ABC):
         given = (tuple(args), kwargs or {})
         try:
             with phase(Phase.FORWARD):
-                return self._run(fn, given, examples_of(given))
+                return self._run(fn, given, examples_of(given), weight)
         except TypeError as error:
             if _takes_one(fn, *given):
                 raise TypeError(f"{error}; to pass a batch, write args=(batch,)") from error
@@ -322,7 +351,13 @@ class Strategy(ABC):
         return GraphedStep(step, capture_graph)
 
     @abstractmethod
-    def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        given: Any,
+        examples: tuple[int, ...] | None,
+        weight: Weight,
+    ) -> Any:
         """Implement `run` after its checks; `given` is the pair of args and kwargs."""
 
     @contextlib.contextmanager

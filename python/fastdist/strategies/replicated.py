@@ -24,7 +24,14 @@ from fastdist.errors import (
     PeerFailureError,
 )
 from fastdist.replicas.context import ReplicaContext, state
-from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
+from fastdist.replicas.cross_replica import (
+    Axes,
+    CrossReplicaOp,
+    Weight,
+    gather_values,
+    reduce_values,
+    weights_of,
+)
 from fastdist.replicas.devices import working_on_gpu
 from fastdist.replicas.per_replica import PerReplica, map_structure, select, shares, wrap
 from fastdist.replicas.random_streams import draw_seed, replica_stream
@@ -163,7 +170,13 @@ class ReplicatedStrategy(Strategy):
     # --- running --------------------------------------------------------------------------------
 
     @final
-    def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        given: Any,
+        examples: tuple[int, ...] | None,
+        weight: Weight,
+    ) -> Any:
         if self._refuses_run is not None:
             raise FastdistError(self._refuses_run)
         if self._is_running:
@@ -175,38 +188,46 @@ class ReplicatedStrategy(Strategy):
             scope = working_on_gpu(self._device)
         if self.num_replicas_in_sync == 1:
             with scope:
-                return self._call(fn, given, examples, None)
+                return self._call(fn, given, examples, weights_of(weight, None), None)
         self._connect()
         assert self._communicators is not None
+        weights: tuple[float, ...] | None = examples
+        if weight is not None:
+            with self.together():
+                weights = weights_of(weight, self._communicators.gradients)
         seed = draw_seed()
         self._members.refresh()
         self._is_running = True
         try:
             with scope, self._members.run(fn, given, examples, seed):
-                result = self._call(fn, given, examples, seed)
+                result = self._call(fn, given, examples, weights, seed)
         except BaseException:
             self._leave()
             raise
         finally:
             self._is_running = False
-        return wrap([result], examples)
+        return wrap([result], examples, None if weight is None else weights)
 
     def _call(
-        self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int | None
+        self,
+        fn: Callable[..., Any],
+        given: Any,
+        examples: tuple[int, ...] | None,
+        weights: tuple[float, ...] | None,
+        seed: int | None,
     ) -> Any:
         communicator = None if self._communicators is None else self._communicators.replicas
         weight = 1.0
-        if examples is not None and self.options.gradient_reduction == "mean":
-            share = examples[self._worker] / max(1, sum(examples))
-            weight = share * len(examples)
-        context = ReplicaContext(self, communicator, 0, examples, weight)
+        if self.options.gradient_reduction == "mean" and (parts := shares(weights)) is not None:
+            weight = parts[self._worker] * len(parts)
+        context = ReplicaContext(self, communicator, 0, examples, weights, weight)
         args, kwargs = select(given)
         state.replica = context
         try:
             if seed is None:
                 return fn(*args, **kwargs)
             sync = self._members.sync
-            step = nullcontext() if sync is None else sync.step(examples)
+            step = nullcontext() if sync is None else sync.step(examples, weights)
             with replica_stream(context, seed), step:
                 return fn(*args, **kwargs)
         except Exception as error:
@@ -285,7 +306,7 @@ class ReplicatedStrategy(Strategy):
     ) -> Any:
         weights = None
         if op == "mean" and axis is None and type(value) is PerReplica:
-            everyone = shares(value.examples)
+            everyone = shares(value.weights or value.examples)
             weights = None if everyone is None else [everyone[self._worker]]
         return reduce_values(workers, op, self.local_results(value), axis, weights)
 

@@ -17,7 +17,13 @@ from fastdist.collectives.autograd import as_floating, check_joinable
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError, UnsupportedError
-from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, gather_values, reduce_values
+from fastdist.replicas.cross_replica import (
+    Axes,
+    CrossReplicaOp,
+    Weight,
+    gather_values,
+    reduce_values,
+)
 from fastdist.replicas.per_replica import PerReplica, map_structure
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.base import Strategy
@@ -120,7 +126,18 @@ class TPUStrategy(Strategy):
 
     # --- running --------------------------------------------------------------------------------
 
-    def _run(self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None) -> Any:
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        given: Any,
+        examples: tuple[int, ...] | None,
+        weight: Weight,
+    ) -> Any:
+        if weight is not None:
+            raise UnsupportedError(
+                "run: weight is not supported on TPUs; divide a sum by "
+                'get_replica_context().all_reduce("mean", count) in the function'
+            )
         return self._runs.run(fn, given, examples)
 
     def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -240,7 +257,7 @@ class TPUStrategy(Strategy):
             with torch.no_grad():
                 return fn(component, *own_args, **own_kwargs)
 
-        return self._run(call, (tuple(args), kwargs or {}), None)
+        return self._runs.run(call, (tuple(args), kwargs or {}), None)
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers have the same bits on every device."""

@@ -70,7 +70,7 @@ class Contributions:
         reduction: "mean", weighted by the examples of each replica, or "sum".
 
     Attributes:
-        examples: number of examples of each replica; None if all replicas weigh the same.
+        weights: what each replica counts, such as its examples; None if all count the same.
         arrived: True, by parameter, if the backward under way has computed its gradient.
     """
 
@@ -82,7 +82,7 @@ class Contributions:
         accumulation: Accumulation,
         reduction: GradientReduction,
     ) -> None:
-        self.examples: tuple[int, ...] | None = None
+        self.weights: tuple[float, ...] | None = None
         self.arrived = [False] * len(parameters)
         self._parameters = parameters
         self._replica = replica
@@ -124,11 +124,11 @@ class Contributions:
         return self.arrived[i] or self._is_held(i)
 
     def weight(self) -> float | None:
-        """Return this replica's share of the examples; None if all have the same share."""
-        examples = self.examples
-        if examples is None or examples.count(examples[0]) == len(examples):
+        """Return this replica's share of the mean; None if all have the same share."""
+        weights = self.weights
+        if weights is None or weights.count(weights[0]) == len(weights):
             return None
-        return examples[self._replica] / sum(examples)
+        return weights[self._replica] / sum(weights)
 
     def share(self, i: int) -> float:
         """Return the factor of this replica's gradient in the sum over replicas."""

@@ -160,18 +160,21 @@ class GradientSync:
             accumulation.is_held = False
 
     @contextlib.contextmanager
-    def step(self, examples: tuple[int, ...] | None) -> Iterator[None]:
+    def step(
+        self, examples: tuple[int, ...] | None, weights: tuple[float, ...] | None
+    ) -> Iterator[None]:
         """Return a context manager around the computation on a replica's part of a batch.
 
         Every replica must call.
 
         Args:
-            examples: number of examples of each replica; None if all replicas weigh the same. A
-                replica without examples keeps its buffers unchanged.
+            examples: number of examples of each replica, by which buffers are averaged; None if
+                all are the same. A replica without examples keeps its buffers unchanged.
+            weights: what the gradients of each replica count; None if all count the same.
         """
         if shares(examples) != shares(self._buffer_sync.examples):
             self.average_buffers()  # what earlier runs have written has the weights of their batch
-        self._contributions.examples = examples
+        self._contributions.weights = weights
         if examples is None or any(examples):
             self._buffer_sync.examples = examples
         self.watch()
@@ -183,7 +186,7 @@ class GradientSync:
         finally:
             self._is_running = False
             self._buffer_sync.restore()
-            self._contributions.examples = None
+            self._contributions.weights = None
 
     def average_buffers(self) -> None:
         """Average the buffers that forward has written since the last backward.
@@ -318,7 +321,7 @@ class GradientSync:
                 with contextlib.suppress(
                     CollectiveMismatchError, CollectiveTimeoutError, PeerFailureError
                 ):
-                    self._steps.explain(self._contributions.examples, self._questions)
+                    self._steps.explain(self._contributions.weights, self._questions)
             raise
 
     @_disable_dynamo
@@ -332,7 +335,7 @@ class GradientSync:
         if self._record is not None:
             steps, batches = torch.split(self._record, len(self._record) // 2)
             self._batches.compare(batches, float(steps[0]))
-            self._steps.require_equal(steps, self._contributions.examples, self._questions)
+            self._steps.require_equal(steps, self._contributions.weights, self._questions)
 
     def _reduce_rest(self, used: list[bool] | None, written: torch.Tensor) -> None:
         """Reduce what is left at the end of backward, and wait for all."""
@@ -360,7 +363,7 @@ class GradientSync:
             work.wait()
 
     def _take_record(self) -> torch.Tensor:
-        record = self._steps.take(self._contributions.examples)
+        record = self._steps.take(self._contributions.weights)
         return torch.cat([record, self._batches.take()])
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:

@@ -53,7 +53,7 @@ class GraphedStep:
         replica = state.replica
         if replica is None:
             raise RuntimeError("a graphed step must be called by strategy.run")
-        if shares(replica.examples) is not None:  # a graph would repeat this batch's weights
+        if shares(replica.weights) is not None:  # a graph would repeat this batch's weights
             return self._step(*args, **kwargs)
         given = (args, kwargs)
         key = _kind_of(given)

@@ -41,7 +41,7 @@ class _Record:
     steps: _Steps
     run: int = 0
     backward: int = 0
-    examples: tuple[int, ...] | None = None
+    weights: tuple[float, ...] | None = None
     elements: list[Element] = field(default_factory=list)
 
 
@@ -73,11 +73,11 @@ class StepRecord:
         taken.code = zlib.crc32(f"{taken.name}{taken.settings}".encode(), taken.code)
         taken.count += 1
 
-    def take(self, examples: tuple[int, ...] | None) -> torch.Tensor:
+    def take(self, weights: tuple[float, ...] | None) -> torch.Tensor:
         """Return a one and the bits of the hash, and start a new record of steps.
 
         Args:
-            examples: number of examples of each replica; None if all weigh the same.
+            weights: what each replica counts, such as its examples; None if all count the same.
 
         Returns:
             A tensor of shape [33], which the caller adds up over replicas.
@@ -85,17 +85,17 @@ class StepRecord:
         self._backward += 1
         self._sent, self._taken = self._taken, _Steps()
         values = b"" if self.sample is None else self.sample.take()
-        numbers = f"{self._run} {self._backward} {examples}".encode()
+        numbers = f"{self._run} {self._backward} {weights}".encode()
         return hash_bits(zlib.crc32(numbers + values, self._sent.code))
 
     def require_equal(
-        self, total: torch.Tensor, examples: tuple[int, ...] | None, workers: Communicator
+        self, total: torch.Tensor, weights: tuple[float, ...] | None, workers: Communicator
     ) -> None:
         """Check that all replicas had the same record. Every replica must call.
 
         Args:
             total: the sum or mean over replicas of the results of `take`.
-            examples: those given to `take`.
+            weights: those given to `take`.
             workers: the communicator of all replicas.
 
         Raises:
@@ -103,16 +103,16 @@ class StepRecord:
         """
         all_alike, *counts = total.tolist()
         if not all(count in (0.0, all_alike) for count in counts):
-            self.explain(examples, workers)
+            self.explain(weights, workers)
 
-    def explain(self, examples: tuple[int, ...] | None, workers: Communicator) -> None:
+    def explain(self, weights: tuple[float, ...] | None, workers: Communicator) -> None:
         """Compare the records of all replicas themselves. Every replica must call.
 
         Raises:
             FastdistError: they differ.
         """
         elements = [] if self.sample is None else self.sample.elements()
-        own = _Record(self._sent, self._run, self._backward, examples, elements)
+        own = _Record(self._sent, self._run, self._backward, weights, elements)
         records = workers.all_gather_object(own, timeout=_EXPLAINED_S)
         for describe in (_other_runs, _other_batches, _other_steps, self._other_values):
             if (found := describe(records)) is not None:
@@ -181,7 +181,7 @@ def _other_runs(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | Non
 
 
 def _other_batches(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
-    sizes = [record.examples for record in records]
+    sizes = [record.weights for record in records]
     other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
     if other is None:
         return None

@@ -66,9 +66,10 @@ class ServedSteps:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            # The examples of the batch that `run` was given on this worker; 1 without a batch.
-            examples = None if state.replica is None else state.replica.examples
-            self._step(number, optimizer, 1.0 if examples is None else float(sum(examples)))
+            # The examples of the batch that `run` was given on this worker, or its weight; or 1.
+            replica = state.replica
+            weights = None if replica is None else replica.weights or replica.examples
+            self._step(number, optimizer, 1.0 if weights is None else float(sum(weights)))
             return loss
 
         step.__dict__["_wrapped_by_lr_sched"] = True

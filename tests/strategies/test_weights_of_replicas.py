@@ -1,0 +1,222 @@
+"""`run` with `weight`: means over tokens or class weights, as on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import cloudpickle
+import fastdist as fd
+import pytest
+import torch
+import torch.nn.functional as F
+from digits_training import require_close
+from fastdist import Strategy
+from fastdist.errors import CollectiveMismatchError
+from ranks import ProcessRanks
+from test_strategies import run_case
+from torch import nn
+
+Run = Callable[..., list[Any]]
+
+PADDING = -100
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.1, 2.0, 3.0], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
+    ranks = ProcessRanks(request.param)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def run(ranks: ProcessRanks) -> Run:
+    def run(case: Callable[[Strategy], Any], kind: str = "mirrored", **options: Any) -> list[Any]:
+        return ranks.run(run_case, cloudpickle.dumps(case), kind, {"timeout_s": 20.0, **options})
+
+    return run
+
+
+def sequences(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of 6 positions, of which a different number counts; rows 6 to 9 count nothing."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, 6, 3, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, 5, (count, 6), generator=generator)
+    for i in range(count):
+        y[i, 1 + i % 6 :] = PADDING
+    y[6:10] = PADDING
+    return x, y
+
+
+def trained(
+    strategy: Strategy, weights: torch.Tensor | None, size: int, batches_per_step: int
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Return the parameters and losses of an epoch."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = nn.Linear(3, 5).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(
+            model(x).flatten(0, 1), y.flatten(), weight=weights, ignore_index=PADDING
+        )
+        loss.backward()
+        return loss.detach()
+
+    def counted(y: torch.Tensor) -> torch.Tensor:
+        kept = y[y != PADDING]
+        return torch.tensor(len(kept)) if weights is None else weights[kept].sum()
+
+    losses = []
+    batches = strategy.distribute_dataset(sequences(24), global_batch_size=size)
+    for i, (x, y) in enumerate(batches, 1):
+        is_last = i % batches_per_step == 0
+        with nullcontext() if is_last else strategy.no_sync():
+            loss = strategy.run(backward, (x, y), weight=fd.map(counted, y))
+        losses.append(float(strategy.reduce("mean", fd.map(lambda value: value + 0, loss))))
+        if is_last:
+            strategy.run(optimizer.step)
+            optimizer.zero_grad()
+    strategy.check_in_sync()
+    return [parameter.detach().clone() for parameter in model.parameters()], losses
+
+
+@pytest.mark.parametrize("kind", ["mirrored", "overlapping", "central"])
+@pytest.mark.parametrize("weights", [None, CLASS_WEIGHTS], ids=["tokens", "classes"])
+def test_means_over_what_counts(run: Run, kind: str, weights: torch.Tensor | None) -> None:
+    """With even and uneven batches, replicas of padding alone, and accumulated gradients."""
+
+    def case(strategy: Strategy) -> None:
+        for size, batches_per_step in ((12, 1), (5, 1), (8, 3)):
+            one = trained(fd.OneDeviceStrategy("cpu"), weights, size, batches_per_step)
+            got = trained(strategy, weights, size, batches_per_step)
+            require_close(got[0], one[0], 1e-12)
+            assert got[1] == pytest.approx(one[1], rel=1e-12)
+
+    run(case, kind)
+
+
+def test_a_mean_over_accumulated_batches(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        x, y = sequences(24)
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Linear(3, 5).double()
+        total = (y != PADDING).sum()
+
+        def backward(x: torch.Tensor, y: torch.Tensor) -> None:
+            weights = fd.get_replica_context().weights
+            assert weights is not None
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+            (loss * sum(weights) / total).backward()
+
+        for i, batch in enumerate(strategy.distribute_dataset((x, y), global_batch_size=7)):
+            with strategy.no_sync() if i < 3 else nullcontext():
+                weight = fd.map(lambda y: (y != PADDING).sum(), batch[1])
+                strategy.run(backward, batch, weight=weight)
+
+        one = nn.Linear(3, 5).double()
+        one.load_state_dict(model.state_dict())
+        F.cross_entropy(one(x).flatten(0, 1), y.flatten()).backward()
+        gradients = [[p.grad for p in m.parameters() if p.grad is not None] for m in (model, one)]
+        require_close(*gradients, 1e-12)
+
+    run(case)
+
+
+def test_collectives_in_run(run: Run) -> None:
+    """The gradient through `all_reduce` is the weighted mean's too."""
+
+    def case(strategy: Strategy) -> None:
+        x = sequences(7)[0][:, 0]
+        own = x.sum(1) + 4.0
+
+        def trained(strategy: Strategy) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            with strategy.scope():
+                model = nn.Linear(3, 1).double()
+
+            def step(x: torch.Tensor, own: torch.Tensor) -> None:
+                value = model(x).squeeze(1)
+                total = fd.get_replica_context().all_reduce("sum", (own * value).sum())
+                mean = (own * value.square()).sum() / own.sum()
+                (mean + total.square()).backward()
+
+            for batch in strategy.distribute_dataset((x, own), global_batch_size=7):
+                strategy.run(step, batch, weight=fd.map(torch.sum, batch[1]))
+            return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+        require_close(trained(strategy), trained(fd.OneDeviceStrategy("cpu")), 1e-12)
+
+    run(case)
+
+
+def test_the_context_tells_weights(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        number = strategy.local_replica_ids[0]
+        count = strategy.num_replicas_in_sync
+
+        def look() -> tuple[Any, float]:
+            replica = fd.get_replica_context()
+            assert replica.examples is None
+            return str(replica.weights), replica.weight
+
+        result = strategy.run(look, weight=number + 1)
+        expected = tuple(float(i + 1) for i in range(count))
+        assert result[0] == str(expected)
+        assert result[1].weights == expected
+        assert result[1].values == (pytest.approx((number + 1) * count / sum(expected)),)
+
+    run(case)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (math.nan, ValueError, "weight must be finite and not negative, got nan on replica 1"),
+        (-1, ValueError, "weight must be finite and not negative, got -1.0 on replica 1"),
+    ],
+)
+def test_weights_that_are_no_weights(run: Run, wrong: Any, error: type, message: str) -> None:
+    def case(strategy: Strategy) -> None:
+        weight = wrong if strategy.local_replica_ids[0] == 1 else 1.0
+        with pytest.raises(error, match=message):
+            strategy.run(lambda: None, weight=weight)
+        assert strategy.reduce("sum", strategy.run(lambda: 1.0)) == strategy.num_replicas_in_sync
+
+    run(case)
+
+
+@pytest.mark.parametrize("wrong", ["3", [1], torch.ones(2), 1j, torch.tensor(1j)])
+def test_weights_that_are_no_numbers(run: Run, wrong: Any) -> None:
+    def case(strategy: Strategy) -> None:
+        for each in (strategy, fd.OneDeviceStrategy("cpu")):
+            with pytest.raises(TypeError, match="weight must be a number"):
+                each.run(lambda: None, weight=wrong)
+
+    run(case)
+
+
+def test_a_weight_that_one_replica_gives(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(2, 1)
+
+        def step() -> None:
+            model(torch.ones(1, 2)).sum().backward()
+
+        with pytest.raises(CollectiveMismatchError, match="all_gather"):
+            strategy.run(step, weight=1.0 if strategy.local_replica_ids[0] == 0 else None)
+
+    run(case)
+
+
+def test_results_of_different_weights() -> None:
+    first, second = (fd.PerReplica((1.0,), None, weights) for weights in ((1.0, 2.0), (2.0, 1.0)))
+    with pytest.raises(ValueError, match="different weights of replicas"):
+        fd.map(lambda a, b: a + b, first, second)
+    assert fd.map(abs, first).weights == (1.0, 2.0)

@@ -90,8 +90,8 @@ bool returns_true(py::handle object, PyObject* method) {
 // Reports torch's lazy conjugation and negation, which leave the memory unchanged. torch negates
 // only imaginary parts. In an array of real numbers, an imaginary part is every other number in
 // memory, so such an array is dense only if it has a single element, in the second half of a
-// complex number. The private torch._neg_view negates any array. The check takes 120 ns, which small
-// arrays of real numbers skip otherwise.
+// complex number. The private torch._neg_view negates any array. The check takes 120 ns, which
+// small arrays of real numbers skip otherwise.
 bool has_lazy_bits(const dlpack::Tensor& t, py::handle object, std::size_t count) {
   static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
   static PyObject* const is_conj = PyUnicode_InternFromString("is_conj");

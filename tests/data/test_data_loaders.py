@@ -175,6 +175,64 @@ def test_workers_that_draw_different_samples_all_raise() -> None:
     on_workers(layouts(2), attempt)
 
 
+def texts(shard: int) -> Iterator[Any]:
+    yield from ({"text": f"{shard} {i}", "score": 0.5} for i in range(8))
+
+
+def token_ids(shard: int) -> Iterator[Any]:
+    yield from ((torch.arange(i + shard, i + shard + 5), torch.zeros(2)) for i in range(8))
+
+
+def labels(shard: int) -> Iterator[Any]:
+    yield from ((np.zeros(3, np.float32), i + 8 * shard) for i in range(8))
+
+
+def floats(shard: int) -> Iterator[Any]:
+    yield from (torch.full((2, 2), i + 0.5 * shard, dtype=torch.bfloat16) for i in range(8))
+
+
+def shuffled(shard: int) -> Iterator[Any]:
+    yield from np.random.default_rng(shard).permutation(64)[:8]
+
+
+class ByRank(IterableDataset[Any]):
+    def __init__(self, read: Any, rank: int) -> None:
+        self.read = read
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.read(self.rank))
+
+
+@pytest.mark.parametrize("read", [texts, token_ids, labels, floats, shuffled])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_streams_that_divide_themselves_by_rank(read: Any, num_workers: int) -> None:
+    """Each worker takes its part of every batch, so half of the examples would be lost."""
+
+    def attempt(layout: InputLayout) -> None:
+        loader = DataLoader(ByRank(read, layout.worker), batch_size=4, num_workers=num_workers)
+        with pytest.raises(ValueError, match=r"different data in step 0 .*split_by_node"):
+            list(distribute_dataset(loader, layout))
+
+    on_workers(layouts(2), attempt)
+
+
+def augmented(seed: int) -> Iterator[Any]:
+    draw = np.random.default_rng(seed)
+    for i in range(8):
+        image = draw.integers(0, 256, (4, 4), dtype=np.uint8)
+        yield {"image": image, "noise": torch.from_numpy(draw.random(2)), "label": i}
+
+
+def test_augmentations_may_differ_between_workers() -> None:
+    def attempt(layout: InputLayout) -> list[int]:
+        stream = ByRank(augmented, layout.worker)
+        steps = distribute_dataset(stream, layout, global_batch_size=4)
+        return [i for step in steps for i in step["label"].values[0].tolist()]
+
+    assert on_workers(layouts(2), attempt) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
 def test_workers_whose_iterables_differ_in_length_all_raise() -> None:
     def attempt(layout: InputLayout) -> None:
         source = (i for i in range(4 + layout.worker))

@@ -60,8 +60,10 @@ class SameData:
                 counts = ", ".join(f"{a[1]} on worker {worker}" for worker, a in enumerate(answers))
                 raise ValueError(
                     f"the workers read different data in step {step} since their iteration began: "
-                    f"{counts} examples; expected the same examples in the same order on all (use "
-                    "seeded samplers, or AutoShardPolicy.OFF where each worker has its own data)"
+                    f"{counts} examples; expected the same examples in the same order on all, of "
+                    "which each takes its part. Use seeded samplers and shuffles, and streams that "
+                    "do not divide themselves by rank (as split_by_node does); where each worker "
+                    "has its own data, AutoShardPolicy.OFF or distribute_datasets_from_function"
                 )
             if part is None:
                 return

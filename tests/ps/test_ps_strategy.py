@@ -171,7 +171,9 @@ def test_synchronous_equals_the_global_batch(cluster: PsCluster) -> None:
     same(model, other)
 
 
-def test_synchronous_weights_are_examples(cluster: PsCluster) -> None:
+@pytest.mark.parametrize("weighs", [False, True])
+def test_synchronous_weights(cluster: PsCluster, weighs: bool) -> None:
+    """They are the examples of a batch, or what `run` is told."""
     strategy = cluster.strategy(synchronous=True)
     coordinator = cluster.coordinator(strategy)
     model, optimizer = make(strategy, sgd)
@@ -181,7 +183,12 @@ def test_synchronous_weights_are_examples(cluster: PsCluster) -> None:
     def part(begin: int, end: int, *tensors: Any) -> None:
         arrays = tuple(tensor[begin:end].numpy() for tensor in tensors)
         (data,) = strategy.distribute_dataset(arrays, global_batch_size=12)
-        strategy.run(lambda own: step(model, optimizer, *own), (data,))
+        if weighs:
+            strategy.run(
+                lambda: step(model, optimizer, *map(torch.tensor, arrays)), weight=len(arrays[0])
+            )
+        else:
+            strategy.run(lambda own: step(model, optimizer, *own), (data,))
 
     coordinator.schedule(part, (0, 9, *batch))
     coordinator.schedule(part, (9, 12, *batch))

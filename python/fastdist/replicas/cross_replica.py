@@ -74,9 +74,10 @@ def weights_of(weight: Weight, workers: Communicator | None) -> tuple[float, ...
     """
     if weight is None:
         return None
-    own = select(weight)
+    own: Any = select(weight)
+    is_value = isinstance(own, VALUES)  # else float() would read a text
     try:
-        number = float(own if isinstance(own, VALUES) else "")
+        number = float(own if is_value else "")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
             "run: weight must be a number, or a tensor of one element, got "

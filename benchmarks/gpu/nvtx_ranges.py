@@ -1,4 +1,4 @@
-"""Whether NVIDIA's profiler sees calls as NVTX ranges: profiles only the kernels inside of one.
+"""Checks that NVIDIA's profiler sees calls as NVTX ranges: profiles only the kernels inside of one.
 
     python benchmarks/gpu/nvtx_ranges.py
 

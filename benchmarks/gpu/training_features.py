@@ -1,4 +1,4 @@
-"""What training needs beside steps, on a GPU: each part checks its own results.
+"""Features of training beside steps, on a GPU: each part checks its own results.
 
     fastdist run --no-prefix -n N benchmarks/gpu/training_features.py [PART...]     N = 1 or 2
 

@@ -38,7 +38,7 @@ def run(ranks: ProcessRanks) -> Run:
 
 @pytest.mark.parametrize("skips", [{1: [1]}, {1: [1], 0: [3]}, {0: [2]}, {1: [1], 2: [1]}])
 def test_a_backward_left_out_on_one_replica(run: Run, skips: dict[int, list[int]]) -> None:
-    """As `if not loss.isfinite(): return` does; the first shifted backward tells."""
+    """A step may return early, by `if not loss.isfinite()`; the first shifted backward tells."""
 
     def case(strategy: Strategy) -> None:
         with strategy.scope():

@@ -309,7 +309,8 @@ def _cut_batch(cutter: Cutter, collate: Collate, examples: list[Any]) -> Part:
     """Make the worker's part of a global batch."""
     cut = cutter(len(examples))
     batches = collate_parts(examples, cut.start, cut.sizes, collate)
-    return Part(batches, cut.sizes, cut.examples, _checksum(examples))
+    is_shared = len(cut.sizes) < len(cut.examples)  # with other workers
+    return Part(batches, cut.sizes, cut.examples, _checksum(examples) if is_shared else 0)
 
 
 def _checksum(examples: list[Any]) -> int:

@@ -36,7 +36,7 @@ class _Steps:
 
 @dataclass(slots=True)
 class _Record:
-    """What one replica compares with the others."""
+    """The values that one replica compares with those of the others."""
 
     steps: _Steps
     run: int = 0

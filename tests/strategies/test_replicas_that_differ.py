@@ -8,6 +8,7 @@ from typing import Any
 
 import cloudpickle
 import fastdist as fd
+import numpy as np
 import pytest
 import torch
 from fastdist import Strategy
@@ -17,6 +18,7 @@ from fastdist.training.parameter_sample import Element, ParameterSample, first_d
 from ranks import ProcessRanks
 from test_strategies import run_case
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset
 
 Run = Callable[[Callable[[Strategy], Any]], list[Any]]
 
@@ -186,6 +188,150 @@ def test_sizes_that_change_whether_replicas_weigh_the_same(run: Run) -> None:
 
         with pytest.raises(FastdistError, match="global batches have different sizes: 12 examples"):
             loop()
+
+    run(case)
+
+
+class Examples(Dataset[Any]):
+    """Each example is what `make` returns for its index."""
+
+    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
+        self.length = length
+        self.make = make
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+def _floats(i: int) -> torch.Tensor:
+    return torch.full((3,), float(i))
+
+
+def _split(own: int) -> Any:
+    order = np.random.default_rng(own).permutation(40)[:24]
+    return Subset(Examples(40, lambda i: {"x": _floats(i), "y": i}), order.tolist())
+
+
+# What each replica gives to distribute_dataset, and the words of the error.
+DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
+    "arrays": (lambda own: {"source": torch.arange(72.0).view(24, 3).roll(own, 0)}, "examples"),
+    "shuffled arrays": (
+        lambda own: {"source": torch.arange(72.0).view(24, 3) + own, "shuffle": True},
+        "examples that replica",
+    ),
+    "a split": (lambda own: {"source": _split(own)}, "examples that replica"),
+    "a split, shuffled": (lambda own: {"source": _split(own), "shuffle": True}, "examples that"),
+    "a split, loaded": (
+        lambda own: {"source": _split(own), "num_workers": int(own == 0)},
+        "examples that replica",
+    ),
+    "order of files": (
+        lambda own: {"source": Examples(24, lambda i: _floats((i + own) % 24))},
+        "examples that replica",
+    ),
+    "numbers of classes": (
+        lambda own: {"source": Examples(24, lambda i: (_floats(i), [0, 1, 2][(i + own) % 3]))},
+        "examples that replica",
+    ),
+    "lengths": (
+        lambda own: {"source": torch.arange(72.0).view(24, 3)[: 24 - 6 * own]},
+        "length is 24 on replica 0, 18 on replica 1",
+    ),
+    "seeds": (
+        lambda own: {"source": torch.arange(72.0).view(24, 3), "shuffle": True, "seed": own},
+        "seed is 0 on replica 0, 1 on replica 1",
+    ),
+    "a sampler": (
+        lambda own: {"source": DataLoader(_split(own), 6, sampler=SequentialSampler(range(24)))},
+        "examples that replica",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_data_that_differs(run: Run, what: str) -> None:
+    make, words = DIFFERENT[what]
+
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        given = make(min(strategy.local_replica_ids[0], 1))
+        if not isinstance(given["source"], DataLoader):
+            given["global_batch_size"] = 6
+
+        def step(batch: Any) -> None:
+            x = batch["x"] if isinstance(batch, dict) else batch
+            model(x[0] if isinstance(x, tuple) else x).sum().backward()
+
+        def loop() -> None:
+            for batch in strategy.distribute_dataset(given.pop("source"), **given):
+                strategy.run(step, args=(batch,))
+
+        with pytest.raises(FastdistError, match=words):
+            loop()
+
+    run(case)
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_a_batch_left_out(run: Run, weight: float | None) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        batches = iter(strategy.distribute_dataset(torch.ones(24, 3), global_batch_size=6))
+
+        def loop() -> None:
+            for turn in range(4):
+                batch = next(batches)
+                if turn == 1 and not strategy.is_chief:
+                    batch = next(batches)
+                strategy.run(lambda x: model(x).sum().backward(), (batch,), weight=weight)
+
+        message = "replica 0 computes on step 1 of epoch 0 .* replica 1 on step 2 of epoch 0"
+        with pytest.raises(FastdistError, match=message):
+            loop()
+
+    run(case)
+
+
+def test_batches_of_other_sizes_with_weights(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        size = 12 if strategy.is_chief else 6
+        (batch, *_) = strategy.distribute_dataset(torch.ones(24, 3), global_batch_size=size)
+        with pytest.raises(FastdistError, match="global_batch_size is 12 on replica 0, 6 on"):
+            strategy.run(lambda x: model(x).sum().backward(), args=(batch,), weight=2)
+
+    run(case)
+
+
+def _noisy(i: int) -> torch.Tensor:
+    return _floats(i) + float(np.random.default_rng().random())
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("labels", [False, True])
+def test_augmentations_and_a_look_at_the_data_may_differ(
+    run: Run, labels: bool, shuffle: bool
+) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        make = (lambda i: (_noisy(i), i)) if labels else (lambda i: (_noisy(i),))
+        batches = strategy.distribute_dataset(
+            Examples(24, make), global_batch_size=6, shuffle=shuffle, drop_remainder=True
+        )
+        if strategy.is_chief:
+            print(next(iter(batches)))
+            if shuffle:
+                batches.set_epoch(0)
+        for _epoch in range(2):
+            for batch in batches:
+                strategy.run(lambda x, *_: model(x).sum().backward(), args=batch)
 
     run(case)
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
+from fastdist.replicas.per_replica import Origin, PerReplica, leaves, map_structure
 
 Collate = Callable[[list[Any]], Any]
 
@@ -34,18 +34,28 @@ def collate(examples: list[Any]) -> Any:
         ) from error
 
 
-def join(batches: Sequence[Any], sizes: Sequence[int], examples: tuple[int, ...]) -> Any:
+def join(
+    batches: Sequence[Any],
+    sizes: Sequence[int],
+    examples: tuple[int, ...],
+    origin: Origin | None = None,
+) -> Any:
     """Join one batch per local replica into one structure of per-replica values.
 
     Args:
         batches: one batch per local replica.
         sizes: the number of examples in each of these batches.
         examples: the number of examples of each replica of the job.
+        origin: where the batches come from.
 
     Raises:
         ValueError: the batches differ in structure.
     """
-    return _map_batches(lambda *values: PerReplica(values, examples), batches, sizes)
+
+    def joined(*values: Any) -> PerReplica[Any]:
+        return PerReplica(values, examples, None, origin)
+
+    return _map_batches(joined, batches, sizes)
 
 
 def emptied(batch: Any, size: int) -> Any:

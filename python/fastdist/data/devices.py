@@ -10,7 +10,7 @@ import torch
 
 from fastdist.data.batches import join
 from fastdist.data.pipelines import Part
-from fastdist.replicas.per_replica import leaves, map_structure
+from fastdist.replicas.per_replica import Origin, leaves, map_structure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BatchCopy(Protocol):
     def receive(self, shipment: Shipment) -> Part:
         """Return the part, ready for use by the calling thread."""
 
-    def join(self, part: Part) -> Any:
+    def join(self, part: Part, origin: Origin | None) -> Any:
         """Make the batch that the training loop gets from a part."""
 
 
@@ -63,7 +63,7 @@ class DeviceCopy:
         arrivals = tuple(
             (device, stream.record_event()) for device, stream in self._streams.items()
         )
-        return Shipment(Part(batches, part.sizes, part.examples, part.token), arrivals)
+        return Shipment(dataclasses.replace(part, batches=batches), arrivals)
 
     def receive(self, shipment: Shipment) -> Part:
         """Return the part, for use on the calling thread's current streams."""
@@ -76,9 +76,9 @@ class DeviceCopy:
                     leaf.record_stream(torch.cuda.current_stream(leaf.device))
         return shipment.part
 
-    def join(self, part: Part) -> Any:
+    def join(self, part: Part, origin: Origin | None) -> Any:
         """Join the batches into one structure of per-replica values."""
-        return join(part.batches, part.sizes, part.examples)
+        return join(part.batches, part.sizes, part.examples, origin)
 
     def _send_batch(self, batch: Any, device: torch.device) -> Any:
         if device.type != "cuda":

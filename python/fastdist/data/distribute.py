@@ -56,7 +56,7 @@ def distribute_dataset(
             arrays: a tensor or numpy array, or a tuple, dict or dataclass of arrays of equal length
             in axis 0, whose rows are the examples; they are in memory, so num_workers is ignored;
             a map-style Dataset or any sequence, such as a list of examples: each worker loads only
-            the examples of its replicas;
+            the examples of its replicas, and ever less often one more, to compare;
             an IterableDataset or any iterable of examples: each worker reads all examples;
             a DataLoader: its dataset, batch_size as global batch size, collate_fn, num_workers,
             drop_last and sampler are used (a RandomSampler becomes shuffle=True; any other sampler,

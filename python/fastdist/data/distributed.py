@@ -9,11 +9,13 @@ from typing import Any, Generic, TypeVar
 from fastdist.data.agreement import Agreement
 from fastdist.data.devices import BatchCopy, DeviceCopy
 from fastdist.data.input_context import InputLayout
+from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Batches, Part, Pipeline
 from fastdist.data.prefetch import Prefetcher
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import state
+from fastdist.replicas.per_replica import Origin
 
 B = TypeVar("B")  # a batch
 
@@ -90,6 +92,8 @@ class DistributedDataset(Generic[B]):
         # Copying rows takes less time than a handover from another thread.
         self._at_once = pipeline.reads_cpu_memory and self._copy.to_cpu_only
         self._identity = dict(identity)
+        self._settings = tuple(self._identity.items())
+        self._code = fingerprint(self._settings)
         self._position = _Position(0, 0)
 
     def __iter__(self) -> Iterator[B]:
@@ -206,7 +210,7 @@ class DistributedDataset(Generic[B]):
         parts = self._parts(position.epoch, position.step)
         try:
             agreed = iter(self._agreement(parts, self._spare))
-            while (batch := self._next(agreed)) is not _END:
+            while (batch := self._next(agreed, position)) is not _END:
                 position.step += 1
                 position.saved = False
                 yield batch
@@ -217,10 +221,14 @@ class DistributedDataset(Generic[B]):
         position.epoch, position.step, position.begun = position.epoch + 1, 0, False
         return has_batches
 
-    def _next(self, parts: Iterator[Any]) -> Any:
+    def _next(self, parts: Iterator[Part], at: _Position) -> Any:
         with phase(Phase.DATA):
             for part in parts:
-                return self._copy.join(part)
+                origin = None
+                if not self._agreement.may_add_steps:
+                    epoch = at.epoch if self._identity.get("shuffle") else 0  # one order in all
+                    origin = Origin(epoch, at.step, self._settings, self._code, part.data)
+                return self._copy.join(part, origin)
             return _END
 
     def _parts(self, epoch: int, skip: int) -> Any:

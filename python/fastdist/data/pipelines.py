@@ -35,6 +35,7 @@ Batches = tuple[Any, ...]  # one per local replica
 
 _CERTAIN = (torch.bool, torch.int16, torch.int32, torch.int64)
 _SAMPLED_ELEMENTS = 256
+_SAMPLED_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,12 +47,14 @@ class Part:
         sizes: examples of each local replica.
         examples: examples of each replica among which the batch was divided.
         token: equal on all workers that cut the same global batch.
+        data: the `data` of `Origin`.
     """
 
     batches: Batches
     sizes: tuple[int, ...]
     examples: tuple[int, ...]
     token: int = 0
+    data: int = 0
 
 
 class ArrayPipeline:
@@ -75,7 +78,18 @@ class ArrayPipeline:
         for indices in self._order.batches(epoch, skip):
             cut = self._cut(len(indices))
             rows = self._take(indices[cut.start : cut.stop])
-            yield Part(_split(rows, cut.sizes), cut.sizes, cut.examples, _token(indices))
+            data = self._sampled_rows if cut.is_shared else 0
+            yield Part(_split(rows, cut.sizes), cut.sizes, cut.examples, _token(indices), data)
+
+    @functools.cached_property
+    def _sampled_rows(self) -> int:
+        """A hash of some rows."""
+        last = min(map(len, leaves(self._columns))) - 1
+        value = 0
+        for row in sorted({i * last // (_SAMPLED_ROWS - 1) for i in range(_SAMPLED_ROWS)}):
+            for column in leaves(self._columns):
+                value = _hashed(value, column[row])
+        return value
 
     def spare(self) -> Batches | None:
         """Make batches without rows."""
@@ -129,7 +143,7 @@ class ExamplePipeline:
         first = next(self._order.batches(0, 0), None)
         if first is None:
             return None
-        plan = _Plan(self._cut(0), (), _as_python(first[:1])[0], 0, position=0, seed=0)
+        plan = _Plan(self._cut(0), (), _as_python(first[:1])[0], False, 0, position=0, seed=0)
         return self._dataset[plan].batches
 
     def _plans(self, epoch: int, skip: int) -> Iterator[_Plan]:
@@ -139,8 +153,9 @@ class ExamplePipeline:
             if step >= skip:
                 cut = self._cut(len(indices))
                 mine = _as_python(indices[cut.start : cut.stop])
-                spare = None if mine else _as_python(indices[:1])[0]
-                yield _Plan(cut, mine, spare, _token(indices), position + cut.start, seed)
+                is_compared = cut.is_shared and not step & (step - 1)  # ever less often
+                first = None if mine and not is_compared else _as_python(indices[:1])[0]
+                yield _Plan(cut, mine, first, is_compared, _token(indices), position, seed)
             position += len(indices)
 
 
@@ -265,14 +280,17 @@ class _Plan:
     """The indices to load for one step.
 
     Attributes:
-        spare: an index for the shapes if there are no indices.
-        position: the position of the first index in the epoch.
+        first: the global batch's first index: for the shapes if there are no indices, or to be
+            compared.
+        is_compared: True if workers compare the first example.
+        position: the position of the global batch in the epoch.
         seed: the epoch's seed.
     """
 
     cut: Cut
     indices: tuple[Any, ...]
-    spare: Any
+    first: Any
+    is_compared: bool
     token: int
     position: int
     seed: int
@@ -286,10 +304,34 @@ class _PartDataset(Dataset[Part]):
         self._collate = collate
 
     def __getitem__(self, plan: _Plan) -> Part:
+        cut, data = plan.cut, 0
         with streams_by_position(plan.seed) as begin:
-            own = self._examples(plan.indices or (plan.spare,), plan.position, begin)
-            batches = collate_parts(own, 0, plan.cut.sizes, self._collate)
-        return Part(batches, plan.cut.sizes, plan.cut.examples, plan.token)
+            own = self._examples(plan.indices or (plan.first,), plan.position + cut.start, begin)
+            if plan.is_compared:
+                is_mine = bool(plan.indices) and cut.start == 0
+                data = self._hash_of_first(own[0] if is_mine else None, plan, begin)
+            batches = collate_parts(own, 0, cut.sizes, self._collate)
+        return Part(batches, cut.sizes, cut.examples, plan.token, data)
+
+    def _hash_of_first(self, known: Any, plan: _Plan, begin: Callable[[int], None]) -> int:
+        """Hash the global batch's first example; -1 if it cannot be had, or differs each time.
+
+        Args:
+            known: the example if it is this worker's, else None.
+            plan: the plan of the part.
+            begin: the function that begins an example's random stream.
+        """
+
+        def load() -> Any:
+            return self._examples((plan.first,), plan.position, begin)[0]
+
+        try:
+            found = leaves(load() if known is None else known)
+            certain = list(filter(_is_certain, found))
+            value = functools.reduce(_hashed, certain or found, 0)
+            return value if certain or _hash_all(load()) == value else -1
+        except Exception:  # another worker's example, which this one need not be able to read
+            return -1
 
     def _examples(
         self, indices: tuple[Any, ...], position: int, begin: Callable[[int], None]
@@ -309,8 +351,7 @@ def _cut_batch(cutter: Cutter, collate: Collate, examples: list[Any]) -> Part:
     """Make the worker's part of a global batch."""
     cut = cutter(len(examples))
     batches = collate_parts(examples, cut.start, cut.sizes, collate)
-    is_shared = len(cut.sizes) < len(cut.examples)  # with other workers
-    return Part(batches, cut.sizes, cut.examples, _checksum(examples) if is_shared else 0)
+    return Part(batches, cut.sizes, cut.examples, _checksum(examples) if cut.is_shared else 0)
 
 
 def _checksum(examples: list[Any]) -> int:
@@ -323,14 +364,23 @@ def _checksum(examples: list[Any]) -> int:
     value = len(examples)
     for place in sorted({i * last // 7 for i in range(8)}):
         found = leaves(examples[place])
-        for leaf in list(filter(_is_certain, found)) or found:
-            if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                value = fingerprint([value, leaf.detach().flatten()[:_SAMPLED_ELEMENTS].tolist()])
-            elif isinstance(leaf, np.ndarray):
-                value = fingerprint([value, leaf.ravel()[:_SAMPLED_ELEMENTS].tolist()])
-            elif isinstance(leaf, (int, float, complex, str, np.generic)):
-                value = fingerprint([value, leaf])
+        value = functools.reduce(_hashed, list(filter(_is_certain, found)) or found, value)
     return value
+
+
+def _hash_all(example: Any) -> int:
+    return functools.reduce(_hashed, leaves(example), 0)
+
+
+def _hashed(value: int, leaf: Any) -> int:
+    """Hash a value and the first elements of a leaf; objects do not count."""
+    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+        return fingerprint([value, leaf.detach().flatten()[:_SAMPLED_ELEMENTS].tolist()])
+    if isinstance(leaf, np.ndarray):
+        return fingerprint([value, leaf.ravel()[:_SAMPLED_ELEMENTS].tolist()])
+    if isinstance(leaf, (int, float, complex, str)):
+        return fingerprint([value, leaf])
+    return fingerprint([value, leaf.item()]) if isinstance(leaf, np.generic) else value
 
 
 def _is_certain(leaf: Any) -> bool:

@@ -50,6 +50,11 @@ class Cut:
     sizes: tuple[int, ...]
     examples: tuple[int, ...]
 
+    @property
+    def is_shared(self) -> bool:
+        """True if other workers take parts of the batch too."""
+        return len(self.sizes) < len(self.examples)
+
 
 class Cutter:
     """Cuts batches into consecutive parts, one per replica, for one worker's replicas.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,24 @@ from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class Origin(NamedTuple):
+    """Where a batch comes from; equal on all replicas that take their parts of one global batch.
+
+    Attributes:
+        epoch: the dataset's epoch; 0 if all epochs have one order.
+        step: the batch's number in it.
+        settings: names and values of the dataset's arguments, and the length of its source.
+        code: a hash of the settings.
+        data: a hash of some examples of the source; 0 if none was taken, -1 if none is certain.
+    """
+
+    epoch: int
+    step: int
+    settings: tuple[tuple[str, Any], ...]
+    code: int
+    data: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -33,6 +51,7 @@ class PerReplica(Generic[T]):
             order of replica ids; None if the values do not come from a batch.
         weights: what each replica of the job counts in a mean, from the `weight` of `run`; None:
             as much as its examples.
+        origin: where a batch comes from; None if each worker reads its own data.
 
     Examples:
         >>> import fastdist as fd
@@ -45,6 +64,7 @@ class PerReplica(Generic[T]):
     values: tuple[T, ...]
     examples: tuple[int, ...] | None = None
     weights: tuple[float, ...] | None = None
+    origin: Origin | None = None
 
     def __repr__(self) -> str:
         rows = "".join(f"\n  {i}: {value!r}" for i, value in enumerate(self.values))

@@ -19,6 +19,7 @@ from torch import nn
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import UnsupportedError
+from fastdist.replicas.per_replica import PerReplica
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
@@ -338,16 +339,18 @@ class AdoptedModules:
 
     @contextlib.contextmanager
     def run(
-        self, fn: Callable[..., Any], given: Any, examples: tuple[int, ...] | None, seed: int
+        self, fn: Callable[..., Any], given: Any, batch: PerReplica[Any] | None, seed: int
     ) -> Iterator[None]:
         """Return a context manager around the user's function."""
         self._outside.watch(fn, given)
-        self._batches.note(given, examples)
+        if batch is None:
+            self._batches.note(given)
         workers = None if self._central is None else self.connect()
         if self._central is not None and workers is not None:
             workers.barrier()  # after what replicas have written between runs
             self._central.note_versions()
-        with self._steps.run(CommonStream(self._device, seed)):
+        origin = None if batch is None else batch.origin
+        with self._steps.run(CommonStream(self._device, seed), origin):
             yield
         if self._central is not None and workers is not None:
             self._central.require_unchanged()

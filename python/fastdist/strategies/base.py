@@ -319,7 +319,7 @@ class Strategy(ABC):
         given = (tuple(args), kwargs or {})
         try:
             with phase(Phase.FORWARD):
-                return self._run(fn, given, examples_of(given), weight)
+                return self._run(fn, given, batch_of(given), weight)
         except TypeError as error:
             if _takes_one(fn, *given):
                 raise TypeError(f"{error}; to pass a batch, write args=(batch,)") from error
@@ -355,10 +355,17 @@ class Strategy(ABC):
         self,
         fn: Callable[..., Any],
         given: Any,
-        examples: tuple[int, ...] | None,
+        batch: PerReplica[Any] | None,
         weight: Weight,
     ) -> Any:
-        """Implement `run` after its checks; `given` is the pair of args and kwargs."""
+        """Implement `run` after its checks.
+
+        Args:
+            fn: the function of each replica.
+            given: the pair of args and kwargs.
+            batch: a value of the first batch in it.
+            weight: the argument of `run`.
+        """
 
     @contextlib.contextmanager
     def _cross_replica(self) -> Iterator[None]:
@@ -529,12 +536,12 @@ def _takes_one(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return False
 
 
-def examples_of(given: Any) -> tuple[int, ...] | None:
-    """Return each replica's number of examples in the first batch among the arguments of `run`."""
+def batch_of(given: Any) -> PerReplica[Any] | None:
+    """Return a value of the first batch among the arguments of `run`; None without a batch."""
     kind = type(given)
     if kind is PerReplica:
-        examples: tuple[int, ...] | None = given.examples
-        return examples
+        batch: PerReplica[Any] = given
+        return None if batch.examples is None else batch
     if kind is dict:
         given = given.values()
     elif not isinstance(given, (tuple, list)):
@@ -543,7 +550,7 @@ def examples_of(given: Any) -> tuple[int, ...] | None:
         inner = leaves(given)
         given = () if len(inner) == 1 and inner[0] is given else inner
     for part in given:
-        if (found := examples_of(part)) is not None:
+        if (found := batch_of(part)) is not None:
             return found
     return None
 

@@ -174,7 +174,7 @@ class ReplicatedStrategy(Strategy):
         self,
         fn: Callable[..., Any],
         given: Any,
-        examples: tuple[int, ...] | None,
+        batch: PerReplica[Any] | None,
         weight: Weight,
     ) -> Any:
         if self._refuses_run is not None:
@@ -183,6 +183,7 @@ class ReplicatedStrategy(Strategy):
             raise RuntimeError(
                 "run was called while the strategy is running: in merge_call, or in another thread"
             )
+        examples = None if batch is None else batch.examples
         scope: AbstractContextManager[None] = nullcontext()
         if self._device.type == "cuda":
             scope = working_on_gpu(self._device)
@@ -199,7 +200,7 @@ class ReplicatedStrategy(Strategy):
         self._members.refresh()
         self._is_running = True
         try:
-            with scope, self._members.run(fn, given, examples, seed):
+            with scope, self._members.run(fn, given, batch, seed):
                 result = self._call(fn, given, examples, weights, seed)
         except BaseException:
             self._leave()

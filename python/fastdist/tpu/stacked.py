@@ -12,7 +12,7 @@ import torch
 from fastdist.data.batches import join
 from fastdist.data.devices import Shipment
 from fastdist.data.pipelines import Part
-from fastdist.replicas.per_replica import PerReplica, map_structure
+from fastdist.replicas.per_replica import Origin, PerReplica, map_structure
 from fastdist.tpu.mesh import Mesh
 
 
@@ -123,13 +123,13 @@ class MeshCopy:
         """Pad and copy a part. Thread-safe."""
         if not self._is_ahead:
             return Shipment(part)
-        return Shipment(Part((self._placed(part),), part.sizes, part.examples, part.token))
+        return Shipment(dataclasses.replace(part, batches=(self._placed(part),)))
 
     def receive(self, shipment: Shipment) -> Part:
         """Return the part; operations that use it wait for the copies."""
         return shipment.part
 
-    def join(self, part: Part) -> Any:
+    def join(self, part: Part, origin: Origin | None) -> Any:
         """Return the batch as a structure of per-replica values on the devices."""
         return part.batches[0] if self._is_ahead else self._placed(part)
 

@@ -130,7 +130,7 @@ class TPUStrategy(Strategy):
         self,
         fn: Callable[..., Any],
         given: Any,
-        examples: tuple[int, ...] | None,
+        batch: PerReplica[Any] | None,
         weight: Weight,
     ) -> Any:
         if weight is not None:
@@ -138,7 +138,7 @@ class TPUStrategy(Strategy):
                 "run: weight is not supported on TPUs; divide a sum by "
                 'get_replica_context().all_reduce("mean", count) in the function'
             )
-        return self._runs.run(fn, given, examples)
+        return self._runs.run(fn, given, None if batch is None else batch.examples)
 
     def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._runs.merge(fn, args, kwargs)

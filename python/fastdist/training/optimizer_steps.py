@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 from fastdist.errors import FastdistError
 from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.context import ReplicaContext, state
+from fastdist.replicas.per_replica import Origin
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.training.contributions import GradientReduction, call_weakly
 from fastdist.training.gradients import GradientSync
@@ -72,14 +73,15 @@ class OptimizerSteps:
             weakref.finalize(self, hook.remove)
 
     @contextlib.contextmanager
-    def run(self, common: CommonStream) -> Iterator[None]:
+    def run(self, common: CommonStream, origin: Origin | None) -> Iterator[None]:
         """Return a context manager: steps inside are steps of replicas in `run`.
 
         Args:
             common: the random stream of optimizers that draw, such as for noise or rounding.
+            origin: where the batch of the run comes from.
         """
         self._runs += 1
-        self.record.begin_run()
+        self.record.begin_run(origin)
         self._is_running = True
         self._common = common
         try:

@@ -33,15 +33,9 @@ class SameBatches:
         self._seen: set[int] = set()
         self._is_found = False
 
-    def note(self, given: Any, examples: tuple[int, ...] | None) -> None:
-        """Hash the tensors among the arguments of a run that begins.
-
-        Args:
-            given: its pair of args and kwargs.
-            examples: number of examples of each replica, if a distributed dataset has divided them.
-        """
-        self._hash = None
-        if self._left and examples is None:
+    def note(self, given: Any) -> None:
+        """Hash the tensors in `given`, the args and kwargs of a run without a divided batch."""
+        if self._left:
             tensors = list(_tensors(select(given)))
             if tensors:
                 self._hash = zlib.crc32(b"".join(map(_digest, tensors)))

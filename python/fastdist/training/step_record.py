@@ -1,8 +1,9 @@
 """Compares what keeps replicas equal, each time that gradients are reduced.
 
-That is: the number of the run and of the backward in it, the sizes of the global batch's parts, the
-optimizers' steps since the last reduction with their hyperparameters, and a sample of parameters. A
-hash of all travels with the gradients, one number per bit, so that every replica sees a difference.
+That is: the number of the run and of the backward in it, the sizes of the global batch's parts and
+where it comes from, the optimizers' steps since the last reduction with their hyperparameters, and
+a sample of parameters. A hash of all travels with the gradients, one number per bit, so that every
+replica sees a difference.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ import torch
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
+from fastdist.replicas.per_replica import Origin
 from fastdist.training.parameter_sample import Element, ParameterSample, first_difference
 
 _WIDTH = 1 + 32  # numbers
 _EXPLAINED_S = 30.0  # all replicas have just ended the same call
+_SAME_DATA = (
+    "All replicas must have the same data in the same order, of which each takes its part: give "
+    "splits and shuffles a seed, sort lists of files, and number classes by sorted(set(…)); where "
+    "each replica has its own data, use distribute_datasets_from_function"
+)
 
 
 @dataclass(slots=True)
@@ -42,6 +49,7 @@ class _Record:
     run: int = 0
     backward: int = 0
     weights: tuple[float, ...] | None = None
+    origin: Origin | None = None
     elements: list[Element] = field(default_factory=list)
 
 
@@ -60,11 +68,13 @@ class StepRecord:
         self._sent = _Steps()
         self._run = 0
         self._backward = 0
+        self._origin: Origin | None = None
 
-    def begin_run(self) -> None:
-        """Count a run that begins."""
+    def begin_run(self, origin: Origin | None) -> None:
+        """Count a run that begins, on a batch of this origin."""
         self._run += 1
         self._backward = 0
+        self._origin = origin
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step with the optimizer's present hyperparameters."""
@@ -85,8 +95,10 @@ class StepRecord:
         self._backward += 1
         self._sent, self._taken = self._taken, _Steps()
         values = b"" if self.sample is None else self.sample.take()
-        numbers = f"{self._run} {self._backward} {weights}".encode()
-        return hash_bits(zlib.crc32(numbers + values, self._sent.code))
+        numbers = f"{self._run} {self._backward} {weights}"
+        if (origin := self._origin) is not None:
+            numbers += f" {origin.epoch} {origin.step} {origin.code} {origin.data}"
+        return hash_bits(zlib.crc32(numbers.encode() + values, self._sent.code))
 
     def require_equal(
         self, total: torch.Tensor, weights: tuple[float, ...] | None, workers: Communicator
@@ -112,9 +124,15 @@ class StepRecord:
             FastdistError: they differ.
         """
         elements = [] if self.sample is None else self.sample.elements()
-        own = _Record(self._sent, self._run, self._backward, weights, elements)
+        own = _Record(self._sent, self._run, self._backward, weights, self._origin, elements)
         records = workers.all_gather_object(own, timeout=_EXPLAINED_S)
-        for describe in (_other_runs, _other_batches, _other_steps, self._other_values):
+        for describe in (
+            _other_runs,
+            _other_batches,
+            _other_data,
+            _other_steps,
+            self._other_values,
+        ):
             if (found := describe(records)) is not None:
                 message, ranks = found
                 raise FastdistError(message, ranks)
@@ -196,6 +214,35 @@ def _other_batches(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | 
         "All replicas must read the same data, of which each takes its part",
         (other,),
     )
+
+
+def _other_data(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+    origins = [record.origin for record in records]
+    first = origins[0]
+    for other, origin in enumerate(origins):
+        if first is None or origin is None or origin == first:
+            continue
+        for (name, mine), (_, theirs) in zip(first.settings, origin.settings, strict=False):
+            if mine != theirs:
+                return (
+                    f"replicas have different datasets: {name} is {mine} on replica 0, {theirs} on "
+                    f"replica {other}. {_SAME_DATA}",
+                    (other,),
+                )
+        if (first.epoch, first.step) != (origin.epoch, origin.step):
+            return (
+                f"replica 0 computes on step {first.step} of epoch {first.epoch} of its dataset, "
+                f"replica {other} on step {origin.step} of epoch {origin.epoch}: these are parts "
+                "of different global batches. All replicas must take the same batches",
+                (other,),
+            )
+        if first.data != origin.data and min(first.data, origin.data) >= 0:
+            return (
+                f"the examples that replica {other} has at the same places of its data are not "
+                f"those of replica 0. {_SAME_DATA}",
+                (other,),
+            )
+    return None
 
 
 def _other_steps(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:

@@ -26,7 +26,7 @@ from fastdist.data.sharding import split_sizes
 from fastdist.integrations.keras.internals import ArrayDataAdapter, DataAdapter
 from fastdist.integrations.keras.steps import ReplicaSteps
 from fastdist.replicas.per_replica import select
-from fastdist.strategies.base import examples_of
+from fastdist.strategies.base import batch_of
 
 _SAMPLED_ROWS = 16  # rows of arrays that replicas compare
 
@@ -108,7 +108,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
 
     def _noted(self, parts: Iterator[Part]) -> Iterator[Any]:
         for part in parts:
-            self._steps.examples = part.examples
+            self._steps.examples, self._steps.origin = part.examples, None
             yield part.batches[0]
 
     def _load_parts(self, loader: Any) -> Iterator[Part]:
@@ -185,9 +185,11 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._dataset:
-            examples = examples_of(batch)
-            assert examples is not None
-            self._steps.examples = examples
+            value = batch_of(batch)
+            assert value is not None
+            assert value.examples is not None
+            examples = value.examples
+            self._steps.examples, self._steps.origin = examples, value.origin
             own = select(batch)
             yield own if examples[self._replica] else keras.tree.map_structure(_one_row, own)
 

@@ -18,7 +18,7 @@ from fastdist.integrations.keras.layers import separate_random_numbers
 from fastdist.integrations.keras.losses import share_losses
 from fastdist.integrations.keras.metrics import unchanged
 from fastdist.integrations.keras.optimizers import share_steps
-from fastdist.replicas.per_replica import PerReplica
+from fastdist.replicas.per_replica import Origin, PerReplica
 from fastdist.strategies.replicated import ReplicatedStrategy
 
 
@@ -27,11 +27,13 @@ class ReplicaSteps:
 
     Attributes:
         examples: examples of each replica in the batch that the next step gets; None if unknown.
+        origin: where that batch comes from; None if Keras has made it.
         last_examples: the `examples` of the last step.
     """
 
     def __init__(self, model: weakref.ref[Any], strategy: ReplicatedStrategy) -> None:
         self.examples: tuple[int, ...] | None = None
+        self.origin: Origin | None = None
         self.last_examples: tuple[int, ...] | None = None
         self._model = model
         self._strategy = strategy
@@ -107,7 +109,8 @@ class ReplicaSteps:
         seed = torch.empty((), dtype=torch.int64).random_(generator=self._seeds)
         generator.manual_seed(int(seed))
         try:
-            self._strategy.run(self._call, (PerReplica(((function, data),), examples),))
+            given = PerReplica(((function, data),), examples, origin=self.origin)
+            self._strategy.run(self._call, (given,))
         finally:
             generator.set_state(before)
         result, self._result = self._result, None

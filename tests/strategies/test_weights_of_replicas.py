@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -213,6 +216,52 @@ def test_a_weight_that_one_replica_gives(run: Run) -> None:
             strategy.run(step, weight=1.0 if strategy.local_replica_ids[0] == 0 else None)
 
     run(case)
+
+
+# How labels are padded, whether a step tells its weight, and whether it must be warned.
+LOSSES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool, bool]] = {
+    "uneven": (lambda y: y, False, True),
+    "weighed": (lambda y: y, True, False),
+    "none padded": (lambda y: y.clamp(min=0), False, False),
+    # As transformers shifts labels: one position less in every sequence.
+    "equally padded": (
+        lambda y: torch.cat([y[:, :-1].clamp(min=0), y.new_full((len(y), 1), -100)], 1),
+        False,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("classes", [None, CLASS_WEIGHTS], ids=["tokens", "classes"])
+def test_a_mean_that_needs_a_weight_warns(
+    run: Run, what: str, classes: torch.Tensor | None
+) -> None:
+    pad, weighs, warns = LOSSES[what]
+
+    def case(strategy: Strategy) -> list[str]:
+        x, y = sequences(24)
+        y = pad(y)
+        with strategy.scope():
+            model = nn.Linear(3, 5).double()
+
+        def step(a: torch.Tensor, b: torch.Tensor) -> None:
+            loss = F.cross_entropy(model(a).flatten(0, 1), b.flatten(), classes)
+            (loss / 2 + model.weight.square().sum()).backward()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for a, b in strategy.distribute_dataset((x, y), global_batch_size=12):
+                count = fd.map(lambda y: (y != PADDING).sum() + 1, b)
+                strategy.run(step, (a, b), weight=count if weighs else None)
+        return [f"{Path(w.filename).name} {w.message}" for w in caught]
+
+    expected = warns or (classes is not None and not weighs)
+    chief, *others = run(case)
+    assert not any(others)
+    assert len(chief) == expected
+    for text in chief:
+        assert re.match("<dynamic-code> .*weight=", text)
 
 
 def test_results_of_different_weights() -> None:

@@ -27,6 +27,7 @@ from fastdist.strategies.communicators import ReplicaCommunicators
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
 from fastdist.training.contributions import Accumulation, ReducedParameter
+from fastdist.training.first_runs import FirstRuns
 from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.gradients import GradientSync
 from fastdist.training.modules import (
@@ -43,7 +44,6 @@ from fastdist.training.modules import (
 from fastdist.training.optimizer_steps import OptimizerSteps
 from fastdist.training.outside import OutsideParameters
 from fastdist.training.parameter_sample import ParameterSample
-from fastdist.training.same_batches import SameBatches
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
 
@@ -114,7 +114,7 @@ class AdoptedModules:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_order: list[weakref.ref[torch.optim.Optimizer]] = []
         self._steps = OptimizerSteps(options.gradient_reduction)
-        self._batches = SameBatches()
+        self._first_runs = FirstRuns()
         self._outside = OutsideParameters(self.has)
         if replicas > 1:
             self._steps.begin(has_one_copy=central is not None)
@@ -251,7 +251,7 @@ class AdoptedModules:
                 self._buffers,
                 self._steps.record,
                 None if self._central else ParameterSample(list(self._reduced()), self._in_order),
-                self._batches,
+                self._first_runs,
                 reduction=self._options.gradient_reduction,
                 bucket_bytes=self._options.bucket_bytes,
                 compress=self._options.compress,
@@ -339,23 +339,29 @@ class AdoptedModules:
 
     @contextlib.contextmanager
     def run(
-        self, fn: Callable[..., Any], given: Any, batch: PerReplica[Any] | None, seed: int
+        self,
+        fn: Callable[..., Any],
+        given: Any,
+        batch: PerReplica[Any] | None,
+        seed: int,
+        *,
+        is_weighed: bool,
     ) -> Iterator[None]:
         """Return a context manager around the user's function."""
         self._outside.watch(fn, given)
-        if batch is None:
-            self._batches.note(given)
         workers = None if self._central is None else self.connect()
         if self._central is not None and workers is not None:
             workers.barrier()  # after what replicas have written between runs
             self._central.note_versions()
         origin = None if batch is None else batch.origin
-        with self._steps.run(CommonStream(self._device, seed), origin):
+        (replica,) = self.local_replica_ids
+        watching = self._first_runs.watching(given, batch, replica, is_weighed=is_weighed)
+        with watching, self._steps.run(CommonStream(self._device, seed), origin):
             yield
         if self._central is not None and workers is not None:
             self._central.require_unchanged()
             workers.barrier()  # no replica writes while another one computes
-        self._batches.report(self.local_replica_ids == (0,))
+        self._first_runs.report(self.local_replica_ids == (0,))
 
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""

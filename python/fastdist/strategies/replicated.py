@@ -200,7 +200,8 @@ class ReplicatedStrategy(Strategy):
         self._members.refresh()
         self._is_running = True
         try:
-            with scope, self._members.run(fn, given, batch, seed):
+            is_weighed = weight is not None
+            with scope, self._members.run(fn, given, batch, seed, is_weighed=is_weighed):
                 result = self._call(fn, given, examples, weights, seed)
         except BaseException:
             self._leave()

@@ -46,9 +46,9 @@ from fastdist.training.contributions import (
     ReducedParameter,
     call_weakly,
 )
+from fastdist.training.first_runs import FirstRuns
 from fastdist.training.modules import is_materialized
 from fastdist.training.parameter_sample import ParameterSample
-from fastdist.training.same_batches import SameBatches
 from fastdist.training.step_record import StepRecord
 
 
@@ -76,7 +76,7 @@ class GradientSync:
         buffers: buffers of the same modules; written ones are averaged at the end of backward.
         steps: the runs and optimizers' steps, which travel with the first gradients.
         sample: takes elements of parameters to compare; None if all replicas have one copy.
-        batches: hashes of the first batches, which travel with the steps.
+        first_runs: hashes of the first runs, which travel with the steps.
         reduction: "mean", weighted by the examples of each replica, or "sum".
         bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
         compress: the `compress` of `Communicator.all_reduce`.
@@ -95,7 +95,7 @@ class GradientSync:
         buffers: BufferSync,
         steps: StepRecord,
         sample: ParameterSample | None,
-        batches: SameBatches,
+        first_runs: FirstRuns,
         *,
         reduction: GradientReduction = "mean",
         bucket_bytes: int,
@@ -116,8 +116,8 @@ class GradientSync:
         self._buffer_sync = buffers
         self._steps = steps
         self._steps.sample = sample
-        self._batches = batches
-        self._record: torch.Tensor | None = None  # of steps and batches; None until it is sent
+        self._first_runs = first_runs
+        self._record: torch.Tensor | None = None  # of steps and first runs; None until it is sent
         self._reduction = reduction
         self._compress = compress
         self._overlaps = overlaps
@@ -333,8 +333,8 @@ class GradientSync:
         self.watch()  # parameters that were unfrozen since this run began
         enter(Phase.FORWARD)
         if self._record is not None:
-            steps, batches = torch.split(self._record, len(self._record) // 2)
-            self._batches.compare(batches, float(steps[0]))
+            steps, first_runs = torch.split(self._record, len(self._record) // 2)
+            self._first_runs.compare(first_runs, float(steps[0]))
             self._steps.require_equal(steps, self._contributions.weights, self._questions)
 
     def _reduce_rest(self, used: list[bool] | None, written: torch.Tensor) -> None:
@@ -364,7 +364,7 @@ class GradientSync:
 
     def _take_record(self) -> torch.Tensor:
         record = self._steps.take(self._contributions.weights)
-        return torch.cat([record, self._batches.take()])
+        return torch.cat([record, self._first_runs.take()])
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
         """Exchange which parameters were used and which buffers were written.

@@ -1,0 +1,184 @@
+"""Warns of two mistakes that show in a strategy's first runs, though no replica fails.
+
+The batches of a plain DataLoader, given to `run`, are the same on all replicas, which then do the
+same work. And a loss that is a mean over tokens or class weights needs `run`'s `weight`, unless all
+replicas have equally many per example. A hash of the batch, or of that number, travels with the
+first gradients, one number per bit, so that it needs no call of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastdist.replicas.context import state
+from fastdist.replicas.per_replica import PerReplica, leaves, select
+from fastdist.training.modules import tensor_digest
+from fastdist.training.patched import replaced
+from fastdist.training.step_record import hash_bits
+
+_RUNS = 3  # runs whose batches are compared
+_LOSSES = 10  # runs whose losses are compared
+_NODES = 100  # of a loss's graph that are searched
+_ENGINE = "_engine_run_backward"
+_SAMPLE = 4096  # elements of a tensor that are hashed
+
+
+class FirstRuns:
+    """The batches and losses of one replica's first runs."""
+
+    def __init__(self) -> None:
+        self._left = _RUNS
+        self._losses_left = _LOSSES
+        self._own: int | None = None  # examples in a divided batch
+        self._is_uneven = False
+        self._hash: int | None = None
+        self._sent: int | None = None
+        self._seen: set[int] = set()
+        self._is_found = False
+
+    @contextlib.contextmanager
+    def watching(
+        self, given: Any, batch: PerReplica[Any] | None, replica: int, *, is_weighed: bool
+    ) -> Iterator[None]:
+        """Return a context manager around a run.
+
+        Args:
+            given: its pair of args and kwargs.
+            batch: a value of the batch in it that a distributed dataset has divided, if any.
+            replica: the number of this replica.
+            is_weighed: True if the run has a `weight`.
+        """
+        self._hash = self._own = None
+        if batch is None or batch.examples is None:
+            if self._left:
+                tensors = list(_tensors(select(given)))
+                if tensors:
+                    self._hash = zlib.crc32(b"".join(map(_digest, tensors)))
+            yield
+            return
+        self._own = batch.examples[replica]
+        if is_weighed or not self._losses_left:
+            yield
+            return
+        plain = vars(torch.autograd)[_ENGINE]
+
+        def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+            if state.replica is not None and kwargs.get("accumulate_grad"):
+                self._look(roots)
+            return plain(roots, *args, **kwargs)
+
+        with replaced(torch.autograd, _ENGINE, run_backward):
+            yield
+
+    def _look(self, losses: Any) -> None:
+        """Hash how much the means in the losses count per example."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        counts = list(_counts(losses))
+        if counts and self._own:
+            per_example = [f"{count / self._own:.6g}" for count in counts]
+            self._hash = zlib.crc32(repr(per_example).encode())
+
+    def take(self) -> torch.Tensor:
+        """Return a one and the bits of the run's hash; zeros without a hash.
+
+        Returns:
+            A tensor of shape [33], which the caller adds up over replicas.
+        """
+        self._sent, self._hash = self._hash, None
+        return hash_bits(self._sent)
+
+    def compare(self, total: torch.Tensor, one_of_all: float) -> None:
+        """Compare with the other replicas. Every replica must call.
+
+        Args:
+            total: the sum or mean over replicas of the results of `take`.
+            one_of_all: the sum or mean of ones.
+        """
+        having, *counts = total.tolist()
+        if not having:
+            return
+        is_same = all(count in (0.0, one_of_all) for count in counts)
+        if self._own is not None:
+            self._losses_left -= 1
+            self._is_uneven = having == one_of_all and not is_same
+            return
+        if not self._left:
+            return
+        self._left -= 1
+        if having != one_of_all or not is_same:
+            self._left = 0
+            return
+        assert self._sent is not None
+        self._seen.add(self._sent)
+        # Constant arguments are no batches.
+        self._is_found = not self._left and len(self._seen) == _RUNS
+
+    def report(self, is_chief: bool) -> None:
+        """Warn, once and on one replica, of what was found."""
+        if self._is_uneven:
+            self._is_uneven = False
+            self._losses_left = 0
+            if is_chief:
+                warnings.warn(
+                    "the loss is a mean over the positions that count (ignore_index) or over the "
+                    "weights of classes, of which the replicas have different numbers per example: "
+                    "the mean of their gradients is not the gradient of the global batch. Pass "
+                    "that number as weight: strategy.run(step, args=(batch,), weight=fastdist.map("
+                    "lambda labels: (labels != -100).sum(), labels))",
+                    stacklevel=6,  # the line that calls run
+                )
+        if self._is_found and is_chief:
+            warnings.warn(
+                f"run got the same tensors on all replicas in its first {_RUNS} runs, so every "
+                "replica does the same work, unless the function takes its own part of them: "
+                "strategy.distribute_dataset(dataset, global_batch_size=…) divides batches among "
+                "the replicas, and takes a DataLoader too",
+                stacklevel=6,  # the line that calls run
+            )
+        self._is_found = False
+
+
+def _counts(losses: Any) -> Iterator[float]:
+    """Yield what each weighted mean of negative log likelihoods near the losses counts."""
+    waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
+    seen: set[Any] = set()
+    while waiting and len(seen) < _NODES:
+        node = waiting.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.name().startswith("NllLoss"):
+            waiting += [following for following, _ in node.next_functions]
+        elif node._saved_reduction == 1:  # mean
+            yield float(node._saved_total_weight)
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor | np.ndarray[Any, Any]]:
+    """Yield the dense arrays of several elements in a structure."""
+    for leaf in leaves(given):
+        if isinstance(leaf, Mapping):  # such as transformers' BatchEncoding
+            yield from _tensors(dict(leaf))
+        elif isinstance(leaf, np.ndarray):
+            if leaf.size > 1 and leaf.dtype.kind in "biuf":
+                yield leaf
+        elif isinstance(leaf, torch.Tensor):
+            is_plain = leaf.layout is torch.strided and not leaf.is_quantized
+            if is_plain and leaf.numel() > 1 and not leaf.is_complex():
+                yield leaf
+
+
+def _digest(array: torch.Tensor | np.ndarray[Any, Any]) -> bytes:
+    flat = array.reshape(-1)
+    sample = flat[:: -(-len(flat) // _SAMPLE)]
+    kind = f"{array.dtype}{tuple(array.shape)}".encode()
+    if isinstance(sample, torch.Tensor):
+        return kind + tensor_digest(sample)
+    return kind + sample.tobytes()

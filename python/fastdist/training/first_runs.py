@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from fastdist.replicas.context import state
-from fastdist.replicas.per_replica import PerReplica, leaves, select
+from fastdist.replicas.per_replica import PerReplica, leaves, select, shares
 from fastdist.training.modules import tensor_digest
 from fastdist.training.patched import replaced
 from fastdist.training.step_record import hash_bits
@@ -37,6 +37,7 @@ class FirstRuns:
         self._left = _RUNS
         self._losses_left = _LOSSES
         self._own: int | None = None  # examples in a divided batch
+        self._is_even = True
         self._is_uneven = False
         self._hash: int | None = None
         self._sent: int | None = None
@@ -64,6 +65,7 @@ class FirstRuns:
             yield
             return
         self._own = batch.examples[replica]
+        self._is_even = shares(batch.examples) is None
         if is_weighed or not self._losses_left:
             yield
             return
@@ -81,7 +83,7 @@ class FirstRuns:
         """Hash how much the means in the losses count per example."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        counts = list(_counts(losses))
+        counts = list(_counts(losses, self._is_even))
         if counts and self._own:
             per_example = [f"{count / self._own:.6g}" for count in counts]
             self._hash = zlib.crc32(repr(per_example).encode())
@@ -146,8 +148,12 @@ class FirstRuns:
         self._is_found = False
 
 
-def _counts(losses: Any) -> Iterator[float]:
-    """Yield what each weighted mean of negative log likelihoods near the losses counts."""
+def _counts(losses: Any, is_even: bool) -> Iterator[float]:
+    """Yield what each mean of negative log likelihoods near the losses counts.
+
+    In an uneven batch, only of means that leave something out or have weights: a loss that compares
+    the gathered examples of all replicas counts the same everywhere.
+    """
     waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
     seen: set[Any] = set()
     while waiting and len(seen) < _NODES:
@@ -158,7 +164,9 @@ def _counts(losses: Any) -> Iterator[float]:
         if not node.name().startswith("NllLoss"):
             waiting += [following for following, _ in node.next_functions]
         elif node._saved_reduction == 1:  # mean
-            yield float(node._saved_total_weight)
+            count = float(node._saved_total_weight)
+            if is_even or node._saved_weight is not None or count < node._saved_target.numel():
+                yield count
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor | np.ndarray[Any, Any]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import fastdist.cluster as cluster
 import fastdist.errors as errors
 from fastdist._version import __version__
+from fastdist.collectives.chief import is_chief
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.functions import (
     all_gather,
@@ -73,6 +74,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "init",
+    "is_chief",
     "keras",
     "launch",
     "local_group",

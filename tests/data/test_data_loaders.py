@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import fastdist as fd
 import numpy as np
 import pytest
 import torch
 from data_jobs import Counting, alone, equal, layouts, on_workers
 from fastdist.data import AutoShardPolicy, Files, InputLayout, distribute_dataset
 from fastdist.errors import FastdistError
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -115,6 +118,102 @@ def test_a_tensor_dataset_is_sliced() -> None:
     batches = list(distribute_dataset(loader, alone()))
     assert [batch[1].values[0].tolist() for batch in batches] == [b[1].tolist() for b in loader]
     assert isinstance(batches[0], tuple)
+
+
+class Batches(IterableDataset[Any]):
+    """Global batches of 5, 5 and 3 examples, as WebDataset makes them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for start in (0, 5, 10):
+            y = torch.arange(start, min(start + 5, 13))
+            yield {"x": y[:, None] * 2.0, "y": y, "key": [f"k{i}" for i in y], "epoch": 7}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_without_batching_gives_global_batches(num_workers: int) -> None:
+    loader = DataLoader(Batches(), batch_size=None, num_workers=num_workers)
+    (whole,) = [list(distribute_dataset(loader, alone()))]
+    assert [batch["y"].values[0].tolist() for batch in whole] == [
+        list(range(5)),
+        list(range(5, 10)),
+        [10, 11, 12],
+    ]
+    for batch in distribute_dataset(loader, alone(4)):
+        y = torch.cat(batch["y"].values)
+        assert batch["y"].examples in ((2, 1, 1, 1), (1, 1, 1, 0))
+        assert torch.equal(torch.cat(batch["x"].values).squeeze(1), 2.0 * y)
+        assert [k for part in batch["key"].values for k in part] == [f"k{i}" for i in y]
+        assert batch["x"].values[3].shape[1:] == (1,)
+        assert batch["epoch"].values == (7,) * 4
+
+
+def test_global_batches_on_workers() -> None:
+    def attempt(layout: InputLayout) -> list[list[int]]:
+        loader = DataLoader(Batches(), batch_size=None)
+        return [b["y"].values[0].tolist() for b in distribute_dataset(loader, layout)]
+
+    one, other = on_workers(layouts(2), attempt)
+    assert one == [[0, 1, 2], [5, 6, 7], [10, 11]]
+    assert other == [[3, 4], [8, 9], [12]]
+
+
+def test_batches_that_are_taken_for_examples() -> None:
+    loader = DataLoader(Batches(), batch_size=None)
+    with pytest.raises(ValueError, match=r"items of 5 rows.*leave out global_batch_size"):
+        list(distribute_dataset(loader, alone(2), global_batch_size=5))
+
+
+def packed(examples: list[Any]) -> Any:
+    return pack_sequence([torch.arange(1.0, 2 + y % 5) for _, y in examples], enforce_sorted=False)
+
+
+def test_packed_sequences() -> None:
+    loader = DataLoader(Counting(9), batch_size=4, collate_fn=packed)
+    total = sum(batch.data.sum() for batch in loader)
+    whole = distribute_dataset(loader, alone())
+    assert sum(batch.values[0].data.sum() for batch in whole) == total
+    first = next(iter(distribute_dataset(loader, alone(2))))
+    assert [len(part.batch_sizes) for part in first.values] == [2, 4]
+    with pytest.raises(ValueError, match=r"PackedSequence cannot be empty.*drop_remainder=True"):
+        list(distribute_dataset(loader, alone(2)))
+
+
+ARRAY = torch.arange(12.0)
+SHUFFLED = Counting(12)
+
+
+@pytest.mark.parametrize(
+    ("make", "warns"),
+    [
+        (lambda epoch: {"source": torch.arange(12.0)}, True),
+        (lambda epoch: {"source": SHUFFLED}, True),
+        (lambda epoch: {"source": DataLoader(SHUFFLED, 4, shuffle=True)}, True),
+        (lambda epoch: {"source": ARRAY[:0]}, True),
+        (lambda epoch: {"source": ARRAY, "seed": epoch}, False),
+        (lambda epoch: {"source": ARRAY + epoch}, False),  # folds
+        (lambda epoch: {"source": Counting(12)}, False),
+    ],
+)
+def test_a_dataset_made_anew_for_every_epoch_warns(make: Any, warns: bool) -> None:
+    def train(strategy: fd.Strategy, number: int, epochs: int) -> None:
+        given = make(number)
+        if not isinstance(given["source"], DataLoader):
+            given |= {"global_batch_size": 4, "shuffle": True}
+        dataset = strategy.distribute_dataset(given.pop("source"), **given)
+        for _ in range(epochs):
+            list(dataset)
+
+    strategy = fd.OneDeviceStrategy("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(strategy, 0, 3)
+        train(strategy, 0, 3)  # another training
+        train(fd.OneDeviceStrategy("cpu"), 1, 1)
+        train(strategy, 1, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(strategy, 2, 1)
+    assert [w.filename for w in caught] == [__file__] * warns
 
 
 class Epochs(SequentialSampler):

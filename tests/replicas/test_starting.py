@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fastdist as fd
 import pytest
 from launched import Launcher, wait_until
 from marks import slow
@@ -45,6 +46,7 @@ TALK = """
     def train():
         strategy.reduce("sum", 1.0)
 """
+TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": %s}}'
 END = """
     train()
     strategy.check_in_sync()
@@ -247,6 +249,59 @@ def test_a_model_that_only_the_first_makes(programs: Programs) -> None:
     assert "NameError: name 'optimizer' is not defined" in err
     assert "PeerFailureError" in err
     assert time.monotonic() - began < 60
+
+
+OPENED = """
+    import fastdist as fd, os, shutil, sys
+    {before}
+    strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])
+    strategy.reduce("sum", 1.0)
+    print(fd.is_chief() == strategy.is_chief)
+"""
+FOLDER = "shutil.rmtree('out', True); os.mkdir('out'); file = open('out/log', 'w')"
+EMPTY = "file = open('log', 'w'); file.write('lr 0.1' if fd.is_chief() else ''); file.flush()"
+
+
+FILES: dict[str, str | None] = {
+    FOLDER: "deleted and made anew",
+    EMPTY: "emptied",
+    "file = open('log', 'a'); print('lr 0.1', file=file, flush=True)": None,
+    f"if fd.is_chief(): {FOLDER}; {EMPTY}": None,
+    f"{EMPTY}; file.close(); file = open('log')": None,
+    "import tempfile; file = tempfile.TemporaryFile(); file.write(b'1')": None,
+}
+
+
+@pytest.mark.parametrize("before", [FOLDER, *slow(*list(FILES)[1:])])
+def test_files_opened_before_the_strategy(programs: Programs, before: str) -> None:
+    message = FILES[before]
+    code, out, err = programs.run(OPENED.format(before=before))
+    if message is None:
+        assert (code, out) == (0, "True\n"), err
+    else:
+        assert code == 1
+        assert f"another replica has {message} {programs.folder}" in err
+        assert "fastdist.is_chief()" in err
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, False),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, False),
+        ({"TF_CONFIG": TF_CONFIG % "0"}, True),
+        ({"TF_CONFIG": TF_CONFIG % "1"}, False),
+        ({"FASTDIST_ROSTER": '{"name": "x", "slot": 1}'}, False),
+    ],
+)
+def test_is_chief_of_an_environment(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: bool
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert fd.is_chief() == expected
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
 from fastdist.replicas.per_replica import Origin, PerReplica, leaves, map_structure
@@ -64,6 +65,19 @@ def emptied(batch: Any, size: int) -> Any:
     Leaves without an axis 0 (numbers, strings, tensors without axes) are kept.
     """
     return _map_batches(_empty_leaf, [batch], [size])
+
+
+def divided(batch: Any, count: int, start: int, sizes: Sequence[int]) -> tuple[Any, ...]:
+    """Return consecutive parts of a batch of `count` examples, of these sizes, from `start` on.
+
+    Leaves without an axis 0 (numbers, strings, tensors without axes) are in every part.
+    """
+    parts = []
+    for size in sizes:
+        rows = slice(start, start + size)
+        parts.append(_map_batches(lambda leaf, rows=rows: _rows(leaf, rows), [batch], [count]))
+        start += size
+    return tuple(parts)
 
 
 def count_examples(batch: Any) -> int:
@@ -127,7 +141,18 @@ def arrays_in(node: Any) -> list[Any]:
     return [leaf for leaf in leaves(node) if isinstance(leaf, (torch.Tensor, np.ndarray))]
 
 
+def _rows(leaf: Any, rows: slice) -> Any:
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        return leaf[rows] if leaf.ndim else leaf
+    return type(leaf)(list(leaf)[rows]) if isinstance(leaf, (list, tuple, deque)) else leaf
+
+
 def _empty_leaf(leaf: Any) -> Any:
+    if type(leaf) is PackedSequence:
+        raise ValueError(
+            "a PackedSequence cannot be empty, and a replica has no example of this batch: use "
+            "drop_remainder=True, or pad in collate_fn and pack in the step"
+        )
     if isinstance(leaf, torch.Tensor):
         return leaf.new_empty((0, *leaf.shape[1:])) if leaf.ndim else leaf
     if isinstance(leaf, np.ndarray):

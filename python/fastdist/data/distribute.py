@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDataset
 
 from fastdist.data.agreement import Agreement, Known, OwnData, SameData
-from fastdist.data.batches import Collate, arrays_in, collate
+from fastdist.data.batches import Collate, collate
 from fastdist.data.distributed import DistributedDataset
 from fastdist.data.input_context import InputContext, InputLayout
 from fastdist.data.loading import LoaderOptions
@@ -24,6 +24,7 @@ from fastdist.data.pipelines import (
     FunctionPipeline,
     Pipeline,
     StreamPipeline,
+    rows_of,
 )
 from fastdist.data.request import Request, checked, positive_int
 from fastdist.data.sharding import AutoShardPolicy, Cutter, resolve_policy
@@ -60,11 +61,13 @@ def distribute_dataset(
             an IterableDataset or any iterable of examples: each worker reads all examples;
             a DataLoader: its dataset, batch_size as global batch size, collate_fn, num_workers,
             drop_last and sampler are used (a RandomSampler becomes shuffle=True; any other sampler,
-            and a batch_sampler, must give the same order on every worker). Batches for a GPU are
-            pinned, with or without pin_memory;
+            and a batch_sampler, must give the same order on every worker). With batch_size=None and
+            no global_batch_size, the items of its IterableDataset are global batches. Batches for a
+            GPU are pinned, with or without pin_memory;
             `Files`.
         layout: the replicas and workers of the job.
-        global_batch_size: examples per step of all replicas; required unless a DataLoader has it.
+        global_batch_size: examples per step of all replicas; required unless a DataLoader has it,
+            or gives batches.
         shuffle: draw a new order in every epoch, from the seed and the epoch's number; the same for
             all numbers of replicas and workers (under OFF each worker draws its own).
         seed: a non-negative seed of the shuffle, and of what samplers, datasets and collate_fn draw
@@ -250,7 +253,7 @@ class _Builder:
                 f"{type(source).__name__} has __getitem__ but no length: give it __len__, or make "
                 "it an IterableDataset"
             )
-        if type(source) is list and source and _is_batch(source[0], self.request.global_batch_size):
+        if type(source) is list and source and rows_of(source[0]) == self.request.global_batch_size:
             warnings.warn(
                 f"the first example of the list has {self.request.global_batch_size} rows in every "
                 "array, as many as a global batch has examples. distribute_dataset takes examples, "
@@ -290,13 +293,14 @@ class _Builder:
             )
         return StreamPipeline(
             stream,
-            self._batch_size(),
+            None if self.request.makes_batches else self._batch_size(),
             self.request.drop_remainder,
             self._cutter(),
             self.request.collate_fn or collate,
             self._options(),
             length,
             peek,
+            self.request.refuses_batches,
         )
 
     def _order(self, length: int) -> IndexOrder:
@@ -363,14 +367,6 @@ def _is_arrays(source: Any) -> bool:
         and not isinstance(source, (type, Iterable))
         and not hasattr(source, "__getitem__")
     )
-
-
-def _is_batch(example: Any, size: int | None) -> bool:
-    """Return True if arrays look like a batch of `size` examples: data of each and a label."""
-    arrays = arrays_in(example)
-    dimensions = {array.ndim for array in arrays}
-    lengths = {array.shape[:1] for array in arrays}
-    return 1 in dimensions and len(dimensions) > 1 and lengths == {(size,)}
 
 
 def _common_length(source: Any) -> int:

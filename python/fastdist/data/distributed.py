@@ -63,6 +63,11 @@ class DistributedDataset(Generic[B]):
         identity: settings that must be equal for a saved position to select the same examples.
         rebuild: a function that makes the dataset for another layout; None if users' code made it.
 
+    Attributes:
+        settings: names and values of the identity.
+        pipeline: the `pipeline` argument.
+        end_epoch: a function to call at the end of each epoch; None: none.
+
     Examples:
         >>> import fastdist as fd, torch
         >>> strategy = fd.OneDeviceStrategy("cpu")
@@ -81,8 +86,9 @@ class DistributedDataset(Generic[B]):
         identity: Mapping[str, Any],
         rebuild: Callable[[InputLayout], DistributedDataset[B]] | None = None,
     ) -> None:
+        self.end_epoch: Callable[[], None] | None = None
         self._rebuild = rebuild
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._copy: BatchCopy = DeviceCopy(layout.devices)
         if layout.make_copy is not None:
             size = pipeline.equal_size
@@ -92,8 +98,8 @@ class DistributedDataset(Generic[B]):
         # Copying rows takes less time than a handover from another thread.
         self._at_once = pipeline.reads_cpu_memory and self._copy.to_cpu_only
         self._identity = dict(identity)
-        self._settings = tuple(self._identity.items())
-        self._code = fingerprint(self._settings)
+        self.settings = tuple(self._identity.items())
+        self._code = fingerprint(self.settings)
         self._position = _Position(0, 0)
 
     def __iter__(self) -> Iterator[B]:
@@ -117,7 +123,7 @@ class DistributedDataset(Generic[B]):
         Raises:
             TypeError: the number is unknown before the data is read.
         """
-        steps = self._pipeline.steps
+        steps = self.pipeline.steps
         if steps is None or self._agreement.may_add_steps:
             raise TypeError("the number of steps per epoch is not known for this source")
         return steps
@@ -190,7 +196,7 @@ class DistributedDataset(Generic[B]):
                 "the ranks of an elastic job must read the same data: use distribute_dataset with "
                 "AutoShardPolicy.DATA"
             )
-        self._pipeline, self._copy = other._pipeline, other._copy
+        self.pipeline, self._copy = other.pipeline, other._copy
         self._agreement, self._identity = other._agreement, other._identity
 
     def _iterate(self, position: _Position, skip_empty: bool) -> Iterator[Any]:
@@ -217,6 +223,8 @@ class DistributedDataset(Generic[B]):
                 _require_outside_run()
         finally:
             parts.close()  # ends the thread now, not at garbage collection
+        if self.end_epoch is not None:
+            self.end_epoch()
         has_batches = position.step > first
         position.epoch, position.step, position.begun = position.epoch + 1, 0, False
         return has_batches
@@ -227,13 +235,13 @@ class DistributedDataset(Generic[B]):
                 origin = None
                 if not self._agreement.may_add_steps:
                     epoch = at.epoch if self._identity.get("shuffle") else 0  # one order in all
-                    origin = Origin(epoch, at.step, self._settings, self._code, part.data)
+                    origin = Origin(epoch, at.step, self.settings, self._code, part.data)
                 return self._copy.join(part, origin)
             return _END
 
     def _parts(self, epoch: int, skip: int) -> Any:
         """Yield parts on their devices, read ahead if prefetch is positive."""
-        opened = self._pipeline.open(epoch, skip)
+        opened = self.pipeline.open(epoch, skip)
         if self._at_once:
             yield from opened
             return
@@ -249,7 +257,7 @@ class DistributedDataset(Generic[B]):
             ahead.close()
 
     def _spare(self) -> Batches | None:
-        batches = self._pipeline.spare()
+        batches = self.pipeline.spare()
         if batches is None:
             return None
         none = (0,) * len(batches)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from fastdist.data.batches import Collate, count_examples, emptied
+from fastdist.data.batches import Collate, arrays_in, count_examples, divided, emptied
 from fastdist.data.drawing import epoch_seed, streams_by_position, with_own_draws
 from fastdist.data.loading import LoaderOptions, load
 from fastdist.data.order import IndexOrder, RangeOrder, fingerprint
@@ -78,15 +78,17 @@ class ArrayPipeline:
         for indices in self._order.batches(epoch, skip):
             cut = self._cut(len(indices))
             rows = self._take(indices[cut.start : cut.stop])
-            data = self._sampled_rows if cut.is_shared else 0
+            data = self.sampled_rows if cut.is_shared else 0
             yield Part(_split(rows, cut.sizes), cut.sizes, cut.examples, _token(indices), data)
 
     @functools.cached_property
-    def _sampled_rows(self) -> int:
+    def sampled_rows(self) -> int:
         """A hash of some rows."""
-        last = min(map(len, leaves(self._columns))) - 1
+        length = len(leaves(self._columns)[0])
         value = 0
-        for row in sorted({i * last // (_SAMPLED_ROWS - 1) for i in range(_SAMPLED_ROWS)}):
+        for row in sorted({i * (length - 1) // (_SAMPLED_ROWS - 1) for i in range(_SAMPLED_ROWS)}):
+            if row not in range(length):  # there are none
+                break
             for column in leaves(self._columns):
                 value = _hashed(value, column[row])
         return value
@@ -167,7 +169,7 @@ class StreamPipeline:
 
     Attributes:
         stream: the examples; may divide them among loader processes by `get_worker_info`.
-        batch_size: examples per batch, before it is cut.
+        batch_size: examples per batch, before it is cut; None: the items are batches.
         drop_remainder: True to leave out a last batch with fewer examples.
         cut: a function that cuts a batch for the local replicas.
         collate: a function that makes a batch from a list of examples.
@@ -175,16 +177,18 @@ class StreamPipeline:
         length: the number of examples of the stream; None if unknown.
         peek: a function that returns a list with one example of the source, or an empty list; used
             for the shapes of a batch of size zero.
+        refuses_batches: True to raise an error if an item looks like a batch.
     """
 
     stream: IterableDataset[Any]
-    batch_size: int
+    batch_size: int | None
     drop_remainder: bool
     cut: Cutter
     collate: Collate
     options: LoaderOptions
     length: int | None
     peek: Callable[[], list[Any]]
+    refuses_batches: bool = False
 
     reads_cpu_memory = False
 
@@ -198,19 +202,25 @@ class StreamPipeline:
         """Parts per epoch; None if the length is unknown or several processes read the stream."""
         if self.options.num_workers > 1 or self.length is None:
             return None
+        if self.batch_size is None:
+            return self.length
         return RangeOrder(self.length, self.batch_size, self.drop_remainder, seed=None).steps
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; the first `skip` parts are read and dropped."""
 
         def start() -> Iterator[Part]:
+            if self.batch_size is None:
+                cut = functools.partial(_cut_made_batch, self.cut)
+                return load(self.stream, self.options, epoch, collate_fn=cut)
+            refused = self.batch_size if self.refuses_batches else None
             return load(
                 self.stream,
                 self.options,
                 epoch,
                 batch_size=self.batch_size,
                 drop_last=self.drop_remainder,
-                collate_fn=functools.partial(_cut_batch, self.cut, self.collate),
+                collate_fn=functools.partial(_cut_batch, self.cut, self.collate, refused),
             )
 
         if self.options.num_workers:
@@ -221,8 +231,10 @@ class StreamPipeline:
 
     def spare(self) -> Batches | None:
         """Make batches of size zero from an example of the source."""
-        for example in self.peek():
-            return collate_parts([example], 0, self.cut(0).sizes, self.collate)
+        for item in self.peek():
+            if self.batch_size is None:
+                return divided(item, count_examples(item), 0, self.cut(0).sizes)
+            return collate_parts([item], 0, self.cut(0).sizes, self.collate)
         return None
 
 
@@ -347,11 +359,35 @@ class _PartDataset(Dataset[Part]):
         return examples
 
 
-def _cut_batch(cutter: Cutter, collate: Collate, examples: list[Any]) -> Part:
+def _cut_batch(
+    cutter: Cutter, collate: Collate, refused_rows: int | None, examples: list[Any]
+) -> Part:
     """Make the worker's part of a global batch."""
+    if refused_rows is not None and rows_of(examples[0]) == refused_rows:
+        raise ValueError(
+            f"the DataLoader with batch_size=None gives items of {refused_rows} rows, as many as "
+            "global_batch_size has examples. If they are batches, leave out global_batch_size; if "
+            "they are examples, pass the loader's dataset"
+        )
     cut = cutter(len(examples))
     batches = collate_parts(examples, cut.start, cut.sizes, collate)
     return Part(batches, cut.sizes, cut.examples, _checksum(examples) if cut.is_shared else 0)
+
+
+def _cut_made_batch(cutter: Cutter, batch: Any) -> Part:
+    """Make the worker's part of a global batch that the source has made."""
+    count = count_examples(batch)
+    cut = cutter(count)
+    parts = divided(batch, count, cut.start, cut.sizes)
+    return Part(parts, cut.sizes, cut.examples, _checksum([batch]) if cut.is_shared else 0)
+
+
+def rows_of(example: Any) -> int:
+    """Return the rows of arrays that look like a batch, data of each and a label; 0 of others."""
+    arrays = arrays_in(example)
+    lengths = {array.shape[:1] for array in arrays}
+    is_batch = {1} < {array.ndim for array in arrays} and len(lengths) == 1
+    return int(arrays[0].shape[0]) if is_batch and arrays[0].ndim else 0
 
 
 def _checksum(examples: list[Any]) -> int:

@@ -41,10 +41,12 @@ class Request:
 
     Attributes:
         source: the source; after `checked`, never a DataLoader.
-        global_batch_size: None only if the user supplied a batch sampler.
+        global_batch_size: None only if the user supplied a batch sampler, or a stream of batches.
         collate_fn: None for the default.
         sampler: indices in the user's order.
         batch_sampler: global batches of indices in the user's order.
+        makes_batches: True if the items of the source are global batches, not examples.
+        refuses_batches: True if such items are a mistake.
         loading: further arguments for the DataLoader that loads the examples.
     """
 
@@ -59,6 +61,8 @@ class Request:
     prefetch: int
     sampler: Iterable[Any] | None = None
     batch_sampler: Iterable[Sequence[Any]] | None = None
+    makes_batches: bool = False
+    refuses_batches: bool = False
     loading: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -139,7 +143,9 @@ def _take_apart(loader: DataLoader[Any], request: Request) -> Request:
         loading=loading,
     )
     if isinstance(loader.dataset, IterableDataset):
-        return taken
+        makes = not batches and given is None and collate_fn is None
+        refuses = not batches and given is not None
+        return dataclasses.replace(taken, makes_batches=makes, refuses_batches=refuses)
     return _with_sampler(loader, taken)
 
 

@@ -1,7 +1,8 @@
 """Values that differ from replica to replica, alone or inside nested structures.
 
 A structure is any nesting of tuples, named tuples, lists, dicts, dataclasses and classes that are
-registered with `torch.utils._pytree`, such as transformers' ModelOutput; other objects are leaves.
+registered with `torch.utils._pytree`, such as transformers' ModelOutput; other objects are leaves,
+and so is a PackedSequence, though it is a named tuple.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 T = TypeVar("T")
@@ -240,7 +242,9 @@ class _Mapping:
 
     def apply(self, place: str, structure: Any, others: tuple[Any, ...]) -> Any:
         kind = type(structure)
-        if self.is_leaf is not None and self.is_leaf(structure, *others):
+        if kind is PackedSequence or (
+            self.is_leaf is not None and self.is_leaf(structure, *others)
+        ):
             return self.fn(structure, *others)
         if kind in pytree.SUPPORTED_NODES and kind not in _BUILTIN:
             return self._apply_registered(place, structure, others)

@@ -29,6 +29,7 @@ from fastdist.collectives.rendezvous import check_while_waiting
 from fastdist.errors import ClusterConfigError, PeerFailureError
 from fastdist.processes.children import Children
 from fastdist.processes.process import StartError
+from fastdist.replicas.opened_files import note_opened_files
 
 _END_S = 30.0  # for the other replicas to end after the first one
 _PEER_END_S = 10.0  # for a failed replica, which is still ending
@@ -79,6 +80,7 @@ def join_replicas(
             f"{strategy} has {len(names)} replicas, but fastdist.init() has made a world of this "
             "process alone; make the strategy before calling fastdist.init()"
         )
+    note_opened_files()
     first = StartedReplica(names, 0, worker, workers, coordinator, secrets.token_hex(16))
     _Started(first)
     become_first(first)

@@ -24,6 +24,7 @@ from fastdist.data import (
     distribute_datasets_from_function,
 )
 from fastdist.data.devices import BatchCopy
+from fastdist.data.repeated import ShuffledDatasets
 from fastdist.data.request import DatasetOptions
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
@@ -93,6 +94,7 @@ class Strategy(ABC):
         self, devices: Sequence[torch.device], *, worker: int = 0, workers: int = 1
     ) -> None:
         self.devices = tuple(devices)
+        self._shuffled = ShuffledDatasets()
         self._datasets: weakref.WeakSet[DistributedDataset[Any]] = weakref.WeakSet()
         self._take_place(worker, workers)
 
@@ -204,6 +206,7 @@ class Strategy(ABC):
             prefetch=prefetch,
         )
         self._datasets.add(made)
+        self._shuffled.note(made, source)
         return made
 
     @final

@@ -33,6 +33,7 @@ from fastdist.replicas.cross_replica import (
     weights_of,
 )
 from fastdist.replicas.devices import working_on_gpu
+from fastdist.replicas.opened_files import require_intact_files
 from fastdist.replicas.per_replica import PerReplica, map_structure, select, shares, wrap
 from fastdist.replicas.random_streams import draw_seed, replica_stream
 from fastdist.replicas.variables import Variable
@@ -100,6 +101,7 @@ class ReplicatedStrategy(Strategy):
             _leave_at_exit(self)
         self._is_running = False
         self._connect()
+        require_intact_files()
 
     def _connect(self) -> None:
         """Make the communicators, again after a run has failed. Every replica must call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -397,6 +398,54 @@ def test_closures_draw_their_replicas_numbers(run: Run) -> None:
 
     results = run(case)
     assert len(set(map(tuple, results))) == len(results)
+
+
+class Buffered(nn.Module):
+    """Writes its buffers from what `of` makes of a batch."""
+
+    def __init__(self, of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.of = of
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total += self.of(x.detach())
+        return x * self.scale
+
+
+class RunningNorm(Buffered):
+    pass
+
+
+BUFFERS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "sums": (lambda: Buffered(lambda x: x.sum(0)), True),
+    "the same": (lambda: Buffered(lambda x: torch.ones(3) / 3), False),
+    "a normalization": (lambda: RunningNorm(lambda x: x.sum(0)), False),
+    "batch norm": (lambda: nn.BatchNorm1d(3), False),
+}
+
+
+@pytest.mark.parametrize("what", BUFFERS)
+def test_buffers_that_are_no_means_warn(run: Run, what: str) -> None:
+    make, warns = BUFFERS[what]
+
+    def case(strategy: Strategy) -> list[str]:
+        with strategy.scope():
+            model = nn.Sequential(make(), nn.Linear(3, 1))
+        data = torch.arange(72.0).view(24, 3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in strategy.distribute_dataset(data, global_batch_size=6):
+                strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+        return [f"{w.filename} {w.message}" for w in caught]
+
+    chief, *others = run(case)
+    assert not any(others)
+    assert len(chief) == warns
+    for text in chief:
+        assert text.startswith("<dynamic-code> Buffered has buffers that each replica wrote")
+        assert ": total. They" in text
 
 
 def reduced(parameters: dict[str, torch.Tensor]) -> list[ReducedParameter]:

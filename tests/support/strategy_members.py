@@ -124,7 +124,7 @@ class MembersContract:
         n = strategy.num_replicas_in_sync
         with strategy.scope():
             model = nn.Linear(1, 1, bias=False)
-            model.register_buffer("count", torch.zeros(1))
+            model.register_buffer("running", torch.zeros(1))
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             variable = fd.Variable(0.0)
 
@@ -133,11 +133,11 @@ class MembersContract:
 
         def step() -> list[float]:
             optimizer.zero_grad()
-            model.count.fill_(replica_id())
+            model.running.fill_(replica_id())
             with strategy.no_sync():
                 (model(torch.ones(1, 1)) * (1.0 + replica_id())).sum().backward()
             fd.get_replica_context().merge_call(change)
-            kept = float(model.count)
+            kept = float(model.running)
             (model(torch.ones(1, 1)) * 0).sum().backward()
             before = model.weight.item()
             optimizer.step()

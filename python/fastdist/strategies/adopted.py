@@ -361,7 +361,8 @@ class AdoptedModules:
         if self._central is not None and workers is not None:
             self._central.require_unchanged()
             workers.barrier()  # no replica writes while another one computes
-        self._first_runs.report(self.local_replica_ids == (0,))
+        self._first_runs.report(replica == 0)
+        self._buffers.report(replica == 0)
 
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""

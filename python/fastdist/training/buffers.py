@@ -7,10 +7,14 @@ each batch, so averaging them in every step gives the same result as averaging t
 several steps with equal weights (tf.distribute: ON_READ, MEAN), and reading them needs no
 communication. A replica that has not written a module's buffers, or had no examples, contributes
 nothing to them.
+
+Other buffers, such as a codebook's sums, a queue or a counter of examples, are no means of batches:
+the first exchanges compare those of modules that are not known to keep means, and warn.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,8 +25,12 @@ from torch import nn
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import Work
 from fastdist.replicas.variables import Variable
-from fastdist.training.frameworks import inner_modules, state_of
+from fastdist.training.frameworks import inner_modules, moving_averages, state_of
+from fastdist.training.graphed import is_capturing
 from fastdist.training.modules import is_materialized
+
+_LOOKS = 3  # exchanges that compare buffers
+_CLOSE = 1e-3  # relative: equal buffers' mean is rounded
 
 
 @dataclass(slots=True)
@@ -90,6 +98,10 @@ class BufferSync:
             if buffered.seen is None:
                 buffered.look()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._looks = _LOOKS
+        # The names of the buffers of a module, each now, and before it became a mean.
+        self._compared: list[tuple[str, list[tuple[str, torch.Tensor, torch.Tensor]]]] = []
+        self._different: dict[str, list[str]] = {}  # names of buffers, by that of their module
 
     def keep(self) -> None:
         """Save the buffers; writes until `restore` are undone, since there are no examples."""
@@ -146,6 +158,10 @@ class BufferSync:
                 if not total > 0.0:
                     continue
                 buffers = buffered.buffers(device)
+                module = buffered.ref()
+                looks = self._looks and own and not is_capturing()
+                if looks and module is not None and not _keeps_means(module):
+                    self._compared.append((type(module).__name__, _copies(module)))
                 if writers_of[buffered.place] < communicator.world_size:
                     _share_counts(communicator, buffers, own / total)
                 for buffer in buffers:
@@ -157,10 +173,35 @@ class BufferSync:
                         buffer.zero_()
                     parts[id(buffer)] = buffer
                 buffered.look()
+        self._looks -= bool(parts) and self._looks > 0
         if not parts:
             return None
         work: Work = communicator.all_reduce(list(parts.values()), "sum", async_op=True)
         return work
+
+    def compare(self) -> None:
+        """Compare the means with what this replica wrote, after the work of `send` has ended."""
+        for name, copies in self._compared:
+            for buffer_name, buffer, before in copies:
+                if not torch.allclose(buffer, before, _CLOSE, equal_nan=True):
+                    self._different.setdefault(name, []).append(buffer_name)
+        self._compared = []
+
+    def report(self, is_chief: bool) -> None:
+        """Warn, once and on one replica, of buffers that replicas wrote differently."""
+        different, self._different = self._different, {}
+        if not different or not is_chief:
+            return
+        self._looks = 0
+        for name, buffers in different.items():
+            warnings.warn(
+                f"{name} has buffers that each replica wrote differently: "
+                f"{', '.join(dict.fromkeys(buffers))}. They became their mean over replicas, as is "
+                "right for running means of batches, not for sums, codebooks or queues: there, "
+                "compute on the examples of all replicas, x = fastdist.get_replica_context()"
+                ".all_gather(x), before forward writes them",
+                stacklevel=6,  # the line that calls run
+            )
 
     def take_written(self) -> list[torch.Tensor]:
         """Return the buffers written since the last call; the caller must synchronize them."""
@@ -199,6 +240,27 @@ def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules with buffers of their own, each once, without `Variable`s."""
     modules = {id(m): m for root in roots for m in inner_modules(root) if state_of(m)}
     return [module for module in modules.values() if not isinstance(module, Variable)]
+
+
+def _keeps_means(module: nn.Module) -> bool:
+    """Return True for a normalization, and for a module whose state is known to be means."""
+    is_norm = any("Norm" in kind.__name__ for kind in type(module).__mro__)
+    return is_norm or bool(moving_averages(module)) or not module._buffers
+
+
+def _copies(module: nn.Module) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Return the names, buffers and copies of a module's buffers that become means, but are none.
+
+    By their names, buffers such as running_mean and moving_variance are.
+    """
+    return [
+        (name, buffer, buffer.clone())
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+        and is_materialized(buffer)
+        and buffer.is_floating_point()
+        and not any(word in name for word in ("running", "moving", "mean"))
+    ]
 
 
 def _share_counts(

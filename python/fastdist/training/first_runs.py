@@ -19,6 +19,7 @@ import torch
 
 from fastdist.replicas.context import state
 from fastdist.replicas.per_replica import PerReplica, leaves, select, shares
+from fastdist.training.graphed import is_capturing
 from fastdist.training.modules import tensor_digest
 from fastdist.training.patched import replaced
 from fastdist.training.step_record import hash_bits
@@ -81,7 +82,7 @@ class FirstRuns:
 
     def _look(self, losses: Any) -> None:
         """Hash how much the means in the losses count per example."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return
         counts = list(_counts(losses, self._is_even))
         if counts and self._own:

@@ -202,6 +202,7 @@ class GradientSync:
             work = self._buffer_sync.send(self._communicator, written)
             if work is not None:
                 work.wait()
+        self._buffer_sync.compare()
 
     @property
     def is_reducing(self) -> bool:
@@ -361,6 +362,7 @@ class GradientSync:
                 self._reduce_sparse(i)
         if work is not None:
             work.wait()
+        self._buffer_sync.compare()
 
     def _take_record(self) -> torch.Tensor:
         record = self._steps.take(self._contributions.weights)

@@ -32,6 +32,11 @@ def capture_graph(step: Callable[[], Any]) -> Replay:
     return replay
 
 
+def is_capturing() -> bool:
+    """Return True while the current stream is captured, when the host may wait for nothing."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class GraphedStep:
     """The result of `Strategy.make_graphed`; must be called in `run`.
 

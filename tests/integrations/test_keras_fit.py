@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def writers(folder: Path) -> list[Any]:
         keras.callbacks.ModelCheckpoint(folder / "{epoch}.keras", monitor="loss"),
         keras.callbacks.CSVLogger(folder / "log.csv"),
     ]
+
+
+def in_batch_softmax(y_true: Any, y_pred: Any) -> Any:
+    scores = keras.ops.matmul(y_pred, keras.ops.transpose(y_pred))
+    return keras.losses.sparse_categorical_crossentropy(
+        keras.ops.arange(len(y_pred)), scores, from_logits=True
+    )
 
 
 def write(comm: fd.Communicator, folder: Path) -> None:
@@ -605,6 +613,19 @@ def several(comm: fd.Communicator) -> None:
         summed = compiled(dense(), loss=lambda y, p: keras.ops.sum((y - p) ** 2))
     with pytest.warns(UserWarning, match="returns one number for a batch"):
         fit(summed, epochs=1)
+
+    labels = {"epochs": 1, "y": np.arange(len(regression()["x"])) % 4}
+    for loss in (keras.losses.Circle(), in_batch_softmax):
+        with strategy.scope():
+            compares = compiled(keras.Sequential([keras.layers.Dense(4)]), loss=loss)
+        with pytest.warns(UserWarning, match="compares the examples of a batch with each other"):
+            fit(compares, **labels)
+    with strategy.scope():
+        layer = keras.layers.Dense(4, activation="softmax")
+        plain = compiled(keras.Sequential([layer]), loss="sparse_categorical_crossentropy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(plain, **labels)
 
     class Mixed(keras.src.backend.torch.trainer.TorchTrainer, keras.layers.Dense):
         def __init__(self) -> None:

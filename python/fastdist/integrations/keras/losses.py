@@ -51,7 +51,7 @@ class _SharedLoss:
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
-        self._has_warned = False
+        self._is_judged = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss, name)
@@ -60,18 +60,12 @@ class _SharedLoss:
         mask = get_keras_mask(y_pred)
         if mask is not None and isinstance(sample_weight, torch.Tensor):
             sample_weight = sample_weight.clone()  # Keras multiplies it by this part's mask
-        value, result = self._call(y_true, y_pred, sample_weight)
+        value, result, given = self._call(y_true, y_pred, sample_weight)
         own_mask = get_keras_mask(result)
         if own_mask is not None:
             mask = own_mask if mask is None else mask & own_mask
-        if tuple(result.shape) == () and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"the loss {self._loss.name!r} returns one number for a batch. Replicas average "
-                "it, weighted by their examples, which is the loss of the global batch if it is a "
-                "mean over examples. A loss that returns a value for each example is always right",
-                stacklevel=2,
-            )
+        if not self._is_judged:
+            self._judge(result, given)
         reduction = self._loss.reduction
         if reduction == "sum":
             return value * _batch_share()
@@ -84,17 +78,64 @@ class _SharedLoss:
             return value if weights is None else value * _part_in(weights.sum())
         return value
 
-    def _call(self, *args: Any) -> tuple[Any, Any]:
-        """Call the loss; return its value, and the result of its method `call` with its mask."""
-        results: list[Any] = []
+    def _call(self, *args: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+        """Call the loss; return its value, and the result and arguments of its method `call`."""
+        calls: list[tuple[Any, tuple[Any, ...]]] = []
         call = self._loss.call
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            results.append(call(*args, **kwargs))
-            return results[-1]
+        def noted(*args: Any) -> Any:
+            calls.append((call(*args), args))
+            return calls[-1][0]
 
         with replaced(self._loss, "call", noted):
-            return self._loss(*args), results[0]
+            return self._loss(*args), *calls[0]
+
+    def _judge(self, result: torch.Tensor, given: tuple[Any, ...]) -> None:
+        """Warn, once, of a loss that is not computed for each example by itself."""
+        is_alone = tuple(result.shape[:1]) == (1,)  # which tells nothing
+        if result.is_meta or is_alone or torch.compiler.is_compiling():
+            return
+        self._is_judged = True
+        if not result.ndim:
+            warnings.warn(
+                f"the loss {self._loss.name!r} returns one number for a batch. Replicas average "
+                "it, weighted by their examples, which is the loss of the global batch if it is a "
+                "mean over examples. A loss that returns a value for each example, which depends "
+                "on no other example, is always right",
+                stacklevel=3,
+            )
+        elif self._compares_examples(result, given):
+            warnings.warn(
+                f"the loss {self._loss.name!r} compares the examples of a batch with each other, "
+                "and each replica has its part of them alone: the loss is not that of the global "
+                "batch. Gather what it compares: x = fastdist.get_replica_context().all_gather(x) "
+                "in its call, which returns the values of this replica's rows",
+                stacklevel=3,
+            )
+
+    @torch.no_grad()
+    def _compares_examples(self, result: torch.Tensor, given: tuple[Any, ...]) -> bool:
+        """Return True if the first half of a batch has other losses without the second half."""
+        count = len(result)
+        half = count // 2
+
+        def first(leaf: Any) -> Any:
+            rows = isinstance(leaf, torch.Tensor) and tuple(leaf.shape[:1]) == (count,)
+            return leaf[:half] if rows else leaf
+
+        def loss_of(arguments: Any) -> torch.Tensor:
+            losses: torch.Tensor = self._loss.call(*arguments)
+            return losses[:half].double()
+
+        expected = result[:half].double()
+        halved = loss_of(keras.tree.map_structure(first, given))
+        if halved.shape != expected.shape or _are_close(halved, expected):
+            return False
+        return _are_close(loss_of(given), expected)  # it draws no random numbers
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _batch_share() -> float:

@@ -1,5 +1,6 @@
 """Jobs that say by themselves why they stand still, or why they have failed."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,21 @@ def test_a_peer_that_raised_is_quoted(tmp_path: Path) -> None:
         ranks=2,
     )
     assert "why: rank 0 is dead: ValueError: bad batch at train.py:9 in <module>" in err
+
+
+def test_a_loop_that_ended_earlier_is_told(tmp_path: Path) -> None:
+    err = output_of(
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, meanwhile\n"
+        "for _ in range(3 - comm.rank):\n"
+        "    comm.barrier()\n",
+        tmp_path,
+        ranks=2,
+    )
+    assert re.search(
+        "why: rank 1 (has ended its program|made its last call, .*), while rank 0 makes call .* at "
+        "train.py:8 in <module>: all ranks must make the same calls; a loop may have fewer steps",
+        err,
+    )
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
@@ -34,7 +35,7 @@ def new_like(array: Array, shape: tuple[int, ...]) -> Array:
     if isinstance(getattr(array, "dtype", None), np.dtype):  # jax
         return np.empty(shape, array.dtype)
     if hasattr(array, "__dlpack__"):
-        return np.empty(shape, np.from_dlpack(array).dtype)
+        return np.empty(shape, _of_dlpack(array).dtype)
     return np.empty(shape, np.asarray(memoryview(array)).dtype)
 
 
@@ -94,10 +95,18 @@ def shape_of(array: Array) -> tuple[int, ...]:
         return tuple(shape)
     try:
         if hasattr(array, "__dlpack__"):  # pyarrow
-            return np.from_dlpack(array).shape
+            return tuple(_of_dlpack(array).shape)
         return np.asarray(memoryview(array)).shape
     except TypeError:
         raise TypeError(not_an_array("array", array)) from None
+
+
+def _of_dlpack(array: Any) -> np.ndarray[Any, Any]:
+    """View an array of a library without shapes, such as pyarrow."""
+    with warnings.catch_warnings():
+        # numpy asks for an unversioned capsule, of which pyarrow warns, once the other is refused.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return np.from_dlpack(array)
 
 
 def view_bytes(

@@ -16,12 +16,13 @@ import dataclasses
 import functools
 import itertools
 import operator
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from fastdist.data.batches import Collate, arrays_in, count_examples, divided, emptied
 from fastdist.data.drawing import epoch_seed, streams_by_position, with_own_draws
@@ -145,8 +146,17 @@ class ExamplePipeline:
         first = next(self._order.batches(0, 0), None)
         if first is None:
             return None
-        plan = _Plan(self._cut(0), (), _as_python(first[:1])[0], False, 0, position=0, seed=0)
+        plan = _Plan(self._cut(0), (), _as_python(first[:1])[0], None, 0, position=0, seed=0)
         return self._dataset[plan].batches
+
+    @functools.cached_property
+    def _chosen(self) -> int:
+        """A hash of the indices of Subsets."""
+        value, dataset = 0, self._dataset.dataset
+        while isinstance(dataset, Subset):
+            value = zlib.crc32(np.asarray(dataset.indices).tobytes(), value)
+            dataset = dataset.dataset
+        return value
 
     def _plans(self, epoch: int, skip: int) -> Iterator[_Plan]:
         seed = epoch_seed(self._options.seed, epoch)
@@ -155,9 +165,11 @@ class ExamplePipeline:
             if step >= skip:
                 cut = self._cut(len(indices))
                 mine = _as_python(indices[cut.start : cut.stop])
-                is_compared = cut.is_shared and not step & (step - 1)  # ever less often
-                first = None if mine and not is_compared else _as_python(indices[:1])[0]
-                yield _Plan(cut, mine, first, is_compared, _token(indices), position, seed)
+                compared = None
+                if cut.is_shared and not step & (step - 1):  # ever less often
+                    compared = self._chosen
+                first = None if mine and compared is None else _as_python(indices[:1])[0]
+                yield _Plan(cut, mine, first, compared, _token(indices), position, seed)
             position += len(indices)
 
 
@@ -294,7 +306,7 @@ class _Plan:
     Attributes:
         first: the global batch's first index: for the shapes if there are no indices, or to be
             compared.
-        is_compared: True if workers compare the first example.
+        compared: a hash of what workers compare besides the first example; None: nothing.
         position: the position of the global batch in the epoch.
         seed: the epoch's seed.
     """
@@ -302,7 +314,7 @@ class _Plan:
     cut: Cut
     indices: tuple[Any, ...]
     first: Any
-    is_compared: bool
+    compared: int | None
     token: int
     position: int
     seed: int
@@ -312,16 +324,17 @@ class _PartDataset(Dataset[Part]):
     """A map-style dataset whose items are parts, so that loader processes also collate."""
 
     def __init__(self, dataset: Any, collate: Collate) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._collate = collate
 
     def __getitem__(self, plan: _Plan) -> Part:
         cut, data = plan.cut, 0
         with streams_by_position(plan.seed) as begin:
             own = self._examples(plan.indices or (plan.first,), plan.position + cut.start, begin)
-            if plan.is_compared:
+            if plan.compared is not None:
                 is_mine = bool(plan.indices) and cut.start == 0
                 data = self._hash_of_first(own[0] if is_mine else None, plan, begin)
+                data = fingerprint([plan.compared, data]) if data >= 0 else data
             batches = collate_parts(own, 0, cut.sizes, self._collate)
         return Part(batches, cut.sizes, cut.examples, plan.token, data)
 
@@ -348,14 +361,14 @@ class _PartDataset(Dataset[Part]):
     def _examples(
         self, indices: tuple[Any, ...], position: int, begin: Callable[[int], None]
     ) -> list[Any]:
-        many = getattr(self._dataset, "__getitems__", None)
+        many = getattr(self.dataset, "__getitems__", None)
         if callable(many):
             begin(position)
             return list(many(list(indices)))
         examples: list[Any] = []
         for index in indices:
             begin(position + len(examples))
-            examples.append(self._dataset[index])
+            examples.append(self.dataset[index])
         return examples
 
 

@@ -63,7 +63,7 @@ def explain(is_late: bool) -> str:
 
 def _reason(is_late: bool, failed_s: float) -> str:
     if not is_late:
-        return _quote()
+        return _quote() or _left_early(job_of(os.getpid()))
     job = job_of(os.getpid())
     if not _has_waited(job, failed_s):
         return ""
@@ -85,6 +85,33 @@ def _quote() -> str:
             said = f"{ending.error}: {ending.message}".removesuffix(": ")
             found.append(f"rank {who.rank} is dead: {said}{at(ending.line)}")
     return "; ".join(sorted(found)[:3])
+
+
+def _left_early(job: Job) -> str:
+    """Tell of the ranks of this machine that left the communicator of a failed call before it."""
+    own = next(each.records for each in job.ranks if each.records.pid == os.getpid())
+    failed = max((c for c in own.calls if c.is_failed), key=lambda c: c.number, default=None)
+    if failed is None or failed.member.engine != "host":
+        return ""
+    found = []
+    there = {each.records.rank: each.records for each in job.ranks}
+    for rank in range(job.world_size):
+        records = there.get(rank)
+        if records is None:  # removed at its end, unless it has failed
+            found.append(f"rank {rank} has ended its program")
+            continue
+        calls = [call for call in records.calls if call.member.key == failed.member.key]
+        last = max(calls, key=lambda call: call.sequence, default=None)
+        if last is None or last.done_s is None or last.sequence >= failed.sequence:
+            continue
+        found.append(f"rank {rank} made its last call, {last.sequence},{at(last.site)}")
+    if not found:
+        return ""
+    here = f"rank {own.rank} makes call {failed.sequence}{at(failed.site)}"
+    return (
+        f"{', '.join(found[:3])}, while {here}: all ranks must make the same calls; a loop may "
+        "have fewer steps there"
+    )
 
 
 def obituary(pid: int, number: int) -> str:

@@ -79,7 +79,18 @@ class PerReplica(Generic[T]):
                 f"PerReplica has no attribute {name!r}: {_HINT}", name=name, obj=self
             )
 
-    def _refuse(self, *_: object) -> NoReturn:
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> NoReturn:
+            name = getattr(func, "__name__", "a function of torch")
+            raise TypeError(
+                f"{name} got a PerReplica: it holds one value for each replica. Compute in "
+                "run, where each replica gets its own: strategy.run(model, args=(batch,)). "
+                f"Outside, {_HINT.partition('. ')[2]}"
+            )
+
+    def _refuse(self, *_: object, **_named: object) -> NoReturn:
         raise TypeError(f"a PerReplica cannot be used as a number or array: {_HINT}")
 
     def __eq__(self, other: object) -> bool:

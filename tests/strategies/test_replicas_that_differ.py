@@ -337,6 +337,40 @@ def test_augmentations_and_a_look_at_the_data_may_differ(
     run(case)
 
 
+class Own(nn.Linear):
+    """Prints where it lies, which differs from process to process."""
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()} on cuda:{id(self) % 8} at {hex(id(self))}"
+
+
+SETTINGS: dict[str, tuple[Callable[[int], nn.Module], str]] = {
+    "dropout": (lambda own: nn.Dropout(0.1 + own / 2), r"rank 1: 0: Dropout\(p=0.6"),
+    "momentum": (lambda own: nn.BatchNorm1d(3, momentum=own / 2), "momentum=0.5"),
+    "class": (lambda own: [nn.ReLU(), nn.GELU()][own], "rank 0: 0: ReLU"),
+    "frozen": (lambda own: nn.Linear(3, 3).requires_grad_(own == 0), "rank 1: 0.weight.*, frozen"),
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings_of_modules_that_differ(run: Run, what: str) -> None:
+    make, words = SETTINGS[what]
+
+    def case(strategy: Strategy) -> None:
+        own = min(strategy.local_replica_ids[0], 1)
+
+        def scope() -> None:
+            with strategy.scope():
+                model = nn.Sequential(make(own), Own(3, 1))  # noqa: F841
+
+        with pytest.raises(FastdistError, match=f"(?s)the model differs .*{words}"):
+            scope()
+        with strategy.scope():
+            model = nn.Sequential(make(0), Own(3, 1))  # noqa: F841
+
+    run(case)
+
+
 class Noisy(torch.optim.SGD):
     """SGD with Langevin noise, as it is written for one device."""
 

@@ -105,5 +105,5 @@ def test_mistakes(hosts: list[dict[str, Any]]) -> None:
         assert 'rank 0: all_reduce(float32 × 2, op="sum") at ' in said["call"]
         assert 'rank 1: all_reduce(float32 × 3, op="sum") at ' in said["call"]
         assert "in differs" in said["call"]
-        assert "the model differs between replicas, first at tensor 0" in said["model"]
+        assert "the model differs between replicas, seen from rank" in said["model"]
         assert said["after"] == "6.0"

@@ -36,6 +36,7 @@ from fastdist.training.modules import (
     named_buffers,
     named_parameters,
     require_in_sync,
+    require_same_settings,
     require_same_structure,
     sparse_parameters,
     structure_of,
@@ -211,6 +212,7 @@ class AdoptedModules:
                 buffers = [tensor for tensor in new if id(tensor) not in central]
                 broadcast_state(workers, buffers)
                 self._central.take_parameters(workers, parameters)
+            require_same_settings(workers, roots)
         for model in models:
             root = model.root()
             if root is None:

@@ -5,8 +5,10 @@ Names, compares, hashes and broadcasts the tensors of modules, and notes changes
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
+from fastdist.replicas.variables import Variable
 from fastdist.training.frameworks import inner_modules
 from fastdist.training.patched import watch_calls
 
@@ -122,17 +125,30 @@ def require_same_structure(
     Raises:
         FastdistError: the tensors differ; the message shows the first difference on each rank.
     """
-    own = [f"{name}: {_describe(tensor)}" for name, tensor in named]
+    _require_same(communicator, [f"{name}: {_describe(tensor)}" for name, tensor in named])
+
+
+def require_same_settings(communicator: Communicator, roots: Sequence[nn.Module]) -> None:
+    """Check that all ranks' modules print the same settings, such as a dropout's p.
+
+    Every rank must call, with the same values in all tensors, which modules may print too.
+
+    Raises:
+        FastdistError: modules differ; the message shows the first difference on each rank.
+    """
+    _require_same(communicator, [line for root in roots for line in _settings(root)])
+
+
+def _require_same(communicator: Communicator, own: list[str]) -> None:
     digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
     if len(set(communicator.all_gather_object(digest))) == 1:
         return
     everyone = communicator.all_gather_object(own)
     for i in range(max(map(len, everyone))):
-        rows = [lines[i] if i < len(lines) else "no tensor" for lines in everyone]
+        rows = [lines[i] if i < len(lines) else "nothing more" for lines in everyone]
         if len(set(rows)) > 1:
             raise FastdistError(
-                f"the model differs between replicas, first at tensor {i}, seen from rank "
-                f"{communicator.rank}:"
+                f"the model differs between replicas, seen from rank {communicator.rank}:"
                 + "".join(f"\n  rank {rank}: {row}" for rank, row in enumerate(rows)),
                 tuple(rank for rank, row in enumerate(rows) if row != rows[0]),
             )
@@ -215,7 +231,20 @@ def value_stamp(tensor: torch.Tensor) -> object:
 def _describe(tensor: torch.Tensor) -> str:
     if not is_materialized(tensor):
         return "not initialized yet"
-    return f"shape {tuple(tensor.shape)}, {tensor.dtype}".replace("torch.", "")
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    frozen = ", frozen" if is_frozen else ""
+    return f"shape {tuple(tensor.shape)}, {tensor.dtype}{frozen}".replace("torch.", "")
+
+
+def _settings(root: nn.Module) -> Iterator[str]:
+    """Yield the class and settings of each module, without addresses and numbers of devices."""
+    for name, module in root.named_modules():
+        settings = ""
+        with contextlib.suppress(Exception):  # of a user's extra_repr
+            if isinstance(module, Variable):  # which prints each replica's own value
+                continue
+            settings = re.sub(r"0x[0-9a-f]+|\b(cpu|cuda|xla):\d+", "", module.extra_repr())
+        yield f"{name or 'the module'}: {type(module).__name__}({settings})"
 
 
 def structure_of(roots: Sequence[nn.Module]) -> list[object]:

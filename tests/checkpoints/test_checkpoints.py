@@ -5,12 +5,18 @@ from __future__ import annotations
 import collections
 import json
 import math
+import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import warnings
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +268,118 @@ def test_a_number_that_is_damaged_again(tmp_path: Path) -> None:
                 assert manager.restore(checkpoint) == tmp_path / "checkpoint-1"
     names = {path.name for path in tmp_path.glob("damaged-*")}
     assert names == {f"damaged-checkpoint-2{again}" for again in ("", ".2", ".3")}
+
+
+def _saved(folder: Path) -> None:
+    manager = fd.CheckpointManager(folder)
+    for step in (1, 2, 3):
+        manager.save(fd.Checkpoint(model=nn.Linear(2, 1), step=step))
+    manager.close()
+
+
+def in_child(work: Callable[[], str], uid: int | None = None) -> str:
+    """Return what `work` returns, or its exception, in a forked process, perhaps of a user."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        if uid is not None and os.geteuid() == 0:
+            os.setgid(uid)
+            os.setuid(uid)
+        try:
+            said = work()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writing, said.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def _restored(folder: Path) -> str:
+    checkpoint = fd.Checkpoint(model=nn.Linear(2, 1), step=-1)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        fd.CheckpointManager(folder).restore(checkpoint)
+    return f"step {checkpoint.step}"
+
+
+@pytest.mark.parametrize("free", [1, 2, 3])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(tmp_path: Path, free: int) -> None:
+    """A program that leaks descriptors, for example; the next start restores it."""
+    _saved(tmp_path)
+
+    def work() -> str:
+        first = os.dup(0)
+        os.close(first)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first + free, 4096))
+        return _restored(tmp_path)
+
+    said = in_child(work)
+    assert said == "step 3" or "open files" in said
+    assert not list(tmp_path.glob("damaged-*"))
+    assert _restored(tmp_path) == "step 3"
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_folder_that_may_only_be_read(is_damaged: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:  # pytest's own may be entered by its user alone
+        folder = Path(name)
+        _saved(folder)
+        if is_damaged:
+            (folder / "checkpoint-3" / "checkpoint.json").write_text("{}")
+        paths = [*folder.rglob("*"), folder]
+        for path in paths:
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        before = sorted(path.name for path in folder.iterdir())
+        assert in_child(lambda: _restored(folder), 65534) == f"step {2 if is_damaged else 3}"
+        assert sorted(path.name for path in folder.iterdir()) == before
+        for path in paths:
+            path.chmod(0o755)
+
+
+def test_what_is_no_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3").write_text("a file")
+    index = tmp_path / "checkpoint-2" / "checkpoint.json"
+    content = json.loads(index.read_text())["content"]
+    content["parts"]["model"] = {"$tensor": {"real": 1}}
+    checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    index.write_text(json.dumps({"checksum": checksum, "content": content}))
+    assert _restored(tmp_path) == "step 1"
+    assert len(list(tmp_path.glob("damaged-*"))) == 2
+
+
+def test_a_part_is_a_name(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    index = tmp_path / "checkpoint-3" / "checkpoint.json"
+    content = json.loads(index.read_text())["content"]
+    for names in (content["parts"], content["classes"]):
+        names["../model"] = names.pop("model")
+    checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    index.write_text(json.dumps({"checksum": checksum, "content": content}))
+    with pytest.raises(DamagedCheckpointError, match="expected names of files"):
+        fd.Checkpoint(model=nn.Linear(2, 1)).restore(tmp_path / "checkpoint-3")
+
+
+def test_the_lock_is_its_owners_and_no_link(tmp_path: Path) -> None:
+    precious = tmp_path / "thesis"
+    precious.write_text("precious")
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / ".lock").symlink_to(precious)
+    with pytest.raises(OSError, match=r"\.lock"):
+        fd.CheckpointManager(folder).save(fd.Checkpoint(step=1))
+    assert precious.read_text() == "precious"
+    (folder / ".lock").unlink()
+    (folder / ".lock").touch(0o644)
+    manager = fd.CheckpointManager(folder)
+    manager.save(fd.Checkpoint(step=1))
+    assert (folder / ".lock").stat().st_mode & 0o777 == 0o600
+    manager.close()
 
 
 def test_the_lock_outlives_a_copy_and_ends_with_its_process(tmp_path: Path) -> None:

@@ -208,11 +208,11 @@ def test_a_dataset_made_anew_for_every_epoch_warns(make: Any, warns: bool) -> No
         warnings.simplefilter("error")
         train(strategy, 0, 3)
         train(strategy, 0, 3)  # another training
-        train(fd.OneDeviceStrategy("cpu"), 1, 1)
-        train(strategy, 1, 1)
+        train(fd.OneDeviceStrategy("cpu"), 0, 1)
+        train(strategy, 0, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(strategy, 2, 1)
+        train(strategy, 1, 1)
     assert [w.filename for w in caught] == [__file__] * warns
 
 

@@ -298,7 +298,8 @@ def test_two_servers_at_one_path(tmp_path: Path) -> None:
             Server(address)
         with Client([address]) as client:
             client.hello(0)
-    (tmp_path / "server").touch()  # left behind
+    with socket.socket(socket.AF_UNIX) as left:  # by a process that was killed
+        left.bind(f"{tmp_path}/server")
     with Server(address), Client([address]) as client:
         client.hello(0)
 
@@ -497,3 +498,20 @@ def test_a_server_rejects_invalid_objects(client: Client) -> None:
     with pytest.raises((ValueError, MemoryError, FastdistError)):
         client.create(0, RowsSpec("huge", 1 << 40, SGD, rows=1 << 40))
     client.hello(0)
+
+
+@pytest.mark.parametrize("make", ["file", "link", "folder", "fifo"])
+def test_a_server_removes_nothing_but_sockets(tmp_path: Path, make: str) -> None:
+    place, other = tmp_path / "model.safetensors", tmp_path / "other"
+    other.write_text("three weeks")
+    {
+        "file": lambda: place.write_text("three weeks"),
+        "link": lambda: place.symlink_to(other),
+        "folder": place.mkdir,
+        "fifo": lambda: os.mkfifo(place),
+    }[make]()
+    before = place.lstat()
+    with pytest.raises(OSError, match=r"a file that is no socket has this name"):
+        Server(f"ipc://{place}")
+    assert place.lstat().st_ino == before.st_ino
+    assert other.read_text() == "three weeks"

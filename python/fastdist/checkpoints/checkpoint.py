@@ -164,7 +164,7 @@ class Checkpoint:
         if self.keeper is not None:
             self.keeper.check_files(path)
         return {
-            name: PartFiles(index.parts[name], files.read_tensors(index, name), index.classes[name])
+            name: files.read_part(index, name)
             for name in [*self.names, _RANDOM]
             if name in index.parts
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -35,20 +36,24 @@ class DirectoryLock:
         self._directory = directory
         if directory in _held:
             raise BlockingIOError(f"{directory} is in use by another manager of this process")
-        self._file = (directory / _NAME).open("a+")
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        # For its owner alone: others, who could read it, could lock it too.
+        self._file = os.fdopen(os.open(directory / _NAME, flags, 0o600), "a+")
+        with contextlib.suppress(OSError):  # of another user
+            os.fchmod(self._file.fileno(), 0o600)
         deadline = time.monotonic() + PATIENCE_S
         while not self._try():
             if time.monotonic() > deadline:
                 self._file.seek(0)
-                holder = self._file.read().strip()
+                holder = _living(self._file.read().strip())
                 self._file.close()
                 raise BlockingIOError(
-                    f"{directory} is in use by another job ({holder}): give each job a directory "
+                    f"{directory} is in use by another job{holder}: give each job a directory "
                     "of its own"
                 )
             time.sleep(0.1)
         self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.write(f"{_description(os.getpid())}\n")
         self._file.flush()
         _held[directory] = self
 
@@ -63,6 +68,17 @@ class DirectoryLock:
         except (BlockingIOError, PermissionError):
             return False
         return True
+
+
+def _description(pid: int) -> str:
+    return f"process {pid} on {socket.gethostname()}"
+
+
+def _living(holder: str) -> str:
+    """Return the holder's note in brackets; nothing if it is of a process that has ended here."""
+    pid = holder.removeprefix("process ").partition(" ")[0]
+    ended = pid.isdecimal() and holder == _description(int(pid)) and not Path("/proc", pid).exists()
+    return "" if ended or not holder else f" ({holder})"
 
 
 def _let_go() -> None:

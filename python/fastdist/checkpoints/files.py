@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from fastdist._version import __version__
+from fastdist.checkpoints.encoding import decode
 from fastdist.errors import DamagedCheckpointError
 
 FORMAT = 1
@@ -34,6 +35,8 @@ _UNFINISHED = ".unfinished-"
 _REMOVED = ".removed-"
 _REPLACED = ".replaced-"
 _READ_THREADS = 4
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,14 +189,19 @@ def read_index(path: Path) -> Index:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        DamagedCheckpointError: the file is damaged.
+        DamagedCheckpointError: the file is missing or damaged.
         ValueError: a newer release of fastdist has written the checkpoint.
+        OSError: the file cannot be read now.
     """
     file = path / INDEX
-    if not path.is_dir():
+    if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}")
     try:
-        read = json.loads(file.read_bytes())
+        data = file.read_bytes()
+    except _MISSING as error:
+        raise DamagedCheckpointError(f"{file} is missing: {error}") from error
+    try:
+        read = json.loads(data)
         content = read["content"]
         if read["checksum"] != _checksum_of(content):
             raise ValueError("its checksum does not fit")
@@ -205,8 +213,12 @@ def read_index(path: Path) -> Index:
             dict(content["files"]),
             content.get("others"),
         )
-    except Exception as error:
-        raise DamagedCheckpointError(f"{file} is damaged or missing: {error}") from error
+        if index.parts.keys() != index.classes.keys():
+            raise ValueError(f"expected classes of {list(index.parts)}, got {list(index.classes)}")
+        if any(os.sep in name for name in (*index.parts, *index.files)):
+            raise ValueError(f"expected names of files, got {[*index.parts, *index.files]}")
+    except _DAMAGE as error:
+        raise DamagedCheckpointError(f"{file} is damaged: {error!r}") from error
     if version > FORMAT:
         raise ValueError(
             f"{path} was written by fastdist {wrote} in format {version}, and this is fastdist "
@@ -215,11 +227,28 @@ def read_index(path: Path) -> Index:
     return index
 
 
+def read_part(index: Index, name: str) -> PartFiles:
+    """Read a part, and check its bytes and its shape.
+
+    Raises:
+        DamagedCheckpointError: as `read_tensors`; or the JSON is not what `encode` makes.
+        OSError: a file cannot be read now.
+    """
+    part = PartFiles(index.parts[name], read_tensors(index, name), index.classes[name])
+    try:
+        decode(part.encoded, part.tensors)
+    except _DAMAGE as error:
+        raise DamagedCheckpointError(f"{index.path}: {name} is damaged: {error!r}") from error
+    return part
+
+
 def read_tensors(index: Index, part: str) -> dict[str, torch.Tensor]:
     """Read the tensors of a part, and check every byte of its file.
 
     Raises:
-        DamagedCheckpointError: the file is damaged; the message names the first damaged tensor.
+        DamagedCheckpointError: the file is missing or damaged; the message names the first damaged
+            tensor.
+        OSError: the file cannot be read now.
     """
     from safetensors import safe_open
 
@@ -232,11 +261,13 @@ def read_tensors(index: Index, part: str) -> dict[str, torch.Tensor]:
             raise ValueError(f"expected {expected['bytes']} bytes, got {path.stat().st_size}")
         if _header_checksum(path) != expected["header"]:
             raise ValueError("the checksum of its header does not fit")
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except Exception as error:
-        raise DamagedCheckpointError(f"{path} is damaged or missing: {error}") from error
-    names = list(expected["tensors"])
+        names = list(expected["tensors"])
+    except (*_MISSING, *_DAMAGE) as error:
+        raise DamagedCheckpointError(f"{path} is damaged or missing: {error!r}") from error
+    with safe_open(path, framework="pt") as file:  # the header is whole: an error is no damage
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    if set(names) != set(tensors):
+        raise DamagedCheckpointError(f"{path} has the tensors {list(tensors)}, expected {names}")
 
     def take(name: str) -> tuple[torch.Tensor, int]:
         # The file's memory is aligned to 8 bytes, and BLAS' rounding depends on the alignment: a

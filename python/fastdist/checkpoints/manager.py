@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import errno
 import functools
 import re
 import threading
@@ -133,25 +134,27 @@ class CheckpointManager:
         """Restore the newest complete checkpoint, and torch's generators. Every replica must call.
 
         A damaged checkpoint is renamed (`damaged-checkpoint-1200`), a warning says what is wrong,
-        and the previous one is used.
+        and the previous one is used. A directory that this user may only read is left as it is.
 
         Returns:
             The path; None if there is no checkpoint, and then nothing is changed.
 
         Raises:
-            OSError: another job uses the directory.
+            OSError: another job uses the directory, or the newest checkpoint cannot be read now:
+                too many open files, no memory, an error of the disk or of permissions.
             ValueError: the newest complete checkpoint is of another model, or from a newer release.
         """
         parts: dict[str, PartFiles] = {}
 
         def find() -> Path | None:
-            self._own_directory()
+            may_write = self._may_write()
             self._finish()
             for path in reversed(self.checkpoints):
                 try:
                     parts.update(checkpoint.read(path))
                 except DamagedCheckpointError as error:
-                    files.set_damaged_aside(path)
+                    if may_write:
+                        files.set_damaged_aside(path)
                     warnings.warn(f"{error}; trying the checkpoint before", stacklevel=5)
                 else:
                     return path
@@ -240,6 +243,17 @@ class CheckpointManager:
             self._lock = DirectoryLock(self.directory)
             files.tidy(self.directory)
             (self.directory / _ENDED).unlink(missing_ok=True)
+
+    def _may_write(self) -> bool:
+        """Take the lock; return False if the directory exists and may only be read."""
+        try:
+            self._own_directory()
+        except OSError as error:
+            is_read_only = error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
+            if not is_read_only or not self.directory.is_dir():
+                raise
+            return False
+        return True
 
     def _place(self, number: int | None) -> Path:
         self._own_directory()

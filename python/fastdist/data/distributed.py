@@ -12,6 +12,7 @@ from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Batches, Part, Pipeline
 from fastdist.data.prefetch import Prefetcher
+from fastdist.data.repeated import ShuffledEpochs
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import state
@@ -66,7 +67,7 @@ class DistributedDataset(Generic[B]):
     Attributes:
         settings: names and values of the identity.
         pipeline: the `pipeline` argument.
-        end_epoch: a function to call at the end of each epoch; None: none.
+        epochs: told of the beginning of an epoch that is the first, and of the end of each.
 
     Examples:
         >>> import fastdist as fd, torch
@@ -86,7 +87,7 @@ class DistributedDataset(Generic[B]):
         identity: Mapping[str, Any],
         rebuild: Callable[[InputLayout], DistributedDataset[B]] | None = None,
     ) -> None:
-        self.end_epoch: Callable[[], None] | None = None
+        self.epochs: ShuffledEpochs | None = None
         self._rebuild = rebuild
         self.pipeline = pipeline
         self._copy: BatchCopy = DeviceCopy(layout.devices)
@@ -213,6 +214,8 @@ class DistributedDataset(Generic[B]):
     def _epoch(self, position: _Position) -> Generator[Any, None, bool]:
         _require_outside_run()
         first = position.step
+        if self.epochs is not None and (position.epoch, first) == (0, 0):
+            self.epochs.begin()
         parts = self._parts(position.epoch, position.step)
         try:
             agreed = iter(self._agreement(parts, self._spare))
@@ -223,8 +226,8 @@ class DistributedDataset(Generic[B]):
                 _require_outside_run()
         finally:
             parts.close()  # ends the thread now, not at garbage collection
-        if self.end_epoch is not None:
-            self.end_epoch()
+        if self.epochs is not None:
+            self.epochs.end()
         has_batches = position.step > first
         position.epoch, position.step, position.begun = position.epoch + 1, 0, False
         return has_batches

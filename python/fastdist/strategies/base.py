@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, final, get_
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import unknown_name, unknown_op
@@ -24,6 +25,7 @@ from fastdist.data import (
     distribute_datasets_from_function,
 )
 from fastdist.data.devices import BatchCopy
+from fastdist.data.pipelines import ArrayPipeline
 from fastdist.data.repeated import ShuffledDatasets
 from fastdist.data.request import DatasetOptions
 from fastdist.errors import UnsupportedError
@@ -206,7 +208,11 @@ class Strategy(ABC):
             prefetch=prefetch,
         )
         self._datasets.add(made)
-        self._shuffled.note(made, source)
+        if ("shuffle", True) in made.settings:
+            arrays = made.pipeline if isinstance(made.pipeline, ArrayPipeline) else None
+            data = source.dataset if isinstance(source, DataLoader) else source
+            sample = None if arrays is None else arrays.sampled_rows
+            made.epochs = self._shuffled.epochs(data, sample, made.settings)
         return made
 
     @final

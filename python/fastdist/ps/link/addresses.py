@@ -6,8 +6,8 @@ import errno
 import ipaddress
 import os
 import socket
+import stat
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,7 +57,10 @@ def _listen_at_path(path: str) -> socket.socket:
             other.settimeout(1)
             other.connect(path)
             raise OSError(errno.EADDRINUSE, "another process listens there")
-        Path(path).unlink(missing_ok=True)  # left behind by a process that was killed
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise OSError(errno.EEXIST, "a file that is no socket has this name")
+            os.unlink(path)  # left behind by a process that was killed
         made.bind(path)
         made.listen(_WAITING)
     except BaseException:

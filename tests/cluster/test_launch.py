@@ -129,12 +129,16 @@ def test_rank_and_world_size_alone_mean_one_machine(
         ({**TORCH, "RANK": "\u0663"}, "expected an integer"),
         ({**TORCH, "LOCAL_RANK": "2"}, "LOCAL_RANK='2'; expected an integer from 0 to 1"),
         ({**TORCH, "LOCAL_WORLD_SIZE": "5"}, "local world size 5; expected at most the world size"),
+        *(
+            ({**launcher, "RANK": "0", "WORLD_SIZE": "1"}, "two launchers disagree: RANK=0 and WOR")
+            for launcher in (HYDRA, OPEN_MPI, SRUN)
+        ),
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE='2' is set but RANK is not"),
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE='x' is set but RANK is not"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0"}, "LOCAL_RANK is not set"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "no LOCAL_WORLD_SIZE"),
-        ({**HYDRA, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n"}, "LOCAL_RANK is not set"),
+        ({**HYDRA, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n"}, "two launchers disagree"),
         ({"FASTDIST_JOB": "ab"}, "RANK is not set"),
         ({**TORCH, "FASTDIST_JOB": ""}, "FASTDIST_JOB=''"),
         ({"TORCHELASTIC_RUN_ID": "run"}, "RANK is not set"),
@@ -155,6 +159,12 @@ def test_bad_variables_are_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ClusterConfigError) as caught:
         detect_launch(environ)
     assert message in str(caught.value)
+
+
+def test_one_rank_among_the_tasks_of_another_launcher() -> None:
+    """A job of one worker in a cluster of Ray whose daemons srun has started."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert detect(SRUN | ranks).world_size == 1
 
 
 @pytest.mark.parametrize(

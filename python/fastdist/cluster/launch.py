@@ -177,7 +177,23 @@ def _by_hand(environ: Environ) -> Launch | None:
             launch = detect(environ)
             if launch is not None and (launch.rank, launch.world_size) == place:
                 return launch
+    if "LOCAL_RANK" not in environ:  # which what is left in an image or shell lacks
+        _require_ranks_for_all(environ)
     return _torch_launch(environ, "environment", _master(environ))
+
+
+def _require_ranks_for_all(environ: Environ) -> None:
+    """Check that a launcher has not started more processes than RANK and WORLD_SIZE have ranks."""
+    rank, world_size = index_of_size(environ, "RANK", "WORLD_SIZE")
+    for detect in (_openmpi, _hydra, _srun):
+        launch = detect(environ)
+        if launch is not None and launch.world_size > world_size:
+            raise ClusterConfigError(
+                f"two launchers disagree: RANK={rank} and WORLD_SIZE={world_size} are set, and "
+                f"{launch.launcher} has started this process as rank {launch.rank} of "
+                f"{launch.world_size}; unset RANK and WORLD_SIZE, which an image or shell may have "
+                "left"
+            )
 
 
 def _openmpi(environ: Environ) -> Launch | None:

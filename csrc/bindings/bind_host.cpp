@@ -80,14 +80,6 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
       {patience, &caller});
 }
 
-std::tuple<std::string, std::string, bool, int, double> route(Endpoint& self, const std::string& op,
-                                                              std::size_t bytes) {
-  const auto known = op_from_name(op);
-  if (!known) throw Error(ErrorCode::kValue, "unknown collective: " + op);
-  const Route found = self.communicator().route(*known, bytes);
-  return {found.way, found.why, found.moves_arrays, found.crossings, found.link_bytes};
-}
-
 // `parent`: a communicator of more ranks whose measured links are used, or None.
 std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& listener, int rank,
                                      const std::vector<std::tuple<int, std::string, int>>& places,
@@ -173,7 +165,6 @@ void bind_host(py::module_& m) {
       .def("close", [](Endpoint& e) { e.communicator().close(); })
       .def("check_usable", [](Endpoint& e) { e.communicator().check_usable(); })
       .def("compare", &compare)
-      .def("route", &route)
       .def("empty", &empty)
       .def("calls", &bind_calls<Endpoint>);
 
@@ -188,11 +179,7 @@ void bind_host(py::module_& m) {
       .def_property_readonly("members", [](HostEndpoint& e) { return e.engine()->members(); })
       .def_property_readonly("tuning", [](HostEndpoint& e) { return e.engine()->tuning(); });
 
-  py::class_<NetEndpoint, Endpoint>(m, "NetCommunicator")
-      .def_property_readonly("links", [](NetEndpoint& e) {
-        const auto& links = e.engine()->links();
-        return std::tuple(links.latency_s, links.bytes_per_s);
-      });
+  py::class_<NetEndpoint, Endpoint>(m, "NetCommunicator");
   py::class_<Listener>(m, "Listener")
       .def(py::init<const std::string&>())
       .def_property_readonly("port", &Listener::port);

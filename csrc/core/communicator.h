@@ -10,7 +10,6 @@
 #include <string>
 
 #include "core/recorder.h"
-#include "core/route.h"
 #include "core/signature.h"
 #include "core/types.h"
 
@@ -99,7 +98,6 @@ struct Message {
 class BlockingCommunicator : public Communicator {
  public:
   // Returns the way that a call on `bytes` bytes of ordinary memory would take.
-  [[nodiscard]] virtual Route route(Op op, std::size_t bytes) const = 0;
   // Throws kState if the communicator is closed, has failed or is a forked child's copy.
   virtual void check_usable() const = 0;
   // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's

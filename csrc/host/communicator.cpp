@@ -100,21 +100,6 @@ void HostCommunicator::close() noexcept {
   mark_waits_for_this_rank();
 }
 
-Route HostCommunicator::route(Op op, std::size_t bytes) const {
-  if (size() == 1) return {.way = "nowhere", .why = "one rank", .moves_arrays = false};
-  if (op == Op::kBarrier || travels_with_header(bytes)) {
-    return {.way = "with the headers",
-            .why = "up to " + std::to_string(tuning_.slot_bytes) + " bytes",
-            .moves_arrays = false};
-  }
-  if (machine_->one_process()) {
-    return {.way = "in place", .why = "the ranks are threads of one process"};
-  }
-  return {.way = "through the staging area, in chunks",
-          .why = "above " + std::to_string(tuning_.slot_bytes) +
-                 " bytes; arrays of comm.empty are used in place"};
-}
-
 std::byte* HostCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& owner) {
   check_usable();
   auto block = std::make_shared<SharedBlock>(machine_, me().machine_rank, bytes);

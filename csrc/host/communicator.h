@@ -51,7 +51,6 @@ class HostCommunicator final : public BlockingCommunicator {
   [[nodiscard]] const std::vector<int>& members() const noexcept { return members_; }
   [[nodiscard]] const Tuning& tuning() const noexcept { return tuning_; }
 
-  [[nodiscard]] Route route(Op op, std::size_t bytes) const override;
   void check_usable() const override;
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
   void close() noexcept override;

@@ -55,7 +55,6 @@ class NetCommunicator final : public BlockingCommunicator {
   [[nodiscard]] const LinkModel& links() const noexcept { return links_; }
   void set_links(const LinkModel& links) noexcept { links_ = links; }
 
-  [[nodiscard]] Route route(Op op, std::size_t bytes) const override;
   void check_usable() const override;
   void close() noexcept override;
   void count_submitted(int change) noexcept override { submitted_.fetch_add(change); }

@@ -35,7 +35,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         ("bench all_r", "all_reduce"),
         ("run --nno", "--nnodes"),
         ("run -n 2 tr", "train.py"),
-        ("doctor --exp", "--explain"),
+        ("doctor --js", "--json"),
     ],
 )
 def test_shells_complete_the_command_line(typed: str, expected: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 import fastdist as fd
 import pytest
 from fastdist.cli.bench.collectives import COLLECTIVES
-from fastdist.cli.doctor.explain import NAMES
 from fastdist.collectives import functions
 from fastdist.collectives.engines.engine import OPS
 from paths import ROOT
@@ -55,13 +54,12 @@ def read(name: str) -> str:
         (lambda: vars(fd.Communicator), set()),
         (lambda: vars(functions), set()),
         (lambda: fd.__all__, set()),
-        (lambda: NAMES, MESSAGES),
         (lambda: COLLECTIVES, MESSAGES),  # as send_recv
         (of_docs, set()),
     ],
     ids=[
         *("names in C++", "engine that runs", "TPUs", "backend of torch", "methods"),
-        *("functions", "public names", "doctor --explain", "bench", "documentation"),
+        *("functions", "public names", "bench", "documentation"),
     ],
 )
 def test_all_are_in(table: Callable[[], Iterable[str]], lacks: set[str]) -> None:

@@ -358,6 +358,32 @@ def test_a_forked_process_does_not_share_a_client(server: Server) -> None:
         assert (client.pull(0, number, (2,)) == 1).all()
 
 
+@pytest.mark.filterwarnings("ignore:This process")  # has threads
+def test_a_forked_process_does_not_go_on_with_a_request() -> None:
+    """It would encrypt other bytes with the numbers of this process's records."""
+    keys = Keys.make()
+    with Server(keys=keys) as server, Client([server.address], keys=keys, timeout_s=20) as client:
+        client.hello(0)
+        big = np.zeros(20_000_000, np.uint8)  # more than the socket takes
+        ticket = client.submit(0, Op.ASSIGN, frames=[b"\0" * 8, big])
+        stream = client._connections[0]._stream
+        assert stream is not None
+        assert not stream.is_flushed
+        child = os.fork()
+        if child == 0:
+            try:
+                client.wait(ticket)
+            except FastdistError as error:
+                with contextlib.suppress(ConnectionAbortedError):
+                    stream.flush()
+                    os._exit(3)
+                is_told = "make one after the fork" in str(error)
+                client.close()
+                os._exit(not is_told)
+            os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def test_uploads_of_a_broken_connection_are_over() -> None:
     """Otherwise their memory would count as in use for ever."""
     with RawServer() as by_hand, RawClient(by_hand.address) as plain:

@@ -84,7 +84,10 @@ def test_a_recorded_question_gets_no_answer() -> None:
         assert connection.recv(4096) == b""
 
 
-@pytest.mark.parametrize("text", [b"\n", b"[]\n", b"null\n", b"x" * 5000, b'["a", "b", "c"]\n'])
+@pytest.mark.parametrize(
+    "text",
+    [b"\n", b"[]\n", b"null\n", b"x" * 5000, b'["a", "b", "c"]\n', b"[" * 2000 + b"\n"],
+)
 def test_malformed_questions_get_no_answer(text: bytes) -> None:
     with listening(launcher) as address:
         with socket.create_connection(address, 5) as connection:
@@ -102,7 +105,12 @@ def answered(connection: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize(
-    "hello", [b'["1", 2.0]\n', b"[]\n", b"[1, []]\n", b"\xff\n", b"x" * 5000, b""]
+    "hello",
+    [
+        *(b'["1", 2.0]\n', b"[]\n", b"[1, []]\n", b"\xff\n", b"x" * 5000, b""),
+        *(b"{}\n", b'"1"\n', b"[1, 1e999]\n", b"[1, NaN]\n", b"[1, 1" + b"0" * 400 + b"]\n"),
+        b"[" * 2000 + b"\n",
+    ],
 )
 def test_strangers_are_not_believed(hello: bytes) -> None:
     def lie(connection: socket.socket) -> None:

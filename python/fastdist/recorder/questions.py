@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import socket
 import time
@@ -21,6 +22,8 @@ _ANSWER_S = 10.0  # longer than the asker waits
 _MOST_BYTES = 1 << 12
 _MOST_ANSWER_BYTES = 1 << 28
 _CODE_BYTES = 64
+# Of a connection, and of what a stranger says: any JSON.
+_FAILURES = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
 
 
 class NoAnswerError(Exception):
@@ -53,12 +56,14 @@ def ask(
             asked_s = time.monotonic()
             said_s = float(json.loads(talk.hear(_MOST_BYTES))[1])
             ahead_s = (asked_s + time.monotonic()) / 2 - said_s
+            if not math.isfinite(ahead_s):
+                raise ValueError(f"a clock at {said_s}")
             text = json.dumps([job, about, secrets.token_hex(16)])
             talk.say(text.encode(), with_code=True)
             return talk.hear(_MOST_ANSWER_BYTES, with_code=True).decode(), ahead_s
         except TimeoutError:
             raise NoAnswerError("its launcher does not answer in time") from None
-        except (OSError, ValueError, TypeError, IndexError):
+        except _FAILURES:
             raise NoAnswerError(
                 "its launcher has ended meanwhile, or does not know this job and its key"
             ) from None
@@ -90,7 +95,7 @@ def answer(
         patience_s: seconds to wait for the question.
     """
     talk = _Talk(connection, b"", time.monotonic() + patience_s)
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(*_FAILURES):
         talk.say(json.dumps([secrets.token_hex(16), time.monotonic()]).encode())
         job, about, _ = map(str, json.loads(talk.peek(_MOST_BYTES)[_CODE_BYTES:]))
         key = key_of(job)

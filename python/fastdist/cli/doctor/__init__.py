@@ -19,11 +19,3 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "collectives do not work.",
     )
     parser.add_argument("--json", action="store_true", help="write JSON instead")
-    parser.add_argument(
-        "--explain",
-        nargs=2,
-        metavar=("COLLECTIVE", "SIZE"),
-        help="show which way a call would take between the ranks of this job, such as "
-        "`fastdist run -n 4 -m fastdist doctor --explain all_reduce 4M`, why, and its predicted "
-        "and measured time",
-    )

@@ -7,9 +7,8 @@ import json
 import sys
 from collections.abc import Sequence
 
-from fastdist.cli.command import UsageError, has_colour
+from fastdist.cli.command import has_colour
 from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
-from fastdist.cli.doctor.explain import explain
 from fastdist.cli.doctor.facts import Fact, Section, State
 from fastdist.cli.doctor.libraries import (
     build_section,
@@ -31,18 +30,8 @@ _COLOURS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report, or how a call would go; return 1 if a fact is bad.
-
-    Raises:
-        UsageError: `--explain` has an unknown collective or a malformed size.
-    """
-    try:
-        sections = explain(*options.explain) if options.explain else None
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    sections = examine() if sections is None else sections
-    if not sections:  # rank 0 prints
-        return 0
+    """Print the report; return 1 if a fact is bad."""
+    sections = examine()
     colour = sys.stdout.isatty() and has_colour()
     sys.stdout.write(to_json(sections) if options.json else to_text(sections, colour=colour))
     return 0 if all(section.is_well for section in sections) else 1

@@ -134,8 +134,7 @@ class Client:
             FastdistError: the client was made by another process, which has forked this one.
             ValueError: a frame is larger than servers accept.
         """
-        if os.getpid() != self._process:
-            raise FastdistError("this client is another process's: make one after the fork")
+        self._require_own_process()
         nbytes = message_bytes(op, frames)
         in_flight = self._in_flight[server]
         if len(in_flight) >= self._window:
@@ -160,9 +159,11 @@ class Client:
 
         Raises:
             UnavailableError: the server has not answered in time, is gone, or was restarted.
+            FastdistError: the client was made by another process, which has forked this one.
             Exception: the server raised it.
         """
         if not ticket.is_done:
+            self._require_own_process()
             self._poll_until(ticket, lambda: ticket.is_done)
         if ticket.error is not None:
             raise ticket.error
@@ -177,6 +178,10 @@ class Client:
         for ticket in list(self._in_flight[server].values()):
             if ticket.header.round == round:
                 self.wait(ticket)
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise FastdistError("this client is another process's: make one after the fork")
 
     def _send(self, ticket: Ticket) -> None:
         connection = self._connections[ticket.server]

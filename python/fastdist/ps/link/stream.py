@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import socket
 import struct
@@ -98,6 +99,7 @@ class Stream:
         room: Room[Stream] | None = None,
     ) -> None:
         self.socket = connected
+        self._process = os.getpid()
         self.purpose = purpose
         self.is_open = False
         self._watched = select.EPOLLIN
@@ -164,6 +166,8 @@ class Stream:
 
     def flush(self) -> None:
         """Send what the socket takes now; raise OSError if the connection is broken."""
+        if self._process != os.getpid():  # whose records would have the numbers of this one's
+            raise ConnectionAbortedError("the connection is another process's")
         if self._is_sending:  # after an interrupt it is unknown how much was sent
             raise ConnectionAbortedError("interrupted while it was sending")
         while not self.is_flushed:

@@ -1,4 +1,4 @@
-// Measures the links between machines, and explains which way a call takes.
+// Measures the links between machines, by which calls choose their way.
 
 #include <algorithm>
 #include <array>
@@ -14,12 +14,6 @@ constexpr int kRounds = 9;
 constexpr std::size_t kBulkBytes = std::size_t{128} << 10;
 constexpr double kMostSeconds = 600;
 constexpr int kBulks = 3;  // the first ones open TCP's window
-
-std::string text_of(double value, const char* unit) {
-  std::string text = std::to_string(value);
-  text.resize(text.find('.') + 2);
-  return text + unit;
-}
 
 }  // namespace
 
@@ -66,65 +60,6 @@ void NetCommunicator::measure_links(const CallOptions& options) {
   });
   sequence_ = 0;  // users count their own calls
   std::fill(last_.begin(), last_.end(), CallHead{});
-}
-
-Route NetCommunicator::route(Op op, std::size_t argument_bytes) const {
-  const auto bytes = static_cast<double>(argument_bytes);
-  const double m = machines();
-  const double n = size();
-  const double local = n / m;
-  if (travels_with_records(op, argument_bytes)) {
-    return {.way = "with the comparison of calls",
-            .why = "up to " + std::to_string(kPayload) + " bytes",
-            .moves_arrays = false,
-            .crossings = 1,
-            .link_bytes = static_cast<double>(sizeof(Record)) * local * (m - 1)};
-  }
-  Route route{.way = "straight to their ranks", .why = "", .crossings = 2};
-  const std::string links = text_of(links_.latency_s * 1e6, " us and ") +
-                            text_of(links_.bytes_per_s / 1e6, " MB/s between machines");
-  switch (op) {
-    case Op::kAllReduce:
-    case Op::kReduce: {
-      const bool direct = links_.reduces_directly(machines(), bytes);
-      route.way = direct ? "sums straight to all machines, in chunks"
-                         : "a part of the sums to each machine and back, in chunks";
-      route.why = links;
-      route.crossings = direct ? 2 : 3;
-      route.link_bytes = bytes * (direct ? m - 1 : 2 * (m - 1) / m);
-      break;
-    }
-    case Op::kBroadcast: {
-      const bool chain = links_.broadcasts_in_chain(machines(), bytes);
-      route.way = chain ? "from machine to machine, in chunks" : "from the root to all machines";
-      route.why = links;
-      route.crossings = chain ? machines() : 2;
-      route.link_bytes = bytes * (chain ? 1 : m - 1);
-      break;
-    }
-    case Op::kAllGather:
-      route.link_bytes = bytes * local * (m - 1);
-      break;
-    case Op::kGather:
-    case Op::kScatter:
-      route.link_bytes = bytes * (n - local);
-      break;
-    case Op::kReduceScatter:
-      route.link_bytes = bytes * (m - 1) / m;
-      break;
-    case Op::kAllToAll:
-      route.link_bytes = bytes * local * (m - 1) / m;
-      break;
-    case Op::kSend:
-    case Op::kRecv:
-      route.link_bytes = bytes;
-      break;
-    case Op::kBarrier:
-    case Op::kEmpty:
-    case Op::kGroup:
-      break;
-  }
-  return route;
 }
 
 }  // namespace fastdist::net

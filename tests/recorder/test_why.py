@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fastdist.cli.main import main
+from fastdist.cluster.launch import rank_variables
 from fastdist.recorder import jobs as jobs_module
 from fastdist.recorder import observation, place, stacks
 from fastdist.recorder.diagnosis import diagnose
@@ -41,6 +42,47 @@ def test_without_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no job of this user" in capsys.readouterr().err
     assert main(["ps"]) == 0
     assert capsys.readouterr().out == "no jobs\n"
+
+
+GIVEN_UP = """
+import os, signal, sys, time, numpy as np, fastdist as fd
+comm = fd.init()
+for _ in range(10):
+    comm.all_reduce(np.zeros(4))
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP) if sys.argv[1] == "stopped" else time.sleep(60)
+comm.all_reduce(np.zeros(4), timeout=1)
+"""
+
+
+@pytest.mark.parametrize("what", ["asleep", "stopped"])
+def test_a_living_rank_for_which_others_did_not_wait_longer(tmp_path: Path, what: str) -> None:
+    """It is judged by what it does; the rank that gave up has ended."""
+    program = tmp_path / "train.py"
+    program.write_text(GIVEN_UP)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, program, what],
+            stderr=subprocess.DEVNULL,
+            env=os.environ | rank_variables(rank, 2, rank, 2, str(tmp_path)),
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[0].wait(60) == 1
+        answer = subprocess.run(
+            [sys.executable, "-m", "fastdist", "why", str(ranks[1].pid)],
+            capture_output=True,
+            text=True,
+        ).stdout
+    finally:
+        ranks[1].kill()
+        ranks[1].wait()
+    words = "stopped by a signal" if what == "stopped" else "asleep at train.py:7"
+    assert answer.startswith("Rank 1 ")
+    assert words in answer
+    assert "rank 0 gave up waiting for it in all_reduce" in answer
+    assert "dead" not in answer.partition("\n")[0]
 
 
 @pytest.mark.parametrize("name", ["arrivals.pdf", "arrivals"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastdist.recorder import servers
 from fastdist.recorder.elsewhere import observe_everywhere, with_stacks_everywhere
@@ -110,7 +110,7 @@ def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = Fal
         found = servers.judge(seen)
     else:
         case = _judge(seen)
-        if not case.dead and not _goes_on(case):
+        if (not case.dead or _awaited_in_vain(case)) and not _goes_on(case):
             seen = with_stacks_everywhere(seen)
             case = _judge(seen)
         found = next(told for rule in _RULES if (told := rule(case)) is not None)
@@ -208,6 +208,39 @@ def _was_killed_in(case: _Case, ranks: Sequence[int]) -> bool:
     if any(each.ending and each.ending.error == "CollectiveMismatchError" for each in case.dead):
         return False
     return any(each.rank in ranks and each.running for each in case.dead)
+
+
+def _awaited_in_vain(case: _Case) -> set[int]:
+    """Return the living ranks for which others waited until a timeout that ended them."""
+    waited = {rank for each in _gave_up(case) if each.ending for rank in each.ending.ranks}
+    return waited & {each.rank for each in case.live}
+
+
+def _gave_up(case: _Case) -> list[ObservedRank]:
+    return [
+        each
+        for each in case.dead
+        if each.ending is not None and each.ending.error == "CollectiveTimeoutError"
+    ]
+
+
+def _given_up(case: _Case) -> Found | None:
+    """Judge living ranks by what they do, for which others waited until a timeout ended them."""
+    awaited = _awaited_in_vain(case)
+    if not awaited:
+        return None
+    gave_up = _gave_up(case)
+    ended = {each.rank for each in gave_up}
+    waits = [wait for wait in case.waits if wait.rank not in ended]
+    narrowed = replace(case, ends=frozenset(awaited), waits=waits)
+    found = _stopped(narrowed) or _busy_elsewhere(narrowed)
+    if found is None:
+        return None
+    kind, sentence, ranks, line = found
+    call = gave_up[0].last_call
+    where = "" if call is None else f" in {call.signature}{at(call.site)}"
+    sentence += f"; {names(sorted(ended))} gave up waiting for {verb(ranks, 'it', 'them')}{where}"
+    return kind, f"{sentence}, and ended", ranks, line
 
 
 def _dead(case: _Case) -> Found | None:
@@ -460,6 +493,7 @@ _MOST_CERTAIN_FIRST = (
 _RULES: tuple[Callable[[_Case], Found | None], ...] = (
     _other_call,
     _other_order,
+    _given_up,
     _dead,
     _stopped,
     _slow,

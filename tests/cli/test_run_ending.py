@@ -29,6 +29,15 @@ class TestHowAJobEnds:
         done = launcher.run("-n", 3, "true")
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
+    def test_sigchld_that_the_parent_has_blocked(self, launcher: Launcher) -> None:
+        """Programs that use sigwait start others with their mask."""
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        try:
+            process = launcher.start("-n", 2, "true")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        assert finish(process).returncode == 0
+
     def test_exit_code_of_the_first_to_fail(self, launcher: Launcher) -> None:
         done = launcher.run("-n", 3, "sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 60")
         assert done.returncode == 3

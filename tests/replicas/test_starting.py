@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -83,9 +85,11 @@ class Programs:
             **{"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe, **options},
         )
 
-    def run(self, text: str, *, by: str = "script", given: str = "") -> tuple[int, str, str]:
+    def run(
+        self, text: str, *, by: str = "script", given: str = "", **options: Any
+    ) -> tuple[int, str, str]:
         """Exit code, stdout and stderr."""
-        process = self.start(text, by=by, stdin=subprocess.PIPE)
+        process = self.start(text, by=by, stdin=subprocess.PIPE, **options)
         out, err = process.communicate(given, timeout=90)
         wait_until(lambda: self.launcher.left() == [])
         return process.returncode, out, err
@@ -356,6 +360,49 @@ def test_launch(programs: Programs, by: str) -> None:
         assert "MirroredStrategy got 3 devices; fastdist.launch started 2 processes" in out
     assert "KeyError ('lost',) | replica 1 of 2: exit code 1; its traceback:" in out
     assert "FastdistError ('launch: replica 1 of 2: killed by signal 9 (SIGKILL)" in out
+
+
+def without_pidfd_open() -> None:
+    """Make the system call fail, as before Linux 5.3, in gVisor and in some containers."""
+    filters = [
+        (0x20, 0, 0, 0),
+        (0x15, 0, 1, 434),
+        (6, 0, 0, 0x00050000 | 38),
+        (6, 0, 0, 0x7FFF0000),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in filters))
+    program = struct.pack("HxxxxxxQ", len(filters), ctypes.addressof(code))
+    prctl = ctypes.CDLL(None).prctl
+    prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    prctl(22, 2, ctypes.create_string_buffer(program))  # PR_SET_SECCOMP
+
+
+def ignoring_ends() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+ENDING = """
+    import fastdist as fd, os
+    def work(code):
+        strategy = fd.MirroredStrategy(["cpu:0", "cpu:1"])
+        strategy.reduce("sum", 1.0)
+        if not strategy.is_chief:
+            os._exit(code)
+        return strategy.num_replicas_in_sync
+    for code in (0, 3):
+        try:
+            print(fd.launch(work, replicas=2, args=(code,)))
+        except fd.errors.FastdistError as error:
+            print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [without_pidfd_open, ignoring_ends])
+def test_launch_knows_how_replicas_end(programs: Programs, before: Callable[[], None]) -> None:
+    code, out, err = programs.run(ENDING, preexec_fn=before)
+    assert code == 0, err
+    assert out.startswith("2\nlaunch: replica 1 of 2: exit code 3")
 
 
 @pytest.mark.parametrize(

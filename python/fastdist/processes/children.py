@@ -11,9 +11,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from fastdist.processes.output import Receiver
-from fastdist.processes.process import Process, start
+from fastdist.processes.process import Process, StartError, start
 
 _KILLED_END_S = 5.0
+_PAUSE_S = 0.05
 
 
 class Children:
@@ -47,6 +48,7 @@ class Children:
         Raises:
             StartError: a process could not be started; the others have been killed.
         """
+        _keep_exit_codes(names[0], command[0])
         started: Future[None] = Future()
 
         def serve() -> None:
@@ -91,20 +93,43 @@ class Children:
 
     def _serve(self) -> None:
         with selectors.PollSelector() as selector:
-            running = {os.pidfd_open(child.popen.pid): child for child in self.processes}
-            for end, child in running.items():
+            running = {child: _descriptor(child.popen.pid) for child in self.processes}
+            for child, end in running.items():
                 child.streams[0].watch(selector)
-                selector.register(end, selectors.EVENT_READ)
+                if end is not None:
+                    selector.register(end, selectors.EVENT_READ, lambda: None)
             while running:
-                for key, _ in selector.select():
-                    if key.fd not in running:
-                        key.data()
-                        continue
-                    child = running.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
+                for key, _ in selector.select(_PAUSE_S if None in running.values() else None):
+                    key.data()
+                for child in [child for child in running if child.popen.poll() is not None]:
+                    end = running.pop(child)
+                    if end is not None:
+                        selector.unregister(end)
+                        os.close(end)
                     child.streams[0].finish()
                     with self._changed:
                         child.poll()
                         self.ended.append(child)
                         self._changed.notify_all()
+
+
+def _descriptor(pid: int) -> int | None:
+    """Return a descriptor that becomes readable at the end of a process; None if there is none.
+
+    Kernels before Linux 5.3, gVisor and some containers have none.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _keep_exit_codes(name: str, program: str) -> None:
+    """Do not ignore SIGCHLD, which a parent may have set: the kernel would drop exit codes."""
+    if signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN:
+        return
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except ValueError:
+        reason = "SIGCHLD is ignored, and only the main thread can change that"
+        raise StartError(name, program, reason) from None

@@ -76,9 +76,11 @@ def _signal_pipe() -> Iterator[int]:
     os.set_blocking(write, False)
     old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     old = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the program that started this one
     try:
         yield read
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in old.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(old_fd)

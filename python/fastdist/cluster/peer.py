@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from contextlib import suppress
+from pathlib import Path
 
 _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
@@ -20,8 +22,27 @@ def peer_user(connection: socket.socket) -> int:
 
 
 def is_own_user(connection: socket.socket) -> bool:
-    """Return True if the process at the other end runs as the same user."""
-    return peer_user(connection) == os.getuid()
+    """Return True if the process at the other end runs as the same user.
+
+    In a user namespace the kernel shows all users from outside as one number, often that of nobody.
+    A process of this number must be in the same namespace.
+    """
+    pid, user, _ = _credentials(connection)
+    return user == os.getuid() and (user != _number_of_others() or _shares_namespace(pid))
+
+
+def _number_of_others() -> int:
+    try:
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return 65534
+
+
+def _shares_namespace(pid: int) -> bool:
+    with suppress(OSError):
+        own = os.readlink("/proc/self/ns/user")
+        return os.readlink(f"/proc/{pid}/ns/user") == own
+    return False
 
 
 def _credentials(connection: socket.socket) -> tuple[int, ...]:

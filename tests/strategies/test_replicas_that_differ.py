@@ -298,6 +298,25 @@ def test_a_batch_left_out(run: Run, weight: float | None) -> None:
     run(case)
 
 
+def test_two_batches_in_different_proportions(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+        n = strategy.num_replicas_in_sync
+        pairs = [
+            next(iter(strategy.distribute_dataset(torch.ones(size, 3), global_batch_size=size)))
+            for size in (3 * n, 4 * n + 1, 2 * n)
+        ]
+        even, uneven, smaller = pairs
+        step = lambda a, b: (model(a).mean() + model(b).mean()).backward()  # noqa: E731
+        with pytest.raises(ValueError, match=r"different proportions, \[3, 3.*\] and \[5, 4"):
+            strategy.run(step, (even, uneven))
+        strategy.run(step, (even, smaller))
+        strategy.run(step, (even, uneven), weight=1)
+
+    run(case)
+
+
 def test_batches_of_other_sizes_with_weights(run: Run) -> None:
     def case(strategy: Strategy) -> None:
         with strategy.scope():

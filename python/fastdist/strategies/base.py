@@ -32,7 +32,7 @@ from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import Axes, CrossReplicaOp, Weight
-from fastdist.replicas.per_replica import PerReplica, leaves, wrap
+from fastdist.replicas.per_replica import PerReplica, leaves, shares, wrap
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.scope import Scope, extensions
 from fastdist.training.graphed import GraphedStep, capture_graph
@@ -307,8 +307,8 @@ class Strategy(ABC):
 
         Raises:
             TypeError: `weight` is not a number.
-            ValueError: args is not a tuple or list, or a replica's `weight` is negative or not
-                finite.
+            ValueError: args is not a tuple or list, a replica's `weight` is negative or not
+                finite, or without `weight` two batches are divided in different proportions.
             UnsupportedError: `weight` is given on TPUs.
             RuntimeError: called inside another run, or in another strategy's scope.
             FastdistError: replicas have called different collectives.
@@ -326,9 +326,10 @@ class Strategy(ABC):
                 f"Mixing strategies: the scope of {state.scopes[-1]!r} is open, got run of {self!r}"
             )
         given = (tuple(args), kwargs or {})
+        batch = _one_division(given) if weight is None else batch_of(given)
         try:
             with phase(Phase.FORWARD):
-                return self._run(fn, given, batch_of(given), weight)
+                return self._run(fn, given, batch, weight)
         except TypeError as error:
             if _takes_one(fn, *given):
                 raise TypeError(f"{error}; to pass a batch, write args=(batch,)") from error
@@ -547,21 +548,45 @@ def _takes_one(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def batch_of(given: Any) -> PerReplica[Any] | None:
     """Return a value of the first batch among the arguments of `run`; None without a batch."""
+    return next(_batches(given), None)
+
+
+def _batches(given: Any) -> Iterator[PerReplica[Any]]:
     kind = type(given)
     if kind is PerReplica:
-        batch: PerReplica[Any] = given
-        return None if batch.examples is None else batch
+        if given.examples is not None:
+            yield given
+        return
     if kind is dict:
         given = given.values()
     elif not isinstance(given, (tuple, list)):
         if kind in _PLAIN:
-            return None
+            return
         inner = leaves(given)
         given = () if len(inner) == 1 and inner[0] is given else inner
     for part in given:
-        if (found := batch_of(part)) is not None:
-            return found
-    return None
+        yield from _batches(part)
+
+
+def _one_division(given: Any) -> PerReplica[Any] | None:
+    """Return a value of the first batch among the arguments of `run`.
+
+    Raises:
+        ValueError: another batch was divided in other proportions.
+    """
+    first = None
+    for batch in _batches(given):
+        if first is None:
+            first = batch
+        is_other = batch.examples != first.examples and None not in (batch.origin, first.origin)
+        if is_other and shares(batch.examples) != shares(first.examples):
+            raise ValueError(
+                "run got two batches that are divided among the replicas in different "
+                f"proportions, {list(first.examples or ())} and {list(batch.examples or ())} "
+                "examples, and gradients have one weight: compute on each in a run of its own, "
+                "use drop_remainder=True, or give weight="
+            )
+    return first
 
 
 def _device_of(destination: Any) -> torch.device:

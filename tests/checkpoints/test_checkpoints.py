@@ -302,7 +302,8 @@ def _restored(folder: Path) -> str:
     checkpoint = fd.Checkpoint(model=nn.Linear(2, 1), step=-1)
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
-        fd.CheckpointManager(folder).restore(checkpoint)
+        with fd.CheckpointManager(folder) as manager:
+            manager.restore(checkpoint)
     return f"step {checkpoint.step}"
 
 

@@ -152,7 +152,7 @@ def by_processes(comm: fd.Communicator, options: argparse.Namespace) -> None:
             "central storage": strategy_step(central, make, batch),
             "ddp": ddp_step(make, batch),
             "independent": plain_step(make, batch),
-            "on a dataset": data_step(strategy, make, batch),
+            "on a dataset": data_step(strategy, make, batch_of(name, 0)),
         }
         ms = measure(comm, ways, options.rounds, options.steps)
         strategy.check_in_sync()

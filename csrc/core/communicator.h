@@ -97,7 +97,6 @@ struct Message {
 // A communicator on host memory, whose calls return when they have ended.
 class BlockingCommunicator : public Communicator {
  public:
-  // Returns the way that a call on `bytes` bytes of ordinary memory would take.
   // Throws kState if the communicator is closed, has failed or is a forked child's copy.
   virtual void check_usable() const = 0;
   // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's

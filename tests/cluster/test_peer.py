@@ -1,4 +1,4 @@
-"""Whether a process at the other end of a Unix socket is one of this user."""
+"""Tells processes of this user at the other end of a Unix socket from others."""
 
 from __future__ import annotations
 

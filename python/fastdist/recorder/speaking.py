@@ -88,10 +88,15 @@ def _quote() -> str:
 
 
 def _left_early(job: Job) -> str:
-    """Tell of the ranks of this machine that left the communicator of a failed call before it."""
+    """Tell of ranks that made fewer calls in the communicator of all, where none was killed.
+
+    Of ranks on other machines nothing is known, nor of those outside of a smaller communicator.
+    """
     own = next(each.records for each in job.ranks if each.records.pid == os.getpid())
     failed = max((c for c in own.calls if c.is_failed), key=lambda c: c.number, default=None)
-    if failed is None or failed.member.engine != "host":
+    if failed is None or failed.member.engine != "host" or failed.member.size != job.world_size:
+        return ""
+    if not all(each.is_live for each in job.ranks):
         return ""
     found = []
     there = {each.records.rank: each.records for each in job.ranks}
@@ -104,7 +109,7 @@ def _left_early(job: Job) -> str:
         last = max(calls, key=lambda call: call.sequence, default=None)
         if last is None or last.done_s is None or last.sequence >= failed.sequence:
             continue
-        found.append(f"rank {rank} made its last call, {last.sequence},{at(last.site)}")
+        found.append(f"rank {rank} has made {last.sequence} calls, the last{at(last.site)}")
     if not found:
         return ""
     here = f"rank {own.rank} makes call {failed.sequence}{at(failed.site)}"

@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class Origin(NamedTuple):
-    """Where a batch comes from; equal on all replicas that take their parts of one global batch.
+    """The origin of a batch; equal on all replicas that take their parts of one global batch.
 
     Attributes:
         epoch: the dataset's epoch; 0 if all epochs have one order.

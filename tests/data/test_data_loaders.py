@@ -147,6 +147,17 @@ def test_a_loader_without_batching_gives_global_batches(num_workers: int) -> Non
         assert batch["epoch"].values == (7,) * 4
 
 
+class PackedBatches(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield {"y": torch.arange(3), "x": packed([(0, y) for y in range(3)])}
+
+
+def test_a_packed_batch_is_not_cut() -> None:
+    loader = DataLoader(PackedBatches(), batch_size=None)
+    with pytest.raises(ValueError, match="PackedSequence cannot be divided"):
+        list(distribute_dataset(loader, alone(2)))
+
+
 def test_global_batches_on_workers() -> None:
     def attempt(layout: InputLayout) -> list[list[int]]:
         loader = DataLoader(Batches(), batch_size=None)

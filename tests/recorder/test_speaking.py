@@ -107,8 +107,8 @@ def test_a_loop_that_ended_earlier_is_told(tmp_path: Path) -> None:
         ranks=2,
     )
     assert re.search(
-        "why: rank 1 (has ended its program|has made 3 calls, the last .*), while rank 0 makes call "
-        ".* at train.py:8 in <module>: all ranks must make the same calls; a loop may have fewer steps",
+        "why: rank 1 (has ended its program|has made 3 calls, the last .*), while rank 0 makes "
+        "call .* at train.py:8 in <module>: all ranks must make the same calls; a loop may have",
         err,
     )
 

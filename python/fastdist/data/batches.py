@@ -142,6 +142,11 @@ def arrays_in(node: Any) -> list[Any]:
 
 
 def _rows(leaf: Any, rows: slice) -> Any:
+    if type(leaf) is PackedSequence:
+        raise ValueError(
+            "a batch with a PackedSequence cannot be divided among replicas: give the examples "
+            "and a collate_fn that packs them, or pad, and pack in the step"
+        )
     if isinstance(leaf, (torch.Tensor, np.ndarray)):
         return leaf[rows] if leaf.ndim else leaf
     return type(leaf)(list(leaf)[rows]) if isinstance(leaf, (list, tuple, deque)) else leaf

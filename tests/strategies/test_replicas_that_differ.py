@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import cloudpickle
 import fastdist as fd
 import numpy as np
 import pytest
@@ -16,27 +15,11 @@ from fastdist import Strategy
 from fastdist.errors import FastdistError
 from fastdist.training.contributions import ReducedParameter
 from fastdist.training.parameter_sample import Element, ParameterSample, first_difference
-from ranks import ProcessRanks
-from test_strategies import run_case
+from replica_runs import Run, ranks, run
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, Subset
 
-Run = Callable[[Callable[[Strategy], Any]], list[Any]]
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
-    ranks = ProcessRanks(request.param)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def run(ranks: ProcessRanks) -> Run:
-    def run(case: Callable[[Strategy], Any]) -> list[Any]:
-        return ranks.run(run_case, cloudpickle.dumps(case), "mirrored", {"timeout_s": 20.0})
-
-    return run
+__all__ = ["ranks", "run"]  # fixtures
 
 
 @pytest.mark.parametrize("skips", [{1: [1]}, {1: [1], 0: [3]}, {0: [2]}, {1: [1], 2: [1]}])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import fastdist as fd
 import pytest
 import torch
@@ -18,29 +17,13 @@ import torch.nn.functional as F
 from digits_training import require_close
 from fastdist import Strategy
 from fastdist.errors import CollectiveMismatchError
-from ranks import ProcessRanks
-from test_strategies import run_case
+from replica_runs import Run, ranks, run
 from torch import nn
 
-Run = Callable[..., list[Any]]
+__all__ = ["ranks", "run"]  # fixtures
 
 PADDING = -100
 CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.1, 2.0, 3.0], dtype=torch.float64)
-
-
-@pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
-    ranks = ProcessRanks(request.param)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture
-def run(ranks: ProcessRanks) -> Run:
-    def run(case: Callable[[Strategy], Any], kind: str = "mirrored", **options: Any) -> list[Any]:
-        return ranks.run(run_case, cloudpickle.dumps(case), kind, {"timeout_s": 20.0, **options})
-
-    return run
 
 
 def sequences(count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,15 +24,19 @@ def peer_user(connection: socket.socket) -> int:
 def is_own_user(connection: socket.socket) -> bool:
     """Return True if the process at the other end runs as the same user.
 
-    In a user namespace the kernel shows all users from outside as one number, often that of nobody.
-    A process of this number must be in the same namespace.
+    Inside a user namespace the kernel shows all users from outside as one number, often that of
+    nobody. A process of this number must be in the same namespace.
     """
     pid, user, _ = _credentials(connection)
     return user == os.getuid() and (user != _number_of_others() or _shares_namespace(pid))
 
 
-def _number_of_others() -> int:
+def _number_of_others() -> int | None:
+    """Return the number of users from outside this namespace, None if there are none."""
     try:
+        map_of_users = Path("/proc/self/uid_map").read_text().split()
+        if map_of_users == ["0", "0", "4294967295"]:  # the machine's own namespace
+            return None
         return int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
         return 65534

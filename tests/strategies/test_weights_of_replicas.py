@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from digits_training import require_close
 from fastdist import Strategy
-from fastdist.errors import CollectiveMismatchError
+from fastdist.errors import CollectiveMismatchError, FastdistError
 from replica_runs import Run, ranks, run
 from torch import nn
 
@@ -38,7 +38,12 @@ def sequences(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained(
-    strategy: Strategy, weights: torch.Tensor | None, size: int, batches_per_step: int
+    strategy: Strategy,
+    weights: torch.Tensor | None,
+    size: int,
+    batches_per_step: int,
+    *,
+    weighs_inside: bool = False,
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Return the parameters and losses of an epoch."""
     torch.manual_seed(0)
@@ -47,6 +52,8 @@ def trained(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def backward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if weighs_inside:
+            fd.get_replica_context().weight(counted(y))
         loss = F.cross_entropy(
             model(x).flatten(0, 1), y.flatten(), weight=weights, ignore_index=PADDING
         )
@@ -62,7 +69,8 @@ def trained(
     for i, (x, y) in enumerate(batches, 1):
         is_last = i % batches_per_step == 0
         with nullcontext() if is_last else strategy.no_sync():
-            loss = strategy.run(backward, (x, y), weight=fd.map(counted, y))
+            weight = None if weighs_inside else fd.map(counted, y)
+            loss = strategy.run(backward, (x, y), weight=weight)
         losses.append(float(strategy.reduce("mean", fd.map(lambda value: value + 0, loss))))
         if is_last:
             strategy.run(optimizer.step)
@@ -73,17 +81,45 @@ def trained(
 
 @pytest.mark.parametrize("kind", ["mirrored", "overlapping", "central"])
 @pytest.mark.parametrize("weights", [None, CLASS_WEIGHTS], ids=["tokens", "classes"])
-def test_means_over_what_counts(run: Run, kind: str, weights: torch.Tensor | None) -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["by run", "inside"])
+def test_means_over_what_counts(
+    run: Run, kind: str, weights: torch.Tensor | None, inside: bool
+) -> None:
     """With even and uneven batches, replicas of padding alone, and accumulated gradients."""
 
     def case(strategy: Strategy) -> None:
         for size, batches_per_step in ((12, 1), (5, 1), (8, 3)):
             one = trained(fd.OneDeviceStrategy("cpu"), weights, size, batches_per_step)
-            got = trained(strategy, weights, size, batches_per_step)
+            got = trained(strategy, weights, size, batches_per_step, weighs_inside=inside)
             require_close(got[0], one[0], 1e-12)
             assert got[1] == pytest.approx(one[1], rel=1e-12)
 
     run(case, kind)
+
+
+def test_backwards_of_one_run_have_weights_of_their_own(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        x, y = sequences(12)
+        is_odd = torch.arange(12) % 2 == 1
+
+        def gradients(strategy: Strategy) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            with strategy.scope():
+                model = nn.Linear(3, 5).double()
+
+            def step(x: torch.Tensor, y: torch.Tensor, is_odd: torch.Tensor) -> None:
+                for part in (is_odd, ~is_odd):
+                    kept = torch.where(part.unsqueeze(1), y, PADDING)
+                    fd.get_replica_context().weight((kept != PADDING).sum())
+                    F.cross_entropy(model(x).flatten(0, 1), kept.flatten()).backward()
+
+            for batch in strategy.distribute_dataset((x, y, is_odd), global_batch_size=12):
+                strategy.run(step, batch)
+            return [p.grad for p in model.parameters() if p.grad is not None]
+
+        require_close(gradients(strategy), gradients(fd.OneDeviceStrategy("cpu")), 1e-12)
+
+    run(case)
 
 
 def test_a_mean_over_accumulated_batches(run: Run) -> None:
@@ -149,7 +185,7 @@ def test_the_context_tells_weights(run: Run) -> None:
         def look() -> tuple[Any, float]:
             replica = fd.get_replica_context()
             assert replica.examples is None
-            return str(replica.weights), replica.weight
+            return str(replica.weights), replica.relative_weight
 
         result = strategy.run(look, weight=number + 1)
         expected = tuple(float(i + 1) for i in range(count))
@@ -183,6 +219,8 @@ def test_weights_that_are_no_numbers(run: Run, wrong: Any) -> None:
         for each in (strategy, fd.OneDeviceStrategy("cpu")):
             with pytest.raises(TypeError, match="weight must be a number"):
                 each.run(lambda: None, weight=wrong)
+            with pytest.raises(TypeError, match="weight must be a number"):
+                each.run(lambda: fd.get_replica_context().weight(wrong))
 
     run(case)
 
@@ -195,8 +233,17 @@ def test_a_weight_that_one_replica_gives(run: Run) -> None:
         def step() -> None:
             model(torch.ones(1, 2)).sum().backward()
 
+        is_first = strategy.local_replica_ids[0] == 0
         with pytest.raises(CollectiveMismatchError, match="all_gather"):
-            strategy.run(step, weight=1.0 if strategy.local_replica_ids[0] == 0 else None)
+            strategy.run(step, weight=1.0 if is_first else None)
+
+        def weigh_alone() -> None:
+            if is_first:
+                fd.get_replica_context().weight(1.0)
+            step()
+
+        with pytest.raises(FastdistError):
+            strategy.run(weigh_alone)
 
     run(case)
 

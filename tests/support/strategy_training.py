@@ -27,6 +27,7 @@ from digits_training import (
     trained_on_one_device,
 )
 from fastdist import Strategy
+from fastdist.errors import FastdistError
 from replica_tests import on_replicas
 from torch import nn
 
@@ -49,6 +50,38 @@ class TrainingContract:
 
             strategy.run(step)
             assert model.weight.item() == pytest.approx(-0.1 * 2 * n * (n + 1) / 2)
+
+        strategies.run(case, gradient_reduction="sum")
+
+    def test_a_summed_gradient_that_was_assigned(self, strategies: Any) -> None:
+        """Not counted once per replica: zeros and changes in place are right, else an error."""
+
+        def case(strategy: Strategy) -> None:
+            n = strategy.num_replicas_in_sync
+            with strategy.scope():
+                model = nn.Linear(2, 1, bias=False)
+
+            def backward() -> None:
+                model.weight.sum().backward()
+
+            def summed() -> float:
+                assert model.weight.grad is not None
+                return model.weight.grad[0, 0].item()
+
+            model.weight.grad = torch.zeros(1, 2)  # as a view of one flat gradient
+            strategy.run(backward)
+            assert summed() == n
+            model.weight.grad.mul_(0.5)
+            strategy.run(backward)
+            assert summed() == n + 0.5 * n
+            model.weight.grad = model.weight.grad * 0.5
+            if n == 1:
+                return
+            with pytest.raises(FastdistError, match="the gradient of weight was assigned since"):
+                strategy.run(backward)
+            model.weight.grad = None
+            strategy.run(backward)
+            assert summed() == n
 
         strategies.run(case, gradient_reduction="sum")
 

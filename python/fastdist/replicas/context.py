@@ -30,6 +30,8 @@ class Replicas(Protocol):
 
     def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
 
+    def _weigh(self, context: ReplicaContext, weight: Any) -> None: ...
+
 
 class ReplicaContext:
     """The context of one replica while `strategy.run` runs (tf.distribute.ReplicaContext).
@@ -41,10 +43,10 @@ class ReplicaContext:
         device: the device of this replica.
         examples: number of examples of each replica of the job in the batch passed to `run`; None
             if `run` got no batch from `distribute_dataset`.
-        weights: what each replica's gradients count in their mean: its examples, unless `run` was
-            given a `weight`; None if all count the same.
+        weights: what each replica's gradients count in their mean: its examples, unless `run` or
+            `weight` was given another weight; None if all count the same.
         communicator: the communicator of all replicas; None if there is one replica.
-        weight: the weight of this replica's gradients in their mean; the average weight is 1.
+        relative_weight: the weight of this replica's gradients in their mean; the average is 1.
 
     Examples:
         >>> import fastdist as fd, torch
@@ -63,15 +65,14 @@ class ReplicaContext:
         local_replica: int = 0,
         examples: tuple[int, ...] | None = None,
         weights: tuple[float, ...] | None = None,
-        weight: float = 1.0,
     ) -> None:
         self.strategy = strategy
         self.local_replica = local_replica
         self.replica_id_in_sync_group: int = strategy.local_replica_ids[local_replica]
         self.device: torch.device = strategy.devices[local_replica]
         self.examples = examples
-        self.weights = weights
-        self.weight = weight
+        self.weights: tuple[float, ...] | None = weights
+        self.relative_weight = 1.0
         self.communicator = communicator
 
     def __repr__(self) -> str:
@@ -81,9 +82,33 @@ class ReplicaContext:
         )
 
     @property
+    def is_weighed(self) -> bool:
+        """True if `run` or `weight` was given a weight."""
+        return self.weights is not self.examples
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas of the whole job."""
         return self.strategy.num_replicas_in_sync
+
+    @_disable_dynamo
+    def weight(self, weight: float | torch.Tensor) -> None:
+        """Let this replica's part count `weight` in means from here to the end of the run.
+
+        For a weight that is known only in the run, such as the number of tokens that a mask leaves.
+        Every replica must call, before the backward that it is for. Gradients of the backwards
+        that follow are weighted by it, and what `run` returns by the last one, as by the `weight`
+        of `run`.
+
+        Args:
+            weight: a number, or a tensor of one element.
+
+        Raises:
+            TypeError: `weight` is not a number.
+            ValueError: a replica's weight is negative or not finite.
+            UnsupportedError: called on TPUs.
+        """
+        self.strategy._weigh(self, weight)
 
     @_disable_dynamo
     def all_reduce(self, op: ReduceOp, value: Any) -> Any:
@@ -125,7 +150,7 @@ class ReplicaContext:
         all gradients of this replica are multiplied by its own weight.
         """
         tensor = as_tensor(leaf)
-        weight: Any = self.weight
+        weight: Any = self.relative_weight
         if not tensor.requires_grad or (isinstance(weight, float) and weight == 1.0):
             return collective(tensor)
         if isinstance(weight, torch.Tensor):  # traced

@@ -80,7 +80,7 @@ def weights_of(weight: Weight, workers: Communicator | None) -> tuple[float, ...
         number = float(own if is_value else "")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            "run: weight must be a number, or a tensor of one element, got "
+            "weight must be a number, or a tensor of one element, got "
             f"{type(own).__name__} {own!r:.80}"
         ) from None
     weights = [number]
@@ -89,7 +89,7 @@ def weights_of(weight: Weight, workers: Communicator | None) -> tuple[float, ...
     for i, each in enumerate(weights):
         if not isfinite(each) or each < 0:
             raise ValueError(
-                f"run: weight must be finite and not negative, got {each} on replica {i}"
+                f"weight must be finite and not negative, got {each} on replica {i}"
             )
     return tuple(weights)
 

@@ -346,8 +346,6 @@ class AdoptedModules:
         given: Any,
         batch: PerReplica[Any] | None,
         seed: int,
-        *,
-        is_weighed: bool,
     ) -> Iterator[None]:
         """Return a context manager around the user's function."""
         self._outside.watch(fn, given)
@@ -357,7 +355,7 @@ class AdoptedModules:
             self._central.note_versions()
         origin = None if batch is None else batch.origin
         (replica,) = self.local_replica_ids
-        watching = self._first_runs.watching(given, batch, replica, is_weighed=is_weighed)
+        watching = self._first_runs.watching(given, batch, replica)
         with watching, self._steps.run(CommonStream(self._device, seed), origin):
             yield
         if self._central is not None and workers is not None:

@@ -377,6 +377,10 @@ class Strategy(ABC):
             weight: the argument of `run`.
         """
 
+    @abstractmethod
+    def _weigh(self, context: ReplicaContext, weight: Weight) -> None:
+        """Implement `weight` of the replica context."""
+
     @contextlib.contextmanager
     def _cross_replica(self) -> Iterator[None]:
         """Return a context manager that puts the calling thread into cross-replica context."""

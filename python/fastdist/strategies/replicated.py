@@ -191,47 +191,51 @@ class ReplicatedStrategy(Strategy):
             scope = working_on_gpu(self._device)
         if self.num_replicas_in_sync == 1:
             with scope:
-                return self._call(fn, given, examples, weights_of(weight, None), None)
+                weights = weights_of(weight, None)
+                return self._call(fn, given, ReplicaContext(self, None, 0, examples, weights), None)
         self._connect()
         assert self._communicators is not None
         weights: tuple[float, ...] | None = examples
         if weight is not None:
             with self.together():
                 weights = weights_of(weight, self._communicators.gradients)
+        context = ReplicaContext(self, self._communicators.replicas, 0, examples)
+        self._set_weights(context, weights)
         seed = draw_seed()
         self._members.refresh()
         self._is_running = True
         try:
-            is_weighed = weight is not None
-            with scope, self._members.run(fn, given, batch, seed, is_weighed=is_weighed):
-                result = self._call(fn, given, examples, weights, seed)
+            with scope, self._members.run(fn, given, batch, seed):
+                result = self._call(fn, given, context, seed)
         except BaseException:
             self._leave()
             raise
         finally:
             self._is_running = False
-        return wrap([result], examples, None if weight is None else weights)
+        return wrap([result], examples, context.weights if context.is_weighed else None)
+
+    def _set_weights(self, context: ReplicaContext, weights: tuple[float, ...] | None) -> None:
+        context.weights = weights
+        parts = shares(weights) if self.options.gradient_reduction == "mean" else None
+        context.relative_weight = 1.0 if parts is None else parts[self._worker] * len(parts)
+
+    def _weigh(self, context: ReplicaContext, weight: Weight) -> None:
+        weights = weights_of(weight, context.communicator)
+        self._set_weights(context, weights)
+        if self._members.sync is not None:
+            self._members.sync.weigh(weights)
 
     def _call(
-        self,
-        fn: Callable[..., Any],
-        given: Any,
-        examples: tuple[int, ...] | None,
-        weights: tuple[float, ...] | None,
-        seed: int | None,
+        self, fn: Callable[..., Any], given: Any, context: ReplicaContext, seed: int | None
     ) -> Any:
-        communicator = None if self._communicators is None else self._communicators.replicas
-        weight = 1.0
-        if self.options.gradient_reduction == "mean" and (parts := shares(weights)) is not None:
-            weight = parts[self._worker] * len(parts)
-        context = ReplicaContext(self, communicator, 0, examples, weights, weight)
+        examples = context.examples
         args, kwargs = select(given)
         state.replica = context
         try:
             if seed is None:
                 return fn(*args, **kwargs)
             sync = self._members.sync
-            step = nullcontext() if sync is None else sync.step(examples, weights)
+            step = nullcontext() if sync is None else sync.step(examples, context.weights)
             with replica_stream(context, seed), step:
                 return fn(*args, **kwargs)
         except Exception as error:

@@ -133,7 +133,7 @@ class TracedRuns:
             context.replica_id_in_sync_group = traced
         if padding is not None:
             weight: Any = padding.weight
-            context.weight = weight
+            context.relative_weight = weight
         return context
 
     def _execute(

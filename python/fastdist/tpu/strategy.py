@@ -17,6 +17,7 @@ from fastdist.collectives.autograd import as_floating, check_joinable
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import init
 from fastdist.errors import ClusterConfigError, UnsupportedError
+from fastdist.replicas.context import ReplicaContext
 from fastdist.replicas.cross_replica import (
     Axes,
     CrossReplicaOp,
@@ -134,11 +135,14 @@ class TPUStrategy(Strategy):
         weight: Weight,
     ) -> Any:
         if weight is not None:
-            raise UnsupportedError(
-                "run: weight is not supported on TPUs; divide a sum by "
-                'get_replica_context().all_reduce("mean", count) in the function'
-            )
+            self._weigh(None, weight)
         return self._runs.run(fn, given, None if batch is None else batch.examples)
+
+    def _weigh(self, context: ReplicaContext | None, weight: Weight) -> None:
+        raise UnsupportedError(
+            "weight is not supported on TPUs; divide a sum by "
+            'get_replica_context().all_reduce("mean", count) in the function'
+        )
 
     def _merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._runs.merge(fn, args, kwargs)

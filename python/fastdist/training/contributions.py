@@ -15,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch._compile import _disable_dynamo
 
+from fastdist.errors import FastdistError
+
 GradientReduction = Literal["mean", "sum"]
 
 
@@ -51,12 +53,14 @@ class Accumulation:
         held: parameters whose gradients no_sync has held back.
         weighs_early: True once hooks weight gradients as they are computed.
         reduced: gradients that are sums over replicas already.
+        unreduced: gradients that a backward has computed and not sent yet, under "sum".
     """
 
     is_held: bool = False
     held: set[int] = field(default_factory=set)
     weighs_early: bool = False
     reduced: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    unreduced: set[int] = field(default_factory=set)
 
 
 class Contributions:
@@ -119,6 +123,12 @@ class Contributions:
         if parameter is not None:
             self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
+    def arrive(self, i: int) -> None:
+        """Note that the backward under way has computed a gradient."""
+        self.arrived[i] = True
+        if self._reduction == "sum":
+            self._accumulation.unreduced.add(self._parameters[i].place)
+
     def is_there(self, i: int) -> bool:
         """Return True if this replica has a gradient to send."""
         return self.arrived[i] or self._is_held(i)
@@ -159,7 +169,7 @@ class Contributions:
         parameter = self._parameters[i].ref()
         if parameter is None or parameter.grad is None:
             return None
-        if not self.arrived[i]:
+        if self._reduction == "sum" and not self.arrived[i]:
             self._before_gradient(i)
         grad = parameter.grad.coalesce()
         return grad.indices().cpu(), (grad.values() * self.share(i)).cpu()
@@ -182,7 +192,9 @@ class Contributions:
     def note_sum(self, i: int, parameter: torch.nn.Parameter) -> None:
         """Note that `.grad` is a sum over replicas, which must not be summed again."""
         if self._reduction == "sum" and parameter.grad is not None:
-            self._accumulation.reduced[self._parameters[i].place] = weakref.ref(parameter.grad)
+            place = self._parameters[i].place
+            self._accumulation.reduced[place] = weakref.ref(parameter.grad)
+            self._accumulation.unreduced.discard(place)
 
     def _is_held(self, i: int) -> bool:
         return self._parameters[i].place in self._accumulation.held
@@ -191,12 +203,26 @@ class Contributions:
         """Divide a reduced sum in `.grad` by the number of replicas before adding to it.
 
         The next reduction then adds the parts up to the same sum.
+
+        Raises:
+            FastdistError: `.grad` is neither None, zero, such a sum nor held back by `no_sync`.
         """
         parameter = self._parameters[i].ref()
         grad = None if parameter is None else parameter.grad
-        known = self._accumulation.reduced.pop(self._parameters[i].place, None)
-        if grad is not None and known is not None and known() is grad:
+        place = self._parameters[i].place
+        known = self._accumulation.reduced.pop(place, None)
+        if grad is None or place in self._accumulation.unreduced or self._is_held(i):
+            return
+        if known is not None and known() is grad:
             grad.div_(self._replicas)
+        elif grad._nnz() if grad.is_sparse else grad.any():
+            name = self._parameters[i].name
+            raise FastdistError(
+                f"the gradient of {name} was assigned since the last backward. With "
+                "gradient_reduction=\"sum\" fastdist cannot tell whether it is the sum over the "
+                "replicas or this replica's own: change it in place, as .grad.mul_(0.5) does, or "
+                "set it to None before backward and add it afterwards"
+            )
 
     def _weighted(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """Weight a gradient that `no_sync` holds back, or that is added to a held gradient."""

@@ -47,7 +47,7 @@ class FirstRuns:
 
     @contextlib.contextmanager
     def watching(
-        self, given: Any, batch: PerReplica[Any] | None, replica: int, *, is_weighed: bool
+        self, given: Any, batch: PerReplica[Any] | None, replica: int
     ) -> Iterator[None]:
         """Return a context manager around a run.
 
@@ -55,7 +55,6 @@ class FirstRuns:
             given: its pair of args and kwargs.
             batch: a value of the batch in it that a distributed dataset has divided, if any.
             replica: the number of this replica.
-            is_weighed: True if the run has a `weight`.
         """
         self._hash = self._own = None
         if batch is None or batch.examples is None:
@@ -67,13 +66,14 @@ class FirstRuns:
             return
         self._own = batch.examples[replica]
         self._is_even = shares(batch.examples) is None
-        if is_weighed or not self._losses_left:
+        if not self._losses_left:
             yield
             return
         plain = vars(torch.autograd)[_ENGINE]
 
         def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
-            if state.replica is not None and kwargs.get("accumulate_grad"):
+            replica = state.replica
+            if replica is not None and not replica.is_weighed and kwargs.get("accumulate_grad"):
                 self._look(roots)
             return plain(roots, *args, **kwargs)
 
@@ -106,14 +106,12 @@ class FirstRuns:
             one_of_all: the sum or mean of ones.
         """
         having, *counts = total.tolist()
-        if not having:
-            return
         is_same = all(count in (0.0, one_of_all) for count in counts)
         if self._own is not None:
             self._losses_left -= 1
             self._is_uneven = having == one_of_all and not is_same
             return
-        if not self._left:
+        if not having or not self._left:
             return
         self._left -= 1
         if having != one_of_all or not is_same:

@@ -188,6 +188,10 @@ class GradientSync:
             self._buffer_sync.restore()
             self._contributions.weights = None
 
+    def weigh(self, weights: tuple[float, ...] | None) -> None:
+        """Weight the gradients that the step computes from now on. Every replica must call."""
+        self._contributions.weights = weights
+
     def average_buffers(self) -> None:
         """Average the buffers that forward has written since the last backward.
 
@@ -245,7 +249,7 @@ class GradientSync:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._begin(task)
-        self._contributions.arrived[i] = True
+        self._contributions.arrive(i)
         bucket = self._bucket_of.get(i)
         if bucket is None:
             return  # sparse gradients are reduced at the end

@@ -209,7 +209,8 @@ class OptimizerSteps:
                 return None
             part = torch.as_tensor(loss).detach()
             # A replica without examples often has the loss NaN.
-            part = part * context.weight if context.weight else torch.zeros_like(part)
+            weight = context.relative_weight
+            part = part * weight if weight else torch.zeros_like(part)
             return context.all_reduce(self._reduction, part)
 
         return reduced

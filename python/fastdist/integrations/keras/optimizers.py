@@ -72,7 +72,7 @@ def _reduce_missing(grads: list[Any], variables: list[Any], context: Any) -> Non
     ]
     if not missing:
         return
-    share = context.weight / context.num_replicas_in_sync
+    share = context.relative_weight / context.num_replicas_in_sync
     parts = [grads[i] * share if share else torch.zeros_like(grads[i]) for i in missing]
     context.communicator.all_reduce(parts)
     for i, part in zip(missing, parts, strict=True):

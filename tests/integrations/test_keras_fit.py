@@ -589,6 +589,18 @@ class Rate(keras.callbacks.Callback):  # type: ignore[misc]
         self.model.optimizer.learning_rate = 0.25
 
 
+class Summing(keras.layers.Layer):  # type: ignore[misc]
+    def __init__(self, aggregation: str) -> None:
+        super().__init__()
+        self.total = self.add_weight(
+            shape=(), trainable=False, aggregation=aggregation, name="total"
+        )
+
+    def call(self, x: Any) -> Any:
+        self.total.assign_add(keras.ops.sum(x).detach())
+        return x
+
+
 def several(comm: fd.Communicator) -> None:
     strategy = mirrored()
     model = made(strategy)
@@ -620,6 +632,15 @@ def several(comm: fd.Communicator) -> None:
             compares = compiled(keras.Sequential([keras.layers.Dense(4)]), loss=loss)
         with pytest.warns(UserWarning, match="compares the examples of a batch with each other"):
             fit(compares, **labels)
+    for aggregation in ("sum", "mean"):
+        with strategy.scope():
+            counts = compiled(dense(Summing(aggregation)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(counts, epochs=1)
+        texts = [str(w.message) for w in caught if "each replica wrote diff" in str(w.message)]
+        assert len(texts) == (aggregation == "sum" and comm.rank == 0)
+        assert all("Summing has buffers" in text and "/total." in text for text in texts)
     with strategy.scope():
         layer = keras.layers.Dense(4, activation="softmax")
         plain = compiled(keras.Sequential([layer]), loss="sparse_categorical_crossentropy")

@@ -397,6 +397,7 @@ class Autoencoder(keras.Model):  # type: ignore[misc]
         super().__init__()
         self.layer = layers.Dense(5)
         self.error = keras.metrics.Mean(name="error")
+        self.of_batches = keras.metrics.Mean(name="of_batches")
 
     def call(self, x: Any) -> Any:
         return self.layer(x)
@@ -419,7 +420,9 @@ class Autoencoder(keras.Model):  # type: ignore[misc]
     def _test(self, x: Any) -> Any:
         loss = ops.mean((self(x) - x) ** 2)
         self.error.update_state(loss, sample_weight=len(x))
-        return {"error": self.error.result(), "mean": ops.mean(x)}, loss
+        self.of_batches.update_state(loss)
+        logs = {"error": self.error.result(), "of_batches": self.of_batches.result()}
+        return logs | {"mean": ops.mean(x)}, loss
 
 
 @case(data=lambda: {"x": regression()["x"]})
@@ -433,3 +436,27 @@ def inputs_without_targets() -> Any:
 )
 def weighted_validation() -> Any:
     return compiled(dense(), "adam", weighted_metrics=["mae"])
+
+
+class Largest(keras.metrics.Metric):  # type: ignore[misc]
+    """As docs/keras.md tells those that keep a maximum."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_variable((), "zeros", aggregation="only_first_replica", name="value")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        context = fd.get_replica_context()
+        whole = context.all_reduce("max", ops.max(ops.abs(y_true - y_pred)).detach())
+        self.value.assign(ops.maximum(self.value, whole))
+
+    def result(self) -> Any:
+        return self.value
+
+    def reset_state(self) -> None:
+        self.value.assign(0.0)
+
+
+@case()
+def a_metric_that_keeps_a_maximum() -> Any:
+    return compiled(dense(), metrics=[Largest()])

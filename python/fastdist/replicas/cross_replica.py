@@ -88,9 +88,7 @@ def weights_of(weight: Weight, workers: Communicator | None) -> tuple[float, ...
         weights = workers.all_gather(np.array(weights)).tolist()
     for i, each in enumerate(weights):
         if not isfinite(each) or each < 0:
-            raise ValueError(
-                f"weight must be finite and not negative, got {each} on replica {i}"
-            )
+            raise ValueError(f"weight must be finite and not negative, got {each} on replica {i}")
     return tuple(weights)
 
 

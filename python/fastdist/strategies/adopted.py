@@ -206,7 +206,8 @@ class AdoptedModules:
             if self._central is None:
                 broadcast_state(workers, new)
             else:
-                state = {id(t) for root in roots for m in inner_modules(root) for t in state_of(m)}
+                modules = [module for root in roots for module in inner_modules(root)]
+                state = {id(t) for module in modules for t in state_of(module).values()}
                 parameters = [t for t in new if isinstance(t, nn.Parameter) and id(t) not in state]
                 central = set(map(id, parameters))
                 buffers = [tensor for tensor in new if id(tensor) not in central]

@@ -191,8 +191,8 @@ class ReplicatedStrategy(Strategy):
             scope = working_on_gpu(self._device)
         if self.num_replicas_in_sync == 1:
             with scope:
-                weights = weights_of(weight, None)
-                return self._call(fn, given, ReplicaContext(self, None, 0, examples, weights), None)
+                context = ReplicaContext(self, None, 0, examples, weights_of(weight, None))
+                return self._call(fn, given, context, None)
         self._connect()
         assert self._communicators is not None
         weights: tuple[float, ...] | None = examples

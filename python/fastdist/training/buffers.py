@@ -8,6 +8,8 @@ several steps with equal weights (tf.distribute: ON_READ, MEAN), and reading the
 communication. A replica that has not written a module's buffers, or had no examples, contributes
 nothing to them.
 
+Integer buffers stay each replica's own.
+
 Other buffers, such as a codebook's sums, a queue or a counter of examples, are no means of batches:
 the first exchanges compare those of modules that are not known to keep means, and warn.
 """
@@ -31,6 +33,8 @@ from fastdist.training.modules import is_materialized
 
 _LOOKS = 3  # exchanges that compare buffers
 _CLOSE = 1e-3  # relative: equal buffers' mean is rounded
+_MOST = 1 << 16  # elements of an integer buffer that are compared
+_OF_MEANS = ("running", "moving", "mean")  # in names of buffers that are means, by what they say
 
 
 @dataclass(slots=True)
@@ -40,36 +44,38 @@ class BufferedModule:
     Attributes:
         place: its number among all modules with buffers that the strategy has had; the same on all
             replicas.
+        keeps_means: True if all buffers are known to be running means.
         ref: a weak reference to the module.
-        specs: shape and dtype of each buffer; replicas that have released the module contribute
-            zeros of these shapes.
+        specs: shape and dtype of each buffer by name; replicas that have released the module
+            contribute zeros of these shapes.
         seen: the buffers' versions at the last check; None until a `BufferSync` watches the module.
         is_written: True if forward has written the buffers since they were averaged.
     """
 
     place: int
+    keeps_means: bool
     ref: weakref.ref[nn.Module]
-    specs: tuple[tuple[torch.Size, torch.dtype], ...]
+    specs: dict[str, tuple[torch.Size, torch.dtype]]
     seen: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
     is_written: bool = False
 
     @classmethod
     def of(cls, place: int, module: nn.Module) -> BufferedModule:
         """Describe a module as it is now."""
-        specs = tuple((buffer.shape, buffer.dtype) for buffer in _materialized(module))
-        return cls(place, weakref.ref(module), specs)
+        specs = {name: (b.shape, b.dtype) for name, b in _materialized(module).items()}
+        return cls(place, _keeps_means(module), weakref.ref(module), specs)
 
     def look(self) -> None:
         """Record the present versions of the buffers as seen."""
         module = self.ref()
         self.seen = [] if module is None else _stamps(module)
 
-    def buffers(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the buffers; zeros in their place if the module was released."""
+    def buffers(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return the buffers by name; zeros in their place if the module was released."""
         module = self.ref()
         if module is not None:
             return _materialized(module)
-        return [torch.zeros(s, dtype=d, device=device) for s, d in self.specs]
+        return {n: torch.zeros(s, dtype=d, device=device) for n, (s, d) in self.specs.items()}
 
 
 class BufferSync:
@@ -98,10 +104,11 @@ class BufferSync:
             if buffered.seen is None:
                 buffered.look()
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._looks = _LOOKS
-        # The names of the buffers of a module, each now, and before it became a mean.
-        self._compared: list[tuple[str, list[tuple[str, torch.Tensor, torch.Tensor]]]] = []
+        self._looks = _LOOKS  # the same on all replicas
+        # The module's and the buffer's name, the mean to be, and what this replica wrote.
+        self._compared: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
         self._different: dict[str, list[str]] = {}  # names of buffers, by that of their module
+        self._has_warned = False
 
     def keep(self) -> None:
         """Save the buffers; writes until `restore` are undone, since there are no examples."""
@@ -147,7 +154,8 @@ class BufferSync:
             totals: the sum over replicas of the results of `weights`.
         """
         total_of, writers_of = totals.tolist()
-        parts: dict[int, torch.Tensor] = {}  # by id: modules may share a buffer
+        seen: dict[int, torch.Tensor] = {}  # by id: modules may share a buffer
+        parts: list[torch.Tensor] = []
         alive = self.floating()
         device = alive[0].device if alive else torch.device("cpu")
         with torch.no_grad():
@@ -158,48 +166,51 @@ class BufferSync:
                 if not total > 0.0:
                     continue
                 buffers = buffered.buffers(device)
-                module = buffered.ref()
-                looks = self._looks and own and not is_capturing()
-                if looks and module is not None and not _keeps_means(module):
-                    self._compared.append((type(module).__name__, _copies(module)))
+                looks = self._looks > 0 and not buffered.keeps_means and not is_capturing()
                 if writers_of[buffered.place] < communicator.world_size:
-                    _share_counts(communicator, buffers, own / total)
-                for buffer in buffers:
-                    if id(buffer) in parts or not buffer.is_floating_point():
+                    _share_counts(communicator, list(buffers.values()), own / total)
+                for name, buffer in buffers.items():
+                    is_float = buffer.is_floating_point()
+                    if id(buffer) in seen or not (is_float or looks) or buffer.is_complex():
                         continue
+                    seen[id(buffer)] = buffer
+                    mean = buffer if is_float else _sample(buffer).double()
+                    if looks and own and not any(word in name for word in _OF_MEANS):
+                        owner = type(buffered.ref()).__name__
+                        self._compared.append((owner, name, mean, mean.clone()))
                     if own:
-                        buffer.mul_(own / total)
+                        mean.mul_(own / total)
                     else:
-                        buffer.zero_()
-                    parts[id(buffer)] = buffer
+                        mean.zero_()
+                    parts.append(mean)
                 buffered.look()
         self._looks -= bool(parts) and self._looks > 0
         if not parts:
             return None
-        work: Work = communicator.all_reduce(list(parts.values()), "sum", async_op=True)
+        work: Work = communicator.all_reduce(parts, "sum", async_op=True)
         return work
 
     def compare(self) -> None:
         """Compare the means with what this replica wrote, after the work of `send` has ended."""
-        for name, copies in self._compared:
-            for buffer_name, buffer, before in copies:
-                if not torch.allclose(buffer, before, _CLOSE, equal_nan=True):
-                    self._different.setdefault(name, []).append(buffer_name)
+        for owner, name, mean, own in self._compared:
+            if not torch.allclose(mean, own, _CLOSE, equal_nan=True):
+                self._different.setdefault(owner, []).append(name)
         self._compared = []
 
     def report(self, is_chief: bool) -> None:
         """Warn, once and on one replica, of buffers that replicas wrote differently."""
         different, self._different = self._different, {}
-        if not different or not is_chief:
+        if not different or not is_chief or self._has_warned:
             return
-        self._looks = 0
+        self._has_warned = True
         for name, buffers in different.items():
             warnings.warn(
                 f"{name} has buffers that each replica wrote differently: "
                 f"{', '.join(dict.fromkeys(buffers))}. They became their mean over replicas, as is "
-                "right for running means of batches, not for sums, codebooks or queues: there, "
-                "compute on the examples of all replicas, x = fastdist.get_replica_context()"
-                ".all_gather(x), before forward writes them",
+                "right for running means of batches, or stayed each replica's own if they are "
+                "integers. For sums, counts, codebooks or queues compute on the examples of all "
+                "replicas, x = fastdist.get_replica_context().all_gather(x), before forward writes "
+                "them",
                 stacklevel=6,  # the line that calls run
             )
 
@@ -245,22 +256,11 @@ def buffered_modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
 def _keeps_means(module: nn.Module) -> bool:
     """Return True for a normalization, and for a module whose state is known to be means."""
     is_norm = any("Norm" in kind.__name__ for kind in type(module).__mro__)
-    return is_norm or bool(moving_averages(module)) or not module._buffers
+    return is_norm or bool(moving_averages(module))
 
 
-def _copies(module: nn.Module) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Return the names, buffers and copies of a module's buffers that become means, but are none.
-
-    By their names, buffers such as running_mean and moving_variance are.
-    """
-    return [
-        (name, buffer, buffer.clone())
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-        and is_materialized(buffer)
-        and buffer.is_floating_point()
-        and not any(word in name for word in ("running", "moving", "mean"))
-    ]
+def _sample(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.flatten()[:: -(-buffer.numel() // _MOST) or 1]
 
 
 def _share_counts(
@@ -281,12 +281,12 @@ def _share_counts(
 
 
 def _stamps(module: nn.Module) -> list[tuple[weakref.ref[torch.Tensor], int]]:
-    return [(weakref.ref(buffer), buffer._version) for buffer in _materialized(module)]
+    return [(weakref.ref(buffer), buffer._version) for buffer in _materialized(module).values()]
 
 
-def _materialized(module: nn.Module) -> list[torch.Tensor]:
-    return [tensor for tensor in state_of(module) if is_materialized(tensor)]
+def _materialized(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in state_of(module).items() if is_materialized(t)}
 
 
 def _floating(module: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in _materialized(module) if buffer.is_floating_point()]
+    return [buffer for buffer in _materialized(module).values() if buffer.is_floating_point()]

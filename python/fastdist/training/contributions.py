@@ -219,7 +219,7 @@ class Contributions:
             name = self._parameters[i].name
             raise FastdistError(
                 f"the gradient of {name} was assigned since the last backward. With "
-                "gradient_reduction=\"sum\" fastdist cannot tell whether it is the sum over the "
+                'gradient_reduction="sum" fastdist cannot tell whether it is the sum over the '
                 "replicas or this replica's own: change it in place, as .grad.mul_(0.5) does, or "
                 "set it to None before backward and add it afterwards"
             )

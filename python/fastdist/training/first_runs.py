@@ -46,9 +46,7 @@ class FirstRuns:
         self._is_found = False
 
     @contextlib.contextmanager
-    def watching(
-        self, given: Any, batch: PerReplica[Any] | None, replica: int
-    ) -> Iterator[None]:
+    def watching(self, given: Any, batch: PerReplica[Any] | None, replica: int) -> Iterator[None]:
         """Return a context manager around a run.
 
         Args:

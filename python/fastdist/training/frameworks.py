@@ -15,11 +15,11 @@ class Framework(Protocol):
     def inner(self, module: nn.Module) -> Iterable[nn.Module]:
         """Return the modules inside a module, at any depth."""
 
-    def state(self, module: nn.Module) -> list[torch.Tensor]:
+    def state(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return the tensors of this module alone that forward may write, besides buffers."""
 
     def moving_averages(self, module: nn.Module) -> list[torch.Tensor]:
-        """Return the tensors of `state` that are moving averages over batches."""
+        """Return the tensors of `state` that are means over batches."""
 
 
 frameworks: list[Framework] = []
@@ -37,14 +37,16 @@ def inner_modules(root: nn.Module) -> Iterator[nn.Module]:
                 yield inner
 
 
-def state_of(module: nn.Module) -> list[torch.Tensor]:
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of this module alone that forward may write: buffers and their like."""
-    buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
-    return buffers + [tensor for framework in frameworks for tensor in framework.state(module)]
+    named = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    for framework in frameworks:
+        named |= framework.state(module)
+    return named
 
 
 def moving_averages(module: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors of this module alone that are moving averages over batches."""
+    """Return the tensors of this module alone that are means over batches."""
     if isinstance(module, nn.modules.batchnorm._NormBase):
         statistics = (module.running_mean, module.running_var)
         return [buffer for buffer in statistics if buffer is not None]

@@ -26,19 +26,25 @@ class KerasLayers:
         layers: list[nn.Module] = module._flatten_layers(include_self=False)
         return layers
 
-    def state(self, module: nn.Module) -> list[torch.Tensor]:
+    def state(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """Return a layer's non-trainable variables, such as moving means, and its seeds."""
         if not isinstance(module, keras.layers.Layer) or not hasattr(module, "_layers"):
-            return []
+            return {}
         seeds = [generator.state for generator in module._seed_generators]
-        variables = [v for v in module._non_trainable_variables if not v.value.requires_grad]
-        return [variable.value for variable in [*variables, *seeds]]
+        return {variable.path: variable.value for variable in [*_untrained(module), *seeds]}
 
     def moving_averages(self, module: nn.Module) -> list[torch.Tensor]:
-        """Return the moving statistics of a BatchNormalization."""
-        if not isinstance(module, keras.layers.BatchNormalization) or not module.built:
+        """Return the moving statistics of a BatchNormalization, and variables that are means."""
+        if not isinstance(module, keras.layers.Layer) or not hasattr(module, "_layers"):
             return []
-        return [module.moving_mean.value, module.moving_variance.value]
+        is_norm = isinstance(module, keras.layers.BatchNormalization) and module.built
+        statistics = [module.moving_mean, module.moving_variance] if is_norm else []
+        means = [v for v in _untrained(module) if v.aggregation == "mean"]
+        return list({id(v): v.value for v in [*statistics, *means]}.values())
+
+
+def _untrained(layer: Any) -> list[Any]:
+    return [v for v in layer._non_trainable_variables if not v.value.requires_grad]
 
 
 frameworks.append(KerasLayers())

@@ -4,12 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
+import keras
 import torch
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.integrations.keras.saved import put_values, values_of
+from fastdist.replicas.context import state
+
+
+def weigh_means(metrics: Sequence[Any]) -> None:
+    """Let a `Mean` of losses, each of a batch, count a replica's loss by its share of the batch.
+
+    Other updates have a value for each example, or a weight.
+    """
+    for metric in metrics:
+        is_mean = type(metric).update_state is keras.metrics.Mean.update_state
+        if is_mean and "update_state" not in vars(metric):
+            call = partial(_update_mean, metric.update_state)
+            object.__setattr__(metric, "update_state", call)
+
+
+def _update_mean(plain: Callable[..., Any], values: Any, sample_weight: Any = None) -> Any:
+    context = state.replica
+    if context is not None and sample_weight is None and keras.ops.ndim(values) == 0:
+        sample_weight = context.relative_weight
+    return plain(values, sample_weight=sample_weight)
 
 
 def variables_of(metrics: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ import torch
 from fastdist.collectives.communicator import Communicator
 from fastdist.integrations.keras.layers import separate_random_numbers
 from fastdist.integrations.keras.losses import share_losses
-from fastdist.integrations.keras.metrics import unchanged
+from fastdist.integrations.keras.metrics import unchanged, weigh_means
 from fastdist.integrations.keras.optimizers import share_steps
 from fastdist.replicas.per_replica import Origin, PerReplica
 from fastdist.strategies.replicated import ReplicatedStrategy
@@ -69,9 +69,10 @@ class ReplicaSteps:
 
     def prepare(self) -> None:
         """Adapt what the model has built by now. Every replica must call."""
-        model = self._model()
+        model: Any = self._model()
         separate_random_numbers(model)
         share_losses(model)
+        weigh_means(model.metrics)
         share_steps(model, self._strategy.central)
         self._strategy.refresh()
 

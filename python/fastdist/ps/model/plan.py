@@ -65,7 +65,8 @@ def plan(
     """
     rules = _rules(optimizers)
     tables = {id(module.weight): module for module in table_embeddings(roots)}
-    buffers = {id(t) for root in roots for module in inner_modules(root) for t in state_of(module)}
+    modules = [module for root in roots for module in inner_modules(root)]
+    buffers = {id(tensor) for module in modules for tensor in state_of(module).values()}
     placements = []
     for number, (name, tensor) in enumerate(tensors_in(roots)):
         if not is_materialized(tensor):

@@ -261,7 +261,7 @@ class TestBadInput:
             ([""], "no such file or program: ''"),
             (["-m", "no_such_module"], "no module named no_such_module"),
             (["-m", "json.no_such"], "no module named json.no_such"),
-            (["-m", "json"], "no module named json.__main__: json is a package without one"),
+            (["-m", "email"], "no module named email.__main__: email is a package without one"),
             (["-m", "textwrap.py"], "no module named textwrap.py: textwrap is not a package"),
             (["-m", ".json"], "no module named"),
             (["-m", ""], "no module named"),

@@ -79,7 +79,8 @@ def test_our_declarations_are_those_of_the_header(nccl: Path) -> None:
     packages = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
     folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"]
     folders += [found for folder in packages for found in folder.glob("cu*/include")]
-    cuda = [folder for folder in folders if (folder / "cuda_runtime.h").exists()]
+    needed = ("cuda_runtime.h", "crt/host_config.h")  # the second is in another package of pip's
+    cuda = [folder for folder in folders if all((folder / name).exists() for name in needed)]
     compiler = shutil.which("c++")
     if not cuda or compiler is None:
         pytest.skip("needs a C++ compiler and the headers of CUDA")

@@ -75,7 +75,7 @@ def test_loader_processes_give_what_none_give(source: str) -> None:
         if source == "examples":
             chosen: Any = Counting(13)
         elif source == "files":
-            chosen = Files(["0", "6"], lambda path: Spread(int(path), int(path) + 6).all())
+            chosen = Files(["0", "6"], read_spread)
         else:
             chosen = Spread(0, 13)
         return distribute_dataset(
@@ -106,6 +106,10 @@ class Spread(IterableDataset[Any]):
         info = get_worker_info()
         mine = self.range if info is None else self.range[info.id :: info.num_workers]
         return ((torch.tensor([float(i)]), i) for i in mine)
+
+
+def read_spread(path: str) -> Iterator[Any]:
+    return Spread(int(path), int(path) + 6).all()
 
 
 def test_an_iterable_dataset_in_a_loader_gives_the_loaders_batches() -> None:

@@ -197,7 +197,11 @@ def _floats(i: int) -> torch.Tensor:
 
 def _split(own: int) -> Any:
     order = np.random.default_rng(own).permutation(40)[:24]
-    return Subset(Examples(40, lambda i: {"x": _floats(i), "y": 0}), order.tolist())
+    return Subset(Examples(40, _example), order.tolist())
+
+
+def _example(i: int) -> dict[str, Any]:
+    return {"x": _floats(i), "y": 0}
 
 
 # What each replica gives to distribute_dataset, and the words of the error.

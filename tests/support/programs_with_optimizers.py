@@ -71,7 +71,7 @@ def grad_by_hand(model: Any, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -
     loss = F.mse_loss(model(x), y) if len(x) else 0 * model(x).sum()
     grads = torch.autograd.grad(loss, parameters)
     for p, grad in zip(parameters, grads, strict=True):
-        p.grad = context.all_reduce("mean", grad * context.weight)
+        p.grad = context.all_reduce("mean", grad * context.relative_weight)
     optimizer.step()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from typing import final
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from fastdist.cluster.address import join_address
@@ -154,6 +155,9 @@ def _read_metadata(name: str) -> str | None:
     try:
         with urlopen(request, timeout=_METADATA_TIMEOUT_S) as answer:
             text: str = answer.read().decode()
+    except HTTPError as error:
+        error.close()
+        return None
     except OSError:
         return None
     return text

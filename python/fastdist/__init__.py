@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import fastdist.cluster as cluster
 import fastdist.errors as errors
 from fastdist._version import __version__
+from fastdist.cluster.launch import claim_place
 from fastdist.collectives.chief import is_chief
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.functions import (
@@ -176,6 +177,7 @@ _OTHER_NAMES = {  # of tf.distribute, torch.distributed, MPI and Horovod
 
 
 register_with_torch()
+claim_place()
 if not {"lightning", "pytorch_lightning", "lightning_fabric"}.isdisjoint(sys.modules):
     import fastdist.integrations.lightning  # noqa: F401
 

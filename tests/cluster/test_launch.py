@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 from fastdist.cluster import Launch, detect_launch
@@ -229,6 +230,74 @@ def test_hydra_job_key_names_the_launcher_through_shells() -> None:
         assert [launch.local_rank for launch in launches] == [0, 1]
         assert launches[0].job_key == launches[1].job_key
     assert jobs[0][0].job_key != jobs[1][0].job_key
+
+
+TOOL = """
+import multiprocessing, subprocess, sys, numpy, fastdist as fd
+from fastdist.cluster.launch import without_rank
+if {spawns} or __name__ == "__main__":
+    comm = fd.init()
+def work():
+    print("worked", flush=True)
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        process = multiprocessing.get_context(method).Process(target=work)
+        process.start()
+        process.join()
+    print(comm.rank, comm.all_reduce(numpy.ones(1))[0], flush=True)
+"""
+INIT = "import fastdist as fd; comm = fd.init(); print('a world of', comm.world_size, flush=True)"
+STARTS = f"""
+import os, subprocess, sys, numpy, fastdist as fd
+from fastdist.cluster.launch import without_rank
+rank = int(os.environ["RANK"])
+def tool(environ):
+    command = [sys.executable, "-c", {INIT!r}]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20)
+def refused():
+    assert "was started by rank 0 of the job, process " + str(os.getpid()) in tool(None).stderr
+if rank == 0:
+    refused()
+    assert tool(without_rank(os.environ)).stdout == "a world of 1\\n"
+    pid = os.fork()
+    if not pid:
+        try: fd.init()
+        except fd.errors.ClusterConfigError: os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+comm = fd.init()
+if rank == 0: refused()
+print(comm.all_reduce(numpy.full(1, rank + 1.0))[0], flush=True)
+comm.close()
+if sys.argv[1:]: os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def run_two(program: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "fastdist", "run", "-n", "2", str(program), *words]
+    environ = os.environ | {"FASTDIST_RENDEZVOUS_TIMEOUT_S": "20"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_program_that_a_rank_starts_does_not_take_its_place(tmp_path: Path) -> None:
+    """But what a rank becomes by exec, and a program without the rank's variables, are right."""
+    program = tmp_path / "program.py"
+    program.write_text(STARTS)
+    assert sorted(run_two(program).split("\n")) == ["", "[0] 3.0", "[1] 3.0"]
+    again = run_two(program, "-c", "import numpy, " + INIT[7:])
+    assert sorted(again.split("\n")[2:]) == ["", "[0] a world of 2", "[1] a world of 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("guards", [False, True])
+def test_worker_processes_that_import_the_program(tmp_path: Path, guards: bool) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(TOOL.format(spawns=not guards))
+    lines = run_two(program).splitlines()
+    assert {line[4:] for line in lines} == {"worked", "0 2.0", "1 2.0"}
+    assert len(lines) == (8 if guards else 4)  # a fork imports nothing again
 
 
 def check_job_of_two(launches: list[Launch], launcher: str) -> None:

@@ -26,7 +26,7 @@ def exchange(rank: int, size: int, key: str, timeout_s: float = 20) -> int:
     fds = [own]
     try:
         fds = rendezvous.exchange_memory(
-            Launch("test", rank, size, rank, size, key), 0, own, timeout_s
+            Launch("test", rank, size, rank, size, key), own, timeout_s
         )
         return len(fds)
     finally:
@@ -55,7 +55,7 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
 
 def listener_of(key: str) -> str:
     """Wait for rank 0; return the name of its socket."""
-    digest = rendezvous.prefix_of(key, 0)
+    digest = rendezvous.prefix_of(key)
     deadline = time.monotonic() + 10
     while not (names := rendezvous._names(digest)):
         assert time.monotonic() < deadline
@@ -72,6 +72,15 @@ def connect(key: str) -> socket.socket:
 @pytest.fixture
 def key() -> str:
     return secrets.token_hex(8)
+
+
+def test_ranks_meet_again_and_again_with_the_same_key(key: str) -> None:
+    """Those that are early find rank 0's last socket, whose meeting is over."""
+
+    def meet(rank: int) -> list[int]:
+        return [exchange(rank, 3, key) for _ in range(200)]
+
+    assert in_threads(lambda: meet(0), lambda: meet(1), lambda: meet(2)) == [[3] * 200] * 3
 
 
 def test_ranks_meet_beside_silent_connections(key: str) -> None:
@@ -228,7 +237,7 @@ while True:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to start a process of another user")
 def test_another_user_cannot_disturb(key: str) -> None:
     """Not with sockets of the same name, and not with connections that it keeps."""
-    prefix = rendezvous.prefix_of(key, 0)
+    prefix = rendezvous.prefix_of(key)
     command = [sys.executable, "-c", STRANGER, prefix[1:]]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as stranger:
         try:

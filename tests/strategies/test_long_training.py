@@ -10,15 +10,18 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 
+import cloudpickle
 import fastdist as fd
 import pytest
 import torch
 import torch.nn.functional as F
 from fastdist import Strategy
-from replica_runs import Run, ranks, run
+from ranks import ProcessRanks
+from replica_runs import ranks
+from test_strategies import run_case
 from torch import nn
 
-__all__ = ["ranks", "run"]  # fixtures
+__all__ = ["ranks"]  # a fixture
 
 STEPS = int(os.environ.get("FASTDIST_TEST_STEPS", "300"))
 
@@ -105,9 +108,9 @@ def transformer(strategy: Strategy) -> Made:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(10_000)
 @pytest.mark.parametrize("make", [perceptron, convolutions, transformer])
-def test_no_false_alarm(run: Run, make: Callable[[Strategy], Made]) -> None:
+def test_no_false_alarm(ranks: ProcessRanks, make: Callable[[Strategy], Made]) -> None:
     def case(strategy: Strategy) -> None:
         torch.manual_seed(0)
         step, data = make(strategy)
@@ -121,4 +124,5 @@ def test_no_false_alarm(run: Run, make: Callable[[Strategy], Made]) -> None:
                     done += 1
         strategy.check_in_sync()
 
-    run(case)
+    limit_s = 60 + STEPS / 30
+    ranks.run(run_case, cloudpickle.dumps(case), "mirrored", {}, limit_s=limit_s)

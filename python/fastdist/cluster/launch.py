@@ -9,6 +9,7 @@ one.
 import ipaddress
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fastdist.cluster.environ import (
@@ -36,9 +37,17 @@ ROSTER_VARIABLE = "FASTDIST_ROSTER"
 REPLICAS_VARIABLE = "FASTDIST_REPLICAS"
 """Set by a strategy for the processes that it starts: JSON of a `StartedReplica`."""
 
+PROCESS_VARIABLE = "FASTDIST_RANK_PROCESS"
+"""Set by a rank for the processes that it starts: its process, and the place that it has."""
+
+_PLACE_VARIABLES = (
+    *("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"),
+    *(JOB_VARIABLE, "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"),
+)
 _RANK_VARIABLES = frozenset(
     (
         JOB_VARIABLE,
+        PROCESS_VARIABLE,
         LAUNCHER_VARIABLE,
         REPLICAS_VARIABLE,
         ROSTER_VARIABLE,
@@ -112,6 +121,48 @@ def detect_launch(environ: Environ = os.environ) -> Launch | None:
             return launch
     require_rank_of_world_size(environ)
     return None
+
+
+def claim_place() -> None:
+    """Let the processes that this one starts know that the place in its environment is taken."""
+    if _claim()[1] != (place := _place()):
+        _set_claim(place)
+
+
+def require_own_place() -> None:
+    """Check that this process is a rank itself, and no process that a rank has started.
+
+    Raises:
+        ClusterConfigError: a rank has started it, with its own environment.
+    """
+    (pid, claimed), place = _claim(), _place()
+    with suppress(OSError):  # no /proc
+        if claimed == place and pid != os.getpid() and pid in ancestors("self"):
+            raise ClusterConfigError(
+                f"this process was started by rank {place.lstrip('/').split('/')[0]} of the job, "
+                f"process {pid}, and is no rank itself. Put what ranks alone do under if __name__ "
+                f'== "__main__": so that worker processes leave it out; start other programs '
+                "without RANK, as by env -u RANK -u FASTDIST_JOB. If that process does nothing but "
+                f"start its rank, unset {PROCESS_VARIABLE} there"
+            )
+    _set_claim(place)
+
+
+def _place() -> str:
+    """Return what distinguishes the rank of the environment; "" without a rank."""
+    values = [os.environ.get(name, "") for name in _PLACE_VARIABLES]
+    return "/".join(values) if any(values[:4]) else ""
+
+
+def _set_claim(place: str) -> None:
+    if place:
+        os.environ[PROCESS_VARIABLE] = f"{os.getpid()} {place}"
+
+
+def _claim() -> tuple[int, str]:
+    """Return the process that has claimed a place, and the place; zero and "" if none has."""
+    pid, _, place = os.environ.get(PROCESS_VARIABLE, "").partition(" ")
+    return (int(pid) if pid.isdecimal() else 0), place
 
 
 class _Noted:

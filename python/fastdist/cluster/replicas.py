@@ -12,6 +12,7 @@ from fastdist.cluster.launch import (
     Launch,
     note_launch,
     rank_variables,
+    require_own_place,
     without_rank,
 )
 from fastdist.processes.proc import start_ticks
@@ -87,6 +88,7 @@ def started_replica() -> StartedReplica | None:
     """
     text = os.environ.get(REPLICAS_VARIABLE)
     if text is not None and _Known.own is None:
+        require_own_place()
         fields = json.loads(text)
         _Known.own = StartedReplica(**{**fields, "devices": tuple(fields["devices"])})
         note_launch(_Known.own.launch())

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ import fastdist._core as _core
 from fastdist._config import settings
 from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.environ import join_master
-from fastdist.cluster.launch import Launch, detect_launch, note_launch
+from fastdist.cluster.launch import Launch, detect_launch, note_launch, require_own_place
 from fastdist.cluster.replicas import patience_s, started_replica
 from fastdist.cluster.roster import roster_place
 from fastdist.collectives.arguments import check_timeout, to_integer, to_rank
@@ -77,11 +78,11 @@ class Cluster(Protocol):
 
 
 class _World:
-    """The default communicator, the number of rendezvous, and the exit code of this process."""
+    """The default communicator, and what else this process remembers of its worlds."""
 
     communicator: Communicator | None = None
     member: Member | None = None  # of an elastic job
-    rendezvous_count = 0
+    meetings: Counter[str] = Counter()  # through a store, by its address
     process = 0  # id of the process that called init
     exit_code: int | None = None  # of a program that ended well, but whose replicas did not
 
@@ -140,7 +141,6 @@ def init(
     config = settings()
     started_replica()
     waits_s = config.rendezvous_timeout_s + patience_s()
-    _World.rendezvous_count += 1  # also of a rendezvous that fails
     if elastic or roster_place() is not None:
         engine = _elastic_alone(elastic)
     elif bootstrap is not None:
@@ -340,8 +340,10 @@ def _from_launch(timeout_s: float) -> Engine:
     launch = detect_launch()
     if launch is None:
         return _alone()
+    if launch.world_size > 1:
+        require_own_place()
     if launch.local_world_size == launch.world_size:
-        return HostEngine.of_launch(launch, _World.rendezvous_count, timeout_s)
+        return HostEngine.of_launch(launch, timeout_s)
     coordinator = coordinator_of_launch(launch)
     place = launch.rank, launch.world_size
     return _on_machines(launch.launcher, *place, coordinator, timeout_s)[0]
@@ -386,7 +388,7 @@ def _connect(
         return _on_machines(launcher, rank, size, coordinator, timeout_s)
     key = secrets.token_hex(8) if size == 1 else f"{launcher}/{coordinator}"
     launch = Launch(launcher, rank, size, rank, size, key)
-    return HostEngine.of_launch(launch, _World.rendezvous_count, timeout_s), launch
+    return HostEngine.of_launch(launch, timeout_s), launch
 
 
 def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, str]:
@@ -423,7 +425,7 @@ def _from_bootstrap(
     ranks_here = where.count(where[rank])
     if ranks_here == size:
         launch = Launch("bootstrap", rank, size, rank, size, key)
-        return HostEngine.of_launch(launch, 0, timeout_s), ranks_here
+        return HostEngine.of_launch(launch, timeout_s), ranks_here
     secret = None if is_trusted else job_secret()
     said = json.dumps(everyone)
     own = _free_address(host) if rank == 0 else ""
@@ -453,7 +455,8 @@ def _on_machines(
     from fastdist.collectives.engines.machine_rendezvous import connect_machines
 
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    prefix = f"fastdist/{_World.rendezvous_count}"
+    _World.meetings[coordinator] += 1  # also one that fails
+    prefix = f"fastdist/{_World.meetings[coordinator]}"
     rendezvous = connect_machines(rank, size, coordinator, prefix, timeout_s, has_agent)
     return _connect_machines(launcher, rank, rendezvous, timeout_s)
 
@@ -468,7 +471,7 @@ def _connect_machines(
     own = Launch("machines", local, here, local, here, key)
     launch = Launch(launcher, rank, layout.size, local, here, key)
     try:
-        inner = HostEngine.of_launch(own, _World.rendezvous_count, timeout_s)
+        inner = HostEngine.of_launch(own, timeout_s)
     except ClusterConfigError as error:
         ranks = tuple(layout.places[place][number] for number in error.ranks)
         raise ClusterConfigError(

@@ -5,6 +5,9 @@ behind, and opens no TCP port. The name of the socket is derived from the user a
 with a random number, so that no other user can take it first; ranks find it in the kernel's list of
 sockets. Both ends check that the other end runs as the same user. Every rank sends a descriptor of
 its own memory; when all ranks have arrived, rank 0 sends each rank the descriptors of the others.
+
+Ranks that meet again, or other processes with the same key, use the same name: who connects to a
+socket whose meeting is over tries again.
 """
 
 from __future__ import annotations
@@ -27,8 +30,9 @@ from fastdist.cluster.peer import is_own_user
 from fastdist.errors import ClusterConfigError
 
 _MAGIC = b"fastdist"
-_VERSION = 2
+_VERSION = 3
 _HELLO = struct.Struct("=8sIII")  # magic, version, rank, world size
+_ARRIVED = b"+"  # rank 0's answer: the rank has arrived, or hears why not
 _VERDICT = struct.Struct("=I")  # bytes of the refusal that follows; 0: welcome
 _MAX_REFUSAL_BYTES = 1 << 16
 _FDS_PER_MESSAGE = 128
@@ -54,12 +58,11 @@ def run_checks() -> None:
         check()
 
 
-def exchange_memory(launch: Launch, generation: int, own_fd: int, timeout_s: float) -> list[int]:
+def exchange_memory(launch: Launch, own_fd: int, timeout_s: float) -> list[int]:
     """Exchange memory with every rank of the job. Every rank must call.
 
     Args:
         launch: the description of this rank; all ranks must be on this machine.
-        generation: number of this rendezvous in the job; counts the calls to `fastdist.init`.
         own_fd: descriptor of this rank's memory.
         timeout_s: seconds to wait for all ranks.
 
@@ -71,16 +74,16 @@ def exchange_memory(launch: Launch, generation: int, own_fd: int, timeout_s: flo
             of ranks; raised on all ranks that have arrived.
     """
     deadline = time.monotonic() + timeout_s
-    prefix = prefix_of(launch.job_key, generation)
+    prefix = prefix_of(launch.job_key)
     rendezvous = _Rendezvous(launch.rank, launch.world_size, timeout_s, deadline, prefix)
     if launch.rank == 0:
         return _host(rendezvous, own_fd)
     return _join(rendezvous, own_fd)
 
 
-def prefix_of(job_key: str, generation: int) -> str:
+def prefix_of(job_key: str) -> str:
     """Return the beginning of the names of rank 0's socket."""
-    digest = hashlib.sha256(f"{os.getuid()}|{job_key}|{generation}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{os.getuid()}|{job_key}".encode()).hexdigest()
     return f"\0fastdist-{digest[:32]}-"
 
 
@@ -270,6 +273,8 @@ class _Guests:
             )
         elif rank in self.fds or not 0 <= rank < expected:
             refusal = f"rank {rank} of {expected} arrived twice or is out of range"
+        with contextlib.suppress(OSError):  # told when its connection is used
+            connection.sendall(_ARRIVED)
         if refusal:
             os.close(received[0])
             error = ClusterConfigError(f"rendezvous: {refusal}", (rank,))
@@ -297,11 +302,8 @@ def _refuse(connection: socket.socket, error: ClusterConfigError) -> None:
 
 def _join(rendezvous: _Rendezvous, own_fd: int) -> list[int]:
     others: list[int] = []
-    with _connect(rendezvous) as connection:
-        rendezvous.arm(connection)
-        hello = _HELLO.pack(_MAGIC, _VERSION, rendezvous.rank, rendezvous.world_size)
+    with _arrive(rendezvous, own_fd) as connection:
         try:
-            rendezvous.send_fds(connection, [own_fd], hello)
             # Rank 0 has begun to wait before now, and reports the missing ranks at its deadline.
             connection.settimeout(rendezvous.timeout_s + 2.0)
             refusal = _receive(connection, _VERDICT.unpack(_receive(connection, _VERDICT.size))[0])
@@ -321,6 +323,20 @@ def _join(rendezvous: _Rendezvous, own_fd: int) -> list[int]:
                 (0,),
             ) from None
     return [*others[: rendezvous.rank], own_fd, *others[rendezvous.rank :]]
+
+
+def _arrive(rendezvous: _Rendezvous, own_fd: int) -> socket.socket:
+    """Connect to rank 0 and say which rank this is; again if its meeting was another."""
+    hello = _HELLO.pack(_MAGIC, _VERSION, rendezvous.rank, rendezvous.world_size)
+    while True:
+        connection = _connect(rendezvous)
+        rendezvous.arm(connection)
+        with contextlib.suppress(OSError):
+            rendezvous.send_fds(connection, [own_fd], hello)
+            if connection.recv(1) == _ARRIVED:
+                return connection
+        connection.close()
+        time.sleep(_RETRY_S)
 
 
 def _receive_fds(connection: socket.socket, rank: int) -> list[int]:

@@ -35,12 +35,12 @@ class HostEngine(CompiledEngine):
         self.size = host.size
 
     @classmethod
-    def of_launch(cls, launch: Launch, generation: int, timeout_s: float) -> HostEngine:
+    def of_launch(cls, launch: Launch, timeout_s: float) -> HostEngine:
         """Connect ranks that are processes of one machine. Every rank must call."""
         tuning = _core.tuning_for(launch.world_size)
         own_fd = _core.create_segment_file(launch.world_size, tuning)
         try:
-            fds = exchange_memory(launch, generation, own_fd, timeout_s)
+            fds = exchange_memory(launch, own_fd, timeout_s)
         except BaseException:
             os.close(own_fd)
             raise
@@ -50,7 +50,7 @@ class HostEngine(CompiledEngine):
         block = _core.SharedBlock(machine, rank, size, tuning)
         offsets = [block.offset] * size  # the first block of every segment
         host = _core.HostCommunicator(machine, list(range(size)), rank, offsets, block, tuning)
-        return cls(host, f"{launch.job_key}|{generation}|{memory}", _connect_processes)
+        return cls(host, f"{launch.job_key}|{memory}", _connect_processes)
 
     @classmethod
     def of_threads(cls, size: int) -> list[HostEngine]:
@@ -99,7 +99,7 @@ class HostEngine(CompiledEngine):
 
 
 def _connect_processes(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
-    return HostEngine.of_launch(Launch("survivors", rank, size, rank, size, key), 0, timeout_s)
+    return HostEngine.of_launch(Launch("survivors", rank, size, rank, size, key), timeout_s)
 
 
 class _ConnectThreads:

@@ -86,7 +86,7 @@ def communicator_of_handles(
     if all(handle.machine == first.machine for handle in handles):
         key = f"{first.name}/{uuid}"
         launch = Launch("reconfigure", rank, size, rank, size, key)
-        return Communicator(HostEngine.of_launch(launch, 0, timeout_s), timeout_s), size
+        return Communicator(HostEngine.of_launch(launch, timeout_s), timeout_s), size
     root = _store_of(first, own, store, timeout_s)
     shared = c10d.PrefixStore(f"fastdist/reconfigure/{first.name}/{uuid}/", root)
     return communicator_in_store(shared, rank, size, timeout_s)

@@ -71,7 +71,7 @@ class Endpoint {
                  std::chrono::nanoseconds timeout, bool async) {
     if (!async && run_now(queue, call, timeout)) return py::reinterpret_borrow<py::object>(result);
     communicator_.check_usable();
-    refuse_nested(queue);
+    refuse_beside_another(queue);
     const auto caller = std::make_shared<RecordedCaller>();
     auto task = [this, &queue, call = std::move(call), caller, timeout] {
       CallOptions options{timeout, caller.get()};
@@ -99,7 +99,7 @@ class Endpoint {
   template <class Call>
   void run_without_gil(const Call& call, CallOptions options) {
     if (collectives_.try_run([&] { make(collectives_, call, options); })) return;
-    refuse_nested(collectives_);
+    refuse_beside_another(collectives_);
     const RecordedCaller caller(*options.caller);
     CallOptions later = options;
     later.caller = &caller;
@@ -110,7 +110,7 @@ class Endpoint {
   template <class Call>
   std::shared_ptr<Work> run_soon(Call call, const CallOptions& options) {
     constexpr std::size_t kMostAhead = 64;
-    refuse_nested(collectives_);
+    refuse_beside_another(collectives_);
     auto work = collectives_.submit_soon(counted(
         [this, call = std::move(call), caller = std::make_shared<RecordedCaller>(*options.caller),
          timeout = options.timeout] { call(communicator_, CallOptions{timeout, caller.get()}); }));
@@ -173,12 +173,21 @@ class Endpoint {
   }
 
  private:
-  static void refuse_nested(const Queue& queue) {
-    if (!queue.is_running_here()) return;
-    throw Error(ErrorCode::kState,
-                "a signal handler called a collective while its thread waits in another one of the "
-                "same communicator, which must end first; set a flag in the handler and call the "
-                "collective later");
+  // Throws if the queue runs another call that its caller waits for. Sends and receives of several
+  // threads have tags.
+  void refuse_beside_another(const Queue& queue) const {
+    if (queue.is_running_here()) {
+      throw Error(ErrorCode::kState,
+                  "a signal handler called a collective while its thread waits in another one of "
+                  "the same communicator, which must end first; set a flag in the handler and call "
+                  "the collective later");
+    }
+    if (&queue == &collectives_ && queue.is_running_elsewhere()) {
+      throw Error(ErrorCode::kState,
+                  "two threads called collectives of one communicator at once, so that other ranks "
+                  "may call them in another order; give each thread a communicator of its own, by "
+                  "split");
+    }
   }
   struct Count {
     explicit Count(BlockingCommunicator& c) : communicator(c) { c.count_submitted(1); }

@@ -76,6 +76,11 @@ class WorkQueue {
   [[nodiscard]] bool is_running_here() const noexcept {
     return runner_.load(std::memory_order_relaxed) == &this_thread;
   }
+  // True while another thread is in `try_run`.
+  [[nodiscard]] bool is_running_elsewhere() const noexcept {
+    const char* const runner = runner_.load(std::memory_order_relaxed);
+    return runner != nullptr && runner != &this_thread;
+  }
 
   // Runs `task` in this thread and returns true, or returns false if calls are pending.
   template <class Task>

@@ -41,7 +41,21 @@ class CollectiveMismatchError(FastdistError):
     """
 
 
-class PeerFailureError(FastdistError):
+class LostRankError(FastdistError):
+    """A rank has failed, or did not come in time: base class of the two errors that say which.
+
+    Examples:
+        >>> import fastdist as fd, numpy as np
+        >>> first, second = fd.local_group(2)
+        >>> try:
+        ...     first.barrier(timeout=0.1)
+        ... except fd.errors.LostRankError as error:
+        ...     error.ranks
+        (1,)
+    """
+
+
+class PeerFailureError(LostRankError):
     """A rank died or left while others still needed it. The communicator is no longer usable.
 
     Examples:
@@ -56,7 +70,7 @@ class PeerFailureError(FastdistError):
     """
 
 
-class CollectiveTimeoutError(FastdistError):
+class CollectiveTimeoutError(LostRankError):
     """A rank did not arrive in time.
 
     The communicator is no longer usable, unless only a `Work.wait` timed out.

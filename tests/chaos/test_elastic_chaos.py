@@ -1,4 +1,6 @@
-"""Elastic jobs whose ranks are killed at random moments: no step is lost, none counts twice.
+"""Elastic jobs whose ranks are killed or stopped at random moments.
+
+No step is lost, and none counts twice.
 
 FASTDIST_CHAOS_ELASTIC is the number of jobs, 6 if it is not set.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,13 +22,14 @@ COUNT = int(os.environ.get("FASTDIST_CHAOS_ELASTIC", "6"))
 STEPS = """
 import os, random, signal, sys, threading, time
 chance = random.Random(f"{sys.argv[1]}/{os.environ['FASTDIST_ROSTER']}/{time.time_ns()}")
-if chance.random() < 0.6:
-    kill = threading.Timer(chance.expovariate(1.5), os.kill, (os.getpid(), signal.SIGKILL))
+if chance.random() < float(sys.argv[2]):
+    fault = chance.choice([signal.SIGKILL, *[signal.SIGSTOP] * int(sys.argv[3])])
+    kill = threading.Timer(chance.expovariate(1.5), os.kill, (os.getpid(), fault))
     kill.daemon = True
     kill.start()
 import numpy as np
 import fastdist as fd
-from fastdist.errors import PeerFailureError
+from fastdist.errors import LostRankError
 comm = fd.init(elastic=True)
 state = np.zeros(3)  # steps, sum of their numbers, sum of the numbers of ranks
 work = np.zeros(50_000)
@@ -39,7 +43,7 @@ while state[0] < 150:
         n = comm.world_size
         assert (work == n * state[0] + n * (n - 1) / 2).all(), (work[0], state, n)
         state += 1, state[0], n
-    except PeerFailureError:
+    except LostRankError:
         pass
     time.sleep(0.01)
 print([*state.astype(int).tolist()], flush=True)
@@ -51,8 +55,28 @@ print([*state.astype(int).tolist()], flush=True)
 def test_random_kills(launcher: Launcher, script: Script, seed: int) -> None:
     least = 1 + seed % 3
     done = launcher.run(
-        *("--min", least, "--max", 4, "--max-restarts", 999, "--no-prefix"), script(STEPS), seed
+        *("--min", least, "--max", 4, "--max-restarts", 999, "--no-prefix"),
+        *(script(STEPS), seed, 0.6, 0),
     )
+    check(done, least)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(COUNT // 2))
+def test_random_stops(
+    launcher: Launcher, script: Script, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped rank is killed, also if nobody of its world is left."""
+    monkeypatch.setenv("FASTDIST_TIMEOUT_S", "2")
+    least = 1 + seed % 3
+    done = launcher.run(
+        *("--min", least, "--max", 3, "--max-restarts", 999, "--no-prefix"),
+        *(script(STEPS), seed, 0.3, 1),
+    )
+    check(done, least)
+
+
+def check(done: subprocess.CompletedProcess[bytes], least: int) -> None:
     errors = done.stderr.decode()
     assert done.returncode == 0, errors
     results = [json.loads(line) for line in done.stdout.splitlines()]

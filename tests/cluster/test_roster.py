@@ -212,7 +212,7 @@ import sys, time
 from fastdist.cluster.roster import RosterPlace
 from fastdist.collectives.elastic import Member
 member = Member(RosterPlace(sys.argv[1], 0))
-member.join(60)
+member.join(0.5)
 print(member.Get_rank(), flush=True)
 if sys.argv[2] == "gather":
     member.allgather(0)
@@ -225,7 +225,7 @@ def other(job: Job, pool: ThreadPoolExecutor) -> Iterator[tuple[Member, subproce
     """A member, and a process that is a rank of the same world and does nothing more."""
     made = job.begin(1, 2)
     member = job.member()
-    place = pool.submit(join, member)
+    place = pool.submit(join, member, 0.5)
     command = [sys.executable, "-c", WAITS, made.name, "wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert place.result(30)[2] == 2
@@ -251,6 +251,28 @@ class TestLateRanks:
         member, process = other
         process.send_signal(signal.SIGSTOP)
         assert join(member, 0.2) == (2, 0, 1)
+        assert process.wait(20) == -signal.SIGKILL
+
+    def test_once_the_others_have_ended(
+        self, job: Job, pool: ThreadPoolExecutor, other: tuple[Member, subprocess.Popen[str]]
+    ) -> None:
+        """Nobody of its world is left to report it; the restarted ranks know nothing of it."""
+        member, process = other
+        member.close()
+        restarted = pool.submit(join, job.member(), 0.2)
+        assert process.wait(20) == -signal.SIGKILL
+        assert restarted.result(20) == (2, 0, 1)
+
+    def test_is_not_said_of_ranks_that_a_new_one_waits_for(
+        self, job: Job, pool: ThreadPoolExecutor, other: tuple[Member, subprocess.Popen[str]]
+    ) -> None:
+        """They come when their step has ended, however long that takes."""
+        member, process = other
+        restarted = pool.submit(join, job.member(), 0.2)
+        time.sleep(1.0)
+        assert process.poll() is None
+        assert member.must_join()
+        assert join(member, 0.2)[2] == restarted.result(20)[2] == 2  # without the other
         assert process.wait(20) == -signal.SIGKILL
 
     def test_in_a_gathering(self, other: tuple[Member, subprocess.Popen[str]]) -> None:

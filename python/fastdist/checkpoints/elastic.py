@@ -16,7 +16,7 @@ from fastdist.checkpoints.manager import CheckpointManager, Staging
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.elastic import Member
 from fastdist.collectives.init import default_communicator, elastic_member, must_regroup
-from fastdist.errors import CollectiveTimeoutError, PeerFailureError
+from fastdist.errors import CollectiveTimeoutError, LostRankError
 from fastdist.strategies.replicated import ReplicatedStrategy
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class Elastic:
                 self._join(member)
                 result = train()
                 default_communicator().barrier()  # if a rank is lost now, all train again
-            except (CollectiveTimeoutError, PeerFailureError, WorldChangedError) as error:
+            except (LostRankError, WorldChangedError) as error:
                 failures = failures + 1 if self._commits == reached else 1
                 reached = self._commits
                 if failures == _MOST_FAILURES:

@@ -2,14 +2,15 @@
 
 A rank that wants the next world asks to join, and how far it has come. When all ranks of the
 present world have asked, the roster makes a world of all that wait: those that have come furthest
-first. Ranks that have not asked are told to. A rank leaves when its process ends. One that others
-report as late, and that does not ask soon, is killed.
+first. Ranks that have not asked are told to. A rank leaves when its process ends. Once one of a
+world has left or asked, the others have as long as ranks wait for each other; then they are killed.
+So is, soon, one that others report as late.
 
 A message is a line of JSON with one key.
 
 | from a rank | meaning |
 |---|---|
-| join: PROGRESS | wants the next world, and has taken so many steps |
+| join: [PROGRESS, SECONDS] | wants the next world; has taken so many steps, and waits so long |
 | late: [RANK, ...] | ranks of its world that have not come; []: all that have not asked |
 | gather: VALUE | its contribution to a gathering of all ranks of its world |
 | finished: true | the job has done its work; nobody joins any more |
@@ -41,7 +42,7 @@ from fastdist.cluster.launch import ROSTER_VARIABLE
 from fastdist.cluster.peer import is_own_user, peer_pid
 
 _LAST_CALL_S = 30.0
-_LATE_S = 5.0  # that a rank has left which others have reported as late
+_LATE_S = 5.0  # that a rank has left which others have waited for in vain
 _GATHERING_S = 30.0  # that a gathering may take
 _PAUSE_S = 0.05
 _MOST_BYTES = 1 << 20  # of a message
@@ -152,6 +153,7 @@ class Roster:
         self._members: list[_Member] = []  # in the order in which they came
         self._world = 0
         self._size = 0  # of this world
+        self._patience_s = 0.0  # that ranks wait for another
         # When the first world begins without those that are missing.
         self._last_call_s: float | None = None
         self._gathered_s: float | None = None  # when the gathering under way takes too long
@@ -190,6 +192,8 @@ class Roster:
     def _obey(self) -> None:
         if self._taken.recv(64):
             self._has_finished = True
+            for member in self._members:
+                member.ends_s = None
         else:
             self._is_closed = True
 
@@ -241,9 +245,10 @@ class Roster:
 
     def _take(self, member: _Member, kind: str, value: Any) -> None:
         if kind == "join":
-            member.progress = int(value)
-            member.ends_s = None
-            member.gathering = []
+            progress, self._patience_s = int(value[0]), float(value[1])
+            member.progress, member.ends_s, member.gathering = progress, None, []
+            if 0 < member.world == self._world:
+                self._await_ranks()
         elif kind == "late" and 0 < member.world == self._world:
             self._note_late([int(rank) for rank in value])
         elif kind == "gather":
@@ -277,7 +282,7 @@ class Roster:
         member.line.connection.close()
         os.close(member.pid_fd)
         if member.world == self._world:
-            self._tell_ranks()
+            self._await_ranks()
 
     def _send(self, member: _Member, **message: Any) -> None:
         with suppress(OSError):  # it has ended, which its other descriptor tells
@@ -296,6 +301,12 @@ class Roster:
                 member.is_told = True
                 self._send(member, anew=True)
         return missing
+
+    def _await_ranks(self) -> None:
+        """Tell the same, since this world has lost a rank; kill those that do not ask in time."""
+        for member in self._tell_ranks():
+            if member.ends_s is None and not self._has_finished:
+                member.ends_s = time.monotonic() + self._patience_s + _LATE_S
 
     def _gather(self) -> None:
         ranks = self._ranks()

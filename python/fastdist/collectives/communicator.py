@@ -55,7 +55,8 @@ class Communicator:
     the current stream; `work.wait()` makes the stream that is current then wait, not the host. A
     rank uses one GPU only. Calls can be captured in CUDA graphs.
 
-    A communicator must be used by one thread at a time; give each thread its own (`split`).
+    A communicator must be used by one thread at a time; give each thread its own (`split`). Calls
+    that overlap raise FastdistError.
 
     Autograd does not record that a collective writes into a torch tensor. Do not write into a
     tensor that a later backward needs.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -92,11 +91,8 @@ class Member:
             ClusterConfigError: the launcher has ended.
             SystemExit: the job has done its work; this process is not needed.
         """
-        self._line.send(join=self.progress)
-        kind, value = self._await(("place", "ended"), timeout_s)
-        while kind == "late":
-            self.report([])
-            kind, value = self._await(("place", "ended"), None)
+        self._line.send(join=[self.progress, timeout_s])
+        kind, value = self._await(("place", "ended"))
         if kind == "ended":
             raise SystemExit(0)
         self.world, self._rank, self._size = value
@@ -126,19 +122,15 @@ class Member:
         """
         self._check()
         self._line.send(gather=obj)
-        kind, values = self._await(("gathered", "anew"), None)
+        kind, values = self._await(("gathered", "anew"))
         if kind == "anew":
             raise BrokenWorldError
         return list(values)
 
-    def _await(self, kinds: tuple[str, ...], timeout_s: float | None) -> tuple[str, Any]:
-        """Return the next message of one of these kinds, or ("late", None); drop others."""
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+    def _await(self, kinds: tuple[str, ...]) -> tuple[str, Any]:
+        """Return the next message of one of these kinds; drop others."""
+        self._line.connection.settimeout(None)
         while True:
-            left_s = None if end_s is None else end_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                return "late", None
-            self._line.connection.settimeout(left_s)
             try:
                 messages = self._line.receive()
             except EOFError:

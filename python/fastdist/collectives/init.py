@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -35,9 +35,8 @@ from fastdist.collectives.engines.net import NetEngine
 from fastdist.collectives.secret import exchange, job_secret
 from fastdist.errors import (
     ClusterConfigError,
-    CollectiveTimeoutError,
     FastdistError,
-    PeerFailureError,
+    LostRankError,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class _World:
 
     communicator: Communicator | None = None
     member: Member | None = None  # of an elastic job
-    meetings: Counter[str] = Counter()  # through a store, by its address
+    meetings: ClassVar[Counter[str]] = Counter()  # through a store, by its address
     process = 0  # id of the process that called init
     exit_code: int | None = None  # of a program that ended well, but whose replicas did not
 
@@ -201,7 +200,7 @@ def must_regroup(comm: Communicator) -> bool:
         return False
     try:
         return bool(comm.all_reduce(np.array([member.must_join()]), "max")[0])
-    except (CollectiveTimeoutError, PeerFailureError):
+    except LostRankError:
         return True
 
 

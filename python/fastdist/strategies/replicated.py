@@ -19,9 +19,8 @@ from fastdist.collectives.init import default_communicator, elastic_member, next
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     FastdistError,
-    PeerFailureError,
+    LostRankError,
 )
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import (
@@ -270,7 +269,7 @@ class ReplicatedStrategy(Strategy):
         workers = self._connected()
         try:
             yield workers
-        except (CollectiveMismatchError, CollectiveTimeoutError, PeerFailureError):
+        except (CollectiveMismatchError, LostRankError):
             self._leave()
             raise
 

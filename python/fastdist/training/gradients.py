@@ -31,9 +31,8 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import Compression, Work
 from fastdist.errors import (
     CollectiveMismatchError,
-    CollectiveTimeoutError,
     FastdistError,
-    PeerFailureError,
+    LostRankError,
 )
 from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.per_replica import shares
@@ -323,9 +322,7 @@ class GradientSync:
             yield
         except CollectiveMismatchError as error:
             if "ranks wait for each other" not in str(error):  # else not all replicas are here
-                with contextlib.suppress(
-                    CollectiveMismatchError, CollectiveTimeoutError, PeerFailureError
-                ):
+                with contextlib.suppress(CollectiveMismatchError, LostRankError):
                     self._steps.explain(self._contributions.weights, self._questions)
             raise
 

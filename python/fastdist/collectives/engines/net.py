@@ -14,7 +14,7 @@ from fastdist.collectives.engines.engine import CompiledEngine, Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.errors import (
     ClusterConfigError,
-    CollectiveTimeoutError,
+    LostRankError,
     PeerFailureError,
     UnsupportedError,
 )
@@ -102,7 +102,7 @@ class NetEngine(CompiledEngine):
             self.compiled = _core.connect_machines(
                 inner.compiled, listener, rank, places, token, parent, timeout_s
             )
-        except (CollectiveTimeoutError, PeerFailureError, OSError) as error:
+        except (LostRankError, OSError) as error:
             if isinstance(error, PeerFailureError) and parent is not None:
                 raise  # a rank of a communicator that worked has failed
             raise ClusterConfigError(

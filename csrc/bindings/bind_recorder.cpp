@@ -35,6 +35,7 @@ void bind_recorder(py::module_& m) {
     if (client < recorder::kCommunicators) recorder::close_communicator(client);
   });
   m.def("set_speaker", &set_speaker);
+  m.def("answer_from_thread", &answer_from_thread);
   m.def("recorded_job", [] {
     const recorder::File* const file = recorder::file.load();
     return file == nullptr ? std::string() : std::string(file->header.job.data());

@@ -1,11 +1,17 @@
 #include "bindings/caller.h"
 
+#include <fcntl.h>
+#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
+#include <cerrno>
+#include <system_error>
 #include <thread>
 
+#include "core/file_descriptor.h"
 #include "core/work.h"
 
 namespace py = pybind11;
@@ -15,13 +21,15 @@ namespace fastdist::bindings {
 namespace {
 
 std::atomic<bool> exiting{false};
-std::atomic<bool> is_telling{false};  // a thread reports a waiting call
+std::atomic<bool> is_telling{false};    // a thread reports a waiting call
+std::atomic<bool> is_answering{false};  // a thread may run Python to answer another process
 // Never released: they may be used until the process ends.
 py::handle stalled_function = Py_None;
 py::handle explain_function = Py_None;
+py::handle answer_function = Py_None;
 
 bool is_finalizing() noexcept {
-  if (exiting.load(std::memory_order_relaxed)) return true;
+  if (exiting.load()) return true;
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsFinalizing() != 0;
 #else
@@ -29,7 +37,37 @@ bool is_finalizing() noexcept {
 #endif
 }
 
+void answer_all(const FileDescriptor& asked) noexcept {
+  std::array<char, 64> questions{};
+  while (::read(asked.get(), questions.data(), questions.size()) > 0) {
+    is_answering = true;
+    if (!is_finalizing()) {
+      const py::gil_scoped_acquire gil;
+      try {
+        answer_function();
+      } catch (const std::exception&) {  // who asks waits in vain
+      }
+    }
+    is_answering = false;
+  }
+}
+
 }  // namespace
+
+void answer_from_thread(const std::string& path, const py::object& answer) {
+  FileDescriptor asked(::open(path.c_str(), O_RDWR | O_CLOEXEC));  // its end is never seen
+  if (asked.get() < 0) throw std::system_error(errno, std::generic_category(), path);
+  answer_function = answer.inc_ref();
+  sigset_t all;
+  sigset_t before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    std::thread([asked = std::move(asked)] { answer_all(asked); }).detach();
+  } catch (const std::system_error&) {  // no thread can be created
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
 
 void begin_exit() noexcept {
   constexpr std::chrono::seconds kLongest{3};
@@ -37,7 +75,7 @@ void begin_exit() noexcept {
   // A thread that runs Python while the interpreter shuts down would be unwound.
   const auto start = std::chrono::steady_clock::now();
   const GilRelease release;
-  while (is_telling && std::chrono::steady_clock::now() - start < kLongest) {
+  while ((is_telling || is_answering) && std::chrono::steady_clock::now() - start < kLongest) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
 }

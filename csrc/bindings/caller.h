@@ -19,6 +19,9 @@ namespace fastdist::bindings {
 // Must be called when the interpreter is about to shut down, with the GIL. Waits for the thread
 // that reports a waiting call.
 void begin_exit() noexcept;
+// Calls `answer` in a thread of its own, which takes no signals, whenever bytes come through the
+// pipe at `path`.
+void answer_from_thread(const std::string& path, const pybind11::object& answer);
 
 // Takes the GIL again. While the interpreter shuts down, taking the GIL would end the thread by
 // unwinding through destructors that must not throw; this function instead blocks such a thread

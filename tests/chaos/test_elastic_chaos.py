@@ -18,15 +18,22 @@ from launched import Launcher
 
 Script = Callable[[str], Path]
 COUNT = int(os.environ.get("FASTDIST_CHAOS_ELASTIC", "6"))
-# Each process may be killed soon, also while it starts, meets others or gets their state.
+# Each process may be killed soon, also while it starts, meets others or gets their state; it is
+# stopped only as a rank: the launcher waits for one that takes long to start.
 STEPS = """
 import os, random, signal, sys, threading, time
 chance = random.Random(f"{sys.argv[1]}/{os.environ['FASTDIST_ROSTER']}/{time.time_ns()}")
-if chance.random() < float(sys.argv[2]):
-    fault = chance.choice([signal.SIGKILL, *[signal.SIGSTOP] * int(sys.argv[3])])
-    kill = threading.Timer(chance.expovariate(1.5), os.kill, (os.getpid(), fault))
-    kill.daemon = True
-    kill.start()
+fault = chance.choice([signal.SIGKILL, *[signal.SIGSTOP] * int(sys.argv[3])])
+has_fault = chance.random() < float(sys.argv[2])
+def begin():
+    global has_fault
+    if has_fault:
+        kill = threading.Timer(chance.expovariate(1.5), os.kill, (os.getpid(), fault))
+        kill.daemon = True
+        kill.start()
+    has_fault = False
+if fault == signal.SIGKILL:
+    begin()
 import numpy as np
 import fastdist as fd
 from fastdist.errors import LostRankError
@@ -36,6 +43,7 @@ work = np.zeros(50_000)
 while state[0] < 150:
     try:
         before, comm = comm, comm.regroup()
+        begin()
         if comm is not before:
             comm.broadcast(state, root=0)
         work[:] = state[0] + comm.rank

@@ -76,6 +76,7 @@ TORCH_HEADERS = re.compile(r"torch/|ATen/|c10/")
 LAUNCH_VARIABLES = {
     "FASTDIST_JOB": ("cluster", "cli"),
     "FASTDIST_LAUNCHER": ("cluster", "cli"),
+    "FASTDIST_RANK_PROCESS": ("cluster",),
     "FASTDIST_REPLICAS": ("cluster",),
     "FASTDIST_ROSTER": ("cluster",),
 }

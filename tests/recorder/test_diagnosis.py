@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -17,8 +16,6 @@ from fastdist.recorder.jobs import jobs_here
 from fastdist.recorder.occupation import Kind
 from stalled import Stalled
 
-# Which thread holds a lock is seen by py-spy alone.
-HOLDER = ("in hold",) if stacks._py_spy() is not None and os.geteuid() == 0 else ()
 # Kind of stall: ranks, class, ranks that are the cause, words of the sentence.
 QUICK: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "killed": (3, Kind.DEAD, (1,), ("rank 1 is dead", "ranks 0 and 2")),
@@ -31,7 +28,7 @@ QUICK: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
 }
 SLOW: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "reading_a_pipe": (2, Kind.FILES, (1,), ("waits for the file /", "in reading_a_pipe")),
-    "waiting_for_a_lock": (2, Kind.THREADS, (1,), ("a lock", *HOLDER, "in waiting_for_a_lock")),
+    "waiting_for_a_lock": (2, Kind.THREADS, (1,), ("a lock", "in hold", "in waiting_for_a_lock")),
     "all_killed": (3, Kind.DEAD, (0, 1, 2), ("ranks 0, 1 and 2 are dead",)),
     "leaving": (3, Kind.DEAD, (1,), ("its records are gone", "ranks 0 and 2")),
     "crashing": (3, Kind.DEAD, (1,), ("rank 1 is dead, killed by SIGSEGV",)),

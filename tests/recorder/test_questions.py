@@ -154,7 +154,7 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made.mkdir(mode=0o700)
     monkeypatch.setattr(place, "_folders", lambda: [made])
     monkeypatch.setattr(elsewhere, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(observation, "stacks_of", lambda files: ({}, {}))
+    monkeypatch.setattr(observation, "stacks_of", lambda *_: ({}, {}))
     return write_records(made, 0, 2, range(1, 200), running=True, engine=b"net")
 
 

@@ -274,7 +274,7 @@ def test_processes_of_multiprocessing_leave_no_records(tmp_path: Path) -> None:
         "    print(sorted(each.suffix for each in Path(sys.argv[-1]).iterdir()))\n"
     )
     ran = run(program, tmp_path / "records")
-    kept = sorted([".calls", ".ending", ".stacks"] * 2)
+    kept = sorted([".asks", ".calls", ".ending", ".stacks"] * 2)
     assert ran.stdout.splitlines() == ["[]", str(kept)], ran.stderr
 
 

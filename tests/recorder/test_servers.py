@@ -91,7 +91,7 @@ def test_a_server_that_is_stopped_and_then_killed(job: Job) -> None:
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chief waits for server 0; both are this process."""
     monkeypatch.setattr(place, "_folders", lambda: [tmp_path])
-    monkeypatch.setattr(observation, "stacks_of", lambda files: ({}, {}))
+    monkeypatch.setattr(observation, "stacks_of", lambda *_: ({}, {}))
     monkeypatch.setattr(servers, "_OVERDUE_S", 0.0)
     tmp_path.chmod(0o700)
     write_records(tmp_path, 0, 3, running=True, signature=64 + 3, task=b"chief")
@@ -111,7 +111,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_server_that_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "_folders", lambda: [tmp_path])
-    monkeypatch.setattr(observation, "stacks_of", lambda files: ({}, {}))
+    monkeypatch.setattr(observation, "stacks_of", lambda *_: ({}, {}))
     tmp_path.chmod(0o700)
     for worker in range(2):
         task = b"worker %d" % worker

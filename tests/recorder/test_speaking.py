@@ -125,3 +125,24 @@ def test_calls_as_slow_as_usual_are_not_told(tmp_path: Path) -> None:
         ranks=2,
     )
     assert "has not arrived" not in err
+
+
+@pytest.mark.slow
+def test_what_is_said_unasked_interrupts_no_wait_of_c_code(tmp_path: Path) -> None:
+    """Python resumes its own waits after a signal; C code returns from them early."""
+    err = output_of(
+        "if comm.rank == 1:\n"
+        "    import ctypes\n"
+        "    begin = time.monotonic()\n"
+        "    assert ctypes.CDLL(None).poll(None, 0, 4000) == 0\n"
+        "    assert ctypes.PyDLL(None).poll(None, 0, 3000) == 0  # with the GIL\n"
+        "    assert ctypes.CDLL(None).poll(None, 0, 1000) == 0\n"
+        "    assert time.monotonic() - begin >= 8\n"
+        "comm.all_reduce(x)\n"
+        "if comm.rank == 0:\n    raise KeyError('as far as here')\n",
+        tmp_path,
+        ranks=2,
+    )
+    assert "rank 1 has not arrived: it is in user code" in err
+    assert "KeyError: 'as far as here'" in err
+    assert "AssertionError" not in err

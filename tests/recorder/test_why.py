@@ -21,6 +21,7 @@ from fastdist.recorder.endings import note_killed
 from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import NoSuchJobError, find_job, jobs_here
 from fastdist.recorder.occupation import Kind
+from fastdist.recorder.place import RecordPath
 from fastdist.recorder.stacks import parse_faulthandler
 from fastdist.recorder.words import names, seconds, short
 from synthetic_records import write_records
@@ -33,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made.mkdir(mode=0o700)
     monkeypatch.setattr(place, "_folders", lambda: [made])
     monkeypatch.setattr(observation, "INTERVAL_S", 0.01)
-    monkeypatch.setattr(observation, "stacks_of", lambda files: ({}, {}))
+    monkeypatch.setattr(observation, "stacks_of", lambda *_: ({}, {}))
     return made
 
 
@@ -212,17 +213,18 @@ def test_ranks_that_take_no_signals_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "_py_spy", lambda: None)
-    path = tmp_path / "stacks"
+    place = RecordPath(tmp_path / "rank.calls", 0, 0)
+    path = place.stacks
     sleep = shutil.which("sleep")
     assert sleep is not None
     with subprocess.Popen([sleep, "60"]) as process:
         try:
-            assert stacks.stacks_of({process.pid: path})[1] == {
+            assert stacks.stacks_of({process.pid: place}, True)[1] == {
                 process.pid: "No such file or directory"
             }
             path.touch()
             found: dict[int, list[Stack]]
-            found, missing = stacks.stacks_of({process.pid: path})
+            found, missing = stacks.stacks_of({process.pid: place}, True)
             assert (found, process.poll()) == ({}, None)
             assert missing == {process.pid: "the program takes no signals for it"}
         finally:

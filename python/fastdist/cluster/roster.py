@@ -43,7 +43,7 @@ from fastdist.cluster.peer import is_own_user, peer_pid
 
 _LAST_CALL_S = 30.0
 _LATE_S = 5.0  # that a rank has left which others have waited for in vain
-_GATHERING_S = 30.0  # that a gathering may take
+_GATHERING_S = 30.0  # that a gathering may take, if ranks wait so long
 _PAUSE_S = 0.05
 _MOST_BYTES = 1 << 20  # of a message
 
@@ -310,7 +310,8 @@ class Roster:
 
     def _gather(self) -> None:
         ranks = self._ranks()
-        self._gathered_s = self._gathered_s or time.monotonic() + _GATHERING_S
+        patience_s = min(_GATHERING_S, self._patience_s + _LATE_S)
+        self._gathered_s = self._gathered_s or time.monotonic() + patience_s
         if len(ranks) == self._size and all(member.gathering for member in ranks):
             self._gathered_s = None
             values = [member.gathering[0] for member in ranks]

@@ -93,7 +93,13 @@ class _Case:
         return text
 
 
-def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = False) -> Diagnosis:
+def diagnose(
+    job: Job,
+    interval_s: float = INTERVAL_S,
+    *,
+    everywhere: bool = False,
+    may_signal: bool = True,
+) -> Diagnosis:
     """Find out why a job stands still, within a second or so, without asking its ranks.
 
     Ranks that can answer write their stacks, unless the job continues.
@@ -103,15 +109,16 @@ def diagnose(job: Job, interval_s: float = INTERVAL_S, *, everywhere: bool = Fal
         interval_s: seconds between the two moments at which its ranks are looked at.
         everywhere: look at the ranks of other machines too, by asking their launchers, which takes
             up to three seconds if machines do not answer.
+        may_signal: interrupt the waits of C code that holds the GIL, to learn where it is.
     """
     seen = observe_everywhere(job, interval_s) if everywhere else observe(job, interval_s)
     if any(each.records.task for each in seen.ranks):
-        seen = seen if servers.goes_on(seen) else with_stacks_everywhere(seen)
+        seen = seen if servers.goes_on(seen) else with_stacks_everywhere(seen, may_signal)
         found = servers.judge(seen)
     else:
         case = _judge(seen)
         if (not case.dead or _awaited_in_vain(case)) and not _goes_on(case):
-            seen = with_stacks_everywhere(seen)
+            seen = with_stacks_everywhere(seen, may_signal)
             case = _judge(seen)
         found = next(told for rule in _RULES if (told := rule(case)) is not None)
     kind, sentence, ranks, line = found

@@ -64,7 +64,7 @@ def answer_to(job: str, about: str) -> str:
         return encode(RanksThere((), tuple(notes)))
     seen = observe(jobs[0], 0.0 if about == _STACKS else INTERVAL_S)
     if about == _STACKS:
-        seen = with_stacks(replace(seen, notes=()))
+        seen = with_stacks(replace(seen, notes=()), may_signal=False)
         return encode(StacksThere({str(each.rank): each.stacks for each in seen.ranks}, seen.notes))
     return encode(RanksThere(tuple(map(_without_old_calls, seen.ranks)), (*notes, *seen.notes)))
 
@@ -85,12 +85,12 @@ def observe_everywhere(job: Job, interval_s: float) -> Observation:
         return _merged(seen, asked)
 
 
-def with_stacks_everywhere(seen: Observation) -> Observation:
+def with_stacks_everywhere(seen: Observation, may_signal: bool) -> Observation:
     """Add the stacks of the ranks that can answer, on other machines too."""
     there = {each.machine for each in seen.ranks if each.machine and not each.is_dead}
     machines = _machines_of(seen.job.id) if there else None
     if machines is None:
-        return with_stacks(seen)
+        return with_stacks(seen, may_signal)
     with ThreadPoolExecutor(min(len(there), _MOST_AT_ONCE)) as pool:
         end_s = time.monotonic() + _STACKS_WITHIN_S
         asked = [
@@ -98,7 +98,7 @@ def with_stacks_everywhere(seen: Observation) -> Observation:
             for each in machines.machines
             if each.launcher in there
         ]
-        seen = with_stacks(seen)
+        seen = with_stacks(seen, may_signal)
         for future in asked:
             try:
                 found, _ = future.result()

@@ -255,14 +255,14 @@ def _missing(job: Job, ranks: Sequence[ObservedRank]) -> tuple[int, ...]:
     return tuple(sorted(set(range(job.world_size)) - seen))
 
 
-def with_stacks(observation: Observation) -> Observation:
+def with_stacks(observation: Observation, may_signal: bool) -> Observation:
     """Add the stacks of this machine's ranks that can answer."""
     asked = {
-        each.process.pid: each.place.stacks
+        each.process.pid: each.place
         for each in observation.ranks
         if each.process is not None and not (each.machine or each.is_dead or each.is_stopped)
     }
-    found, missing = stacks_of(asked)
+    found, missing = stacks_of(asked, may_signal)
     ranks = tuple(
         each if each.machine else replace(each, stacks=tuple(found.get(each.records.pid, ())))
         for each in observation.ranks

@@ -30,8 +30,18 @@ class RecordPath:
 
     @property
     def stacks(self) -> Path:
-        """The file that stacks are written to on a signal."""
+        """The file that the main thread's stack is written to on a signal."""
         return self.path.with_suffix(".stacks")
+
+    @property
+    def asks(self) -> Path:
+        """The pipe through which other processes ask for the stacks of all threads."""
+        return self.path.with_suffix(".asks")
+
+    @property
+    def answer(self) -> Path:
+        """The file that holds the last answer, an `AnsweredStacks`."""
+        return self.path.with_suffix(".answer")
 
     @property
     def ending(self) -> Path:
@@ -45,7 +55,8 @@ class RecordPath:
 
     def remove(self) -> None:
         """Remove all files of the process."""
-        for path in (self.stacks, self.ending, self.machines, self._ended, self.path):
+        others = (self.stacks, self.asks, self.answer, self.ending, self.machines, self._ended)
+        for path in (*others, self.path):
             path.unlink(missing_ok=True)
 
     def seconds_ended(self) -> float:

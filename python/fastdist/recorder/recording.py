@@ -54,6 +54,7 @@ class _Own:
     process = 0
     place: RecordPath | None = None
     is_task = False
+    answers = False
 
 
 def record(
@@ -82,6 +83,8 @@ def record(
         _start(communicator.rank, communicator.size, job)
     elif is_job:
         _core.set_recorded_job(communicator.rank, communicator.size, job)
+    if communicator.size > 1:
+        _answer_others()
     if machines and _Own.place is not None and (is_first or is_job):
         write(_Own.place.machines, Machines.of_job(key, machines))
     communicator.record(
@@ -100,6 +103,7 @@ def record_task(task: str, place: int, tasks: int, key: str) -> None:
     """
     if _Own.process != os.getpid():
         _start(place, tasks, hashlib.sha256(key.encode()).hexdigest()[:16], task)
+        _answer_others()
 
 
 def open_requests(servers: int) -> int:
@@ -109,6 +113,7 @@ def open_requests(servers: int) -> int:
 
 def _start(rank: int, world_size: int, job: str, task: str = "") -> None:
     _Own.process, _Own.place, _Own.is_task = os.getpid(), None, task != ""
+    _Own.answers = False
     try:
         _remove_old(job)
         own = new_path()
@@ -128,6 +133,28 @@ def _start(rank: int, world_size: int, job: str, task: str = "") -> None:
         write_on_signal(own.stacks)
     except (OSError, ValueError) as error:
         _log.info("calls are not recorded: %s", error)
+
+
+def _answer_others() -> None:
+    """Let other processes ask for the stacks of this one, without a signal.
+
+    A thread answers as soon as it gets the GIL, while this process waits or runs Python.
+    """
+    if _Own.answers or _Own.place is None:
+        return
+    _Own.answers = True
+    try:
+        os.mkfifo(_Own.place.asks, 0o600)
+        _core.answer_from_thread(str(_Own.place.asks), _answer)
+    except OSError as error:
+        _log.info("stacks are not told: %s", error)
+
+
+def _answer() -> None:
+    if (own := _Own.place) is not None and own.pid == os.getpid():
+        from fastdist.recorder.stacks import answered_stacks
+
+        write(own.answer, answered_stacks())
 
 
 def _at_exit(own: RecordPath) -> None:

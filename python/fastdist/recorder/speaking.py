@@ -67,7 +67,7 @@ def _reason(is_late: bool, failed_s: float) -> str:
     job = job_of(os.getpid())
     if not _has_waited(job, failed_s):
         return ""
-    found = diagnose(job, 0.1, everywhere=True)
+    found = diagnose(job, 0.1, everywhere=True, may_signal=False)
     # Dead ranks have ended since: otherwise the call would have failed before its timeout.
     return "" if found.kind is Kind.DEAD else found.sentence
 
@@ -127,7 +127,7 @@ def obituary(pid: int, number: int) -> str:
     note_killed(pid, number)
     try:
         job = job_of(pid)
-        found = diagnose(job, 0.0)
+        found = diagnose(job, 0.0, may_signal=False)
     except Exception:
         _log.debug("no reason was found", exc_info=True)
         return ""
@@ -171,7 +171,7 @@ def _tell(job: Job, waited_s: float) -> None:
     if waited_s < _Speaker.next_s:
         return
     _Speaker.next_s = _AGAIN * waited_s
-    found = diagnose(job, everywhere=True)
+    found = diagnose(job, everywhere=True, may_signal=False)
     if found.kind is not Kind.SLOW:
         _log.warning("%s", found.sentence)
 

@@ -1,6 +1,8 @@
-"""Python's stacks of other processes: by py-spy where it is installed, else by a signal.
+"""Python's stacks of other processes.
 
-A signal brings the stack of the main thread alone.
+A process answers by a thread, unless C code holds the GIL. Then py-spy tells where it is installed,
+or a signal, which brings the stack of the main thread alone. A signal ends a wait of C code early:
+if the user has not asked, none is sent to a main thread that waits.
 """
 
 from __future__ import annotations
@@ -12,37 +14,103 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from fastdist.recorder.encoding import read
 from fastdist.recorder.frames import Frame, Stack
-from fastdist.recorder.system import STACK_SIGNAL, catches
+from fastdist.recorder.place import RecordPath
+from fastdist.recorder.system import STACK_SIGNAL, catches, state_of
 
 _LARGE_BYTES = 1 << 20
+_MOST_FRAMES = 300  # of a thread that are told
 _MOST_PY_SPIES = 2 * (os.cpu_count() or 1)  # more at the same time would not end in time
 _THREAD = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack \()")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
 def stacks_of(
-    files: Mapping[int, Path], timeout_s: float = 0.5
+    places: Mapping[int, RecordPath], may_signal: bool, timeout_s: float = 0.5
 ) -> tuple[dict[int, list[Stack]], dict[int, str]]:
     """Return the stacks of running processes of this user.
 
     Args:
-        files: the processes, which are neither stopped nor dead, and the files of their stacks.
+        places: the processes, which are neither stopped nor dead, and their records.
+        may_signal: True to send signals to main threads that wait, too.
         timeout_s: seconds to wait for all of them.
 
     Returns:
         The stacks of each process, and the reason for each process without stacks.
     """
     end_s = time.monotonic() + timeout_s
-    found = _by_py_spy(files, end_s)
-    rest = {pid: path for pid, path in files.items() if pid not in found}
-    signalled, missing = _by_signal(rest, max(end_s, time.monotonic() + timeout_s / 2))
+    found = _by_asking(places, time.monotonic() + timeout_s / 2)
+    found |= _by_py_spy(places.keys() - found.keys(), end_s)
+    rest = {pid: place.stacks for pid, place in places.items() if pid not in found}
+    signalled, missing = _by_signal(rest, may_signal, max(end_s, time.monotonic() + timeout_s / 2))
     return found | signalled, missing
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredStacks:
+    """The stacks of a process's threads, at a time in seconds since boot."""
+
+    at_s: float
+    stacks: tuple[Stack, ...]
+
+
+def answered_stacks() -> AnsweredStacks:
+    """Return the stacks of this process's threads, without the thread that asks."""
+    main, own = threading.main_thread().ident, threading.get_ident()
+    return AnsweredStacks(
+        time.clock_gettime(time.CLOCK_BOOTTIME),
+        tuple(
+            Stack(tuple(_frames(frame)), is_main=thread == main)
+            for thread, frame in sys._current_frames().items()
+            if thread != own
+        ),
+    )
+
+
+def _frames(frame: FrameType | None) -> Iterator[Frame]:
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        code = frame.f_code
+        yield Frame(code.co_filename, frame.f_lineno or 0, code.co_name)
+        frame = frame.f_back
+
+
+def _by_asking(places: Mapping[int, RecordPath], end_s: float) -> dict[int, list[Stack]]:
+    since_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    asked = {pid: place for pid, place in places.items() if _ask(place.asks)}
+    found: dict[int, list[Stack]] = {}
+    while asked.keys() - found.keys() and time.monotonic() < end_s:
+        time.sleep(0.005)
+        for pid in asked.keys() - found.keys():
+            answer = read(AnsweredStacks, asked[pid].answer)
+            if answer is not None and answer.at_s >= since_s:
+                found[pid] = list(answer.stacks)
+    return found
+
+
+def _ask(pipe: Path) -> bool:
+    """Return True if a process listens and was asked."""
+    try:
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        os.write(fd, b"?")
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 def _by_py_spy(pids: Collection[int], end_s: float) -> dict[int, list[Stack]]:
@@ -95,13 +163,13 @@ def _bare(name: str) -> str:
 
 
 def _by_signal(
-    files: Mapping[int, Path], end_s: float
+    files: Mapping[int, Path], may_signal: bool, end_s: float
 ) -> tuple[dict[int, list[Stack]], dict[int, str]]:
     asked: dict[int, tuple[Path, int]] = {}
     missing: dict[int, str] = {}
     for pid, path in files.items():
         try:
-            asked[pid] = path, _ask(pid, path)
+            asked[pid] = path, _signal(pid, path, may_signal)
         except OSError as error:
             missing[pid] = error.strerror or str(error)
     found: dict[int, list[Stack]] = {}
@@ -117,7 +185,7 @@ def _by_signal(
     return found, missing | late
 
 
-def _ask(pid: int, path: Path) -> int:
+def _signal(pid: int, path: Path, may_signal: bool) -> int:
     """Send the signal; return the size of the file before.
 
     Raises:
@@ -129,6 +197,8 @@ def _ask(pid: int, path: Path) -> int:
         size = 0
     if not catches(pid, STACK_SIGNAL):
         raise OSError(0, "the program takes no signals for it")
+    if not may_signal and state_of(pid) != "R":
+        raise OSError(0, "C code holds the GIL while it waits")
     os.kill(pid, STACK_SIGNAL)
     return size
 

@@ -146,3 +146,31 @@ def test_what_is_said_unasked_interrupts_no_wait_of_c_code(tmp_path: Path) -> No
     assert "rank 1 has not arrived: it is in user code" in err
     assert "KeyError: 'as far as here'" in err
     assert "AssertionError" not in err
+
+
+@pytest.mark.slow
+def test_the_reason_is_told_though_an_import_takes_long(tmp_path: Path) -> None:
+    err = output_of(
+        "class Slow:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'fastdist.recorder.speaking': time.sleep(2)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "if comm.rank == 1:\n    time.sleep(20)\n"
+        "comm.all_reduce(x, timeout=3)\n",
+        tmp_path,
+        ranks=2,
+    )
+    assert "why: rank 1 has not arrived: it is in user code, asleep at train.py:11" in err
+
+
+def test_an_exit_code_is_told_later(tmp_path: Path) -> None:
+    output_of(
+        "if comm.rank == 1:\n"
+        "    open('pid', 'w').write(str(os.getpid()))\n"
+        "    os._exit(3)\n"
+        "comm.all_reduce(x)\n",
+        tmp_path,
+    )
+    why = [sys.executable, "-m", "fastdist", "why", (tmp_path / "pid").read_text()]
+    said = subprocess.run(why, capture_output=True, text=True, timeout=60).stdout
+    assert "ank 1 is dead, ended with exit code 3; it ended after all_reduce(" in said

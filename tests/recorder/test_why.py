@@ -17,7 +17,7 @@ from fastdist.cluster.launch import rank_variables
 from fastdist.recorder import jobs as jobs_module
 from fastdist.recorder import observation, place, stacks
 from fastdist.recorder.diagnosis import diagnose
-from fastdist.recorder.endings import note_killed
+from fastdist.recorder.endings import note_end
 from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import NoSuchJobError, find_job, jobs_here
 from fastdist.recorder.occupation import Kind
@@ -153,7 +153,7 @@ def test_the_launcher_tells_which_rank_was_killed(folder: Path) -> None:
     found = diagnose(jobs_here()[0][0])
     assert (found.kind, found.ranks) == (Kind.DEAD, (0, 2))
     assert "which of them ended first cannot be told" in found.sentence
-    note_killed(dead + 2, signal.SIGSEGV)
+    note_end(dead + 2, -signal.SIGSEGV)
     found = diagnose(jobs_here()[0][0])
     assert (found.kind, found.ranks) == (Kind.DEAD, (2,))
     assert found.sentence.startswith("rank 2 is dead, killed by SIGSEGV; it ended after barrier()")

@@ -277,13 +277,19 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         )
         with _traced(arguments), slow_ranks_told(_NAME):
             outcome = supervise(job)
-        if outcome.killed is not None:  # it could not write a traceback
-            from fastdist.recorder.speaking import obituary  # numpy: only when it is needed
-
-            why = obituary(outcome.killed, outcome.exit_code - 128)
-            if why:
-                sys.stderr.write(f"{_NAME}: {why}\n")
+        if outcome.first is not None:
+            _note_first(*outcome.first)
         return outcome
+
+
+def _note_first(pid: int, status: int) -> None:
+    """Note the end of the process that failed first; tell what it did if it could not itself."""
+    from fastdist.recorder.endings import note_end  # numpy: only when it is needed
+    from fastdist.recorder.speaking import obituary
+
+    note_end(pid, status)
+    if status < 0 and (why := obituary(pid)):
+        sys.stderr.write(f"{_NAME}: {why}\n")
 
 
 @contextmanager

@@ -38,12 +38,13 @@ class Outcome:
             job, or 128 + the signal that killed that process; 128 + the signal that stopped the
             launcher.
         has_failed: True if a process's failure ended the job, and no signal stopped the launcher.
-        killed: the process whose failure ended the job, if a signal has killed it.
+        first: the process whose failure ended the job, and its status: its exit code, or minus the
+            signal that killed it; None if no process failed.
     """
 
     exit_code: int
     has_failed: bool
-    killed: int | None = None
+    first: tuple[int, int] | None = None
 
 
 def supervise(job: Job) -> Outcome:
@@ -144,8 +145,8 @@ class _Supervisor:
         else:
             exit_code = 0
         self._drain()
-        killed = first.popen.pid if first is not None and (first.status or 0) < 0 else None
-        return Outcome(exit_code, bool(self._failed) and self._stopped_by is None, killed)
+        ended = None if first is None else (first.popen.pid, first.status or 0)
+        return Outcome(exit_code, bool(self._failed) and self._stopped_by is None, ended)
 
     def _report_failure(self, process: Process) -> int:
         how, words = process.report()

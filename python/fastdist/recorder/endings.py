@@ -21,7 +21,7 @@ class Ending:
     """The exception or the signal that ended a process.
 
     Attributes:
-        error: the name of the exception's class; "" for a signal.
+        error: the name of the exception's class; "" without an exception.
         message: the exception's first line, and the calls of a mismatch; or "killed by SIGKILL".
         ranks: the ranks that caused it, as `FastdistError.ranks` names them.
         line: the innermost line of the user's code, "train.py:42 in step"; "" if none.
@@ -58,21 +58,29 @@ def _message(error: BaseException) -> str:
     return f"{first} {'; '.join(reversed(by_call.values()))}"[: 4 * _LONGEST]
 
 
-def note_killed(pid: int, number: int) -> None:
-    """Note that a signal has killed a process, before the other ranks of its job ended.
+def note_end(pid: int, status: int) -> None:
+    """Note how a process ended, before the other ranks of its job did, unless it has said so.
 
     Records alone do not tell which rank ended first, among ranks that waited for nobody. Nothing
     happens if the process has no records.
+
+    Args:
+        status: its exit code, or minus the number of the signal that killed it.
     """
+    how = f"killed by {_name(-status)}" if status < 0 else f"ended with exit code {status}"
+    for found in record_paths():
+        if found.is_here and found.pid == pid and not found.ending.exists():
+            write(found.ending, Ending("", how, (), "", was_first=True))
+
+
+def _name(number: int) -> str:
     try:
         name = signal.Signals(number).name
     except ValueError:
-        name = f"signal {number}"
+        return f"signal {number}"
     if number == signal.SIGKILL and out_of_memory_kills():
         name += ", perhaps by the kernel: memory has run out here before"
-    for found in record_paths():
-        if found.is_here and found.pid == pid:
-            write(found.ending, Ending("", f"killed by {name}", (), "", was_first=True))
+    return name
 
 
 def _valid(text: str) -> str:

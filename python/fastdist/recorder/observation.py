@@ -17,7 +17,7 @@ from fastdist.recorder.stacks import stacks_of
 from fastdist.recorder.system import Connection, Process, Thread, is_in_interpreter, look_at
 
 INTERVAL_S = 0.5
-_JUST_S = 2.0  # an error is raised within that time
+_JUST_S = 10.0  # that an import may take before a failure is explained
 _AWAKE_SHARE = 0.2  # of a core, used by a thread that does not sleep
 # A thread that wants the GIL wakes every 5 ms to ask for it, later on a busy machine.
 _GIL_NAPS_PER_S = (20, 260)

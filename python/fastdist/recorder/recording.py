@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -172,9 +173,10 @@ def _stalled(waited_s: float) -> None:
 
 
 def _explain(is_late: bool) -> str:
+    failed_s = time.monotonic()  # the import may take long
     from fastdist.recorder import speaking
 
-    return speaking.explain(is_late)
+    return speaking.explain(is_late, failed_s)
 
 
 def _end(own: RecordPath) -> None:

@@ -11,7 +11,7 @@ import fastdist._core as _core
 from fastdist.errors import PeerFailureError
 from fastdist.recorder.diagnosis import diagnose
 from fastdist.recorder.encoding import read
-from fastdist.recorder.endings import Ending, note_killed
+from fastdist.recorder.endings import Ending
 from fastdist.recorder.jobs import Job, job_of
 from fastdist.recorder.occupation import Kind
 from fastdist.recorder.place import record_paths
@@ -32,10 +32,11 @@ class _Speaker:
     next_s = _LEAST_S
 
 
-def explain(is_late: bool) -> str:
+def explain(is_late: bool, failed_s: float) -> str:
     """Explain why a call of this process has failed; return "" if that is unknown.
 
     Args:
+        failed_s: the time of the failure, on the monotonic clock.
         is_late: True after a timeout. Timeouts shorter than 2 s are not explained, since programs
             use them for polling. After another failure, the exceptions of other ranks are quoted.
 
@@ -43,7 +44,6 @@ def explain(is_late: bool) -> str:
         Exception: only an exception that a signal handler raises meanwhile.
     """
     found: list[str] = []
-    failed_s = time.monotonic()
 
     def search() -> None:
         try:
@@ -119,12 +119,11 @@ def _left_early(job: Job) -> str:
     )
 
 
-def obituary(pid: int, number: int) -> str:
+def obituary(pid: int) -> str:
     """Describe the last action of the process whose death ended its job, and who waited for it.
 
-    Returns "" if that is unknown. Also notes the signal that killed it, for later questions.
+    Returns "" if that is unknown.
     """
-    note_killed(pid, number)
     try:
         job = job_of(pid)
         found = diagnose(job, 0.0, may_signal=False)

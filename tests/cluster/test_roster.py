@@ -275,6 +275,26 @@ class TestLateRanks:
         assert join(member, 0.2)[2] == restarted.result(20)[2] == 2  # without the other
         assert process.wait(20) == -signal.SIGKILL
 
+    def test_in_the_middle_of_a_message(
+        self, job: Job, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(roster, "_GATHERING_S", 20.0)
+        monkeypatch.setattr(roster, "_LATE_S", 20.0)
+        made = job.begin(2, 2)
+        member = job.member()
+        place = pool.submit(join, member)
+        command = [sys.executable, "-c", WAITS, made.name, "gather"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            place.result(20)
+            time.sleep(0.3)  # it has sent its own part by then
+            process.send_signal(signal.SIGSTOP)
+            member._line.send(gather="x" * 900_000)
+            worlds = [pool.submit(join, each) for each in (member, job.member())]
+            assert process.wait(20) == -signal.SIGKILL
+            assert [world.result(20)[2] for world in worlds] == [2, 2]
+
     def test_in_a_gathering(self, other: tuple[Member, subprocess.Popen[str]]) -> None:
         member, process = other
         with pytest.raises(BrokenWorldError):

@@ -159,6 +159,23 @@ def test_the_launcher_tells_which_rank_was_killed(folder: Path) -> None:
     assert found.sentence.startswith("rank 2 is dead, killed by SIGSEGV; it ended after barrier()")
 
 
+def test_a_folder_that_another_user_has_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir(mode=0o777)
+    taken.chmod(0o777)
+    monkeypatch.setattr(place, "_folders", lambda: [taken])
+    assert main(["why"]) == 2
+    assert f"{taken} must be a folder of this user's alone" in capsys.readouterr().err
+    program = "import logging, sys; from pathlib import Path; from fastdist.recorder import place\n"
+    program += "place._folders = lambda: [Path(sys.argv[1])]\nimport fastdist as fd; fd.init()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, taken], capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.count("calls are not recorded, so fastdist why knows nothing of them") == 1
+
+
 def test_the_table_holds_64_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(64):
         write_records(folder, rank, 64, sequences=range(1, 40), running=rank != 7)

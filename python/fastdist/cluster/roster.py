@@ -45,6 +45,7 @@ _LAST_CALL_S = 30.0
 _LATE_S = 5.0  # that a rank has left which others have waited for in vain
 _GATHERING_S = 30.0  # that a gathering may take, if ranks wait so long
 _PAUSE_S = 0.05
+_SEND_S = 1.0  # that a rank may leave a message unread
 _MOST_BYTES = 1 << 20  # of a message
 
 
@@ -231,6 +232,7 @@ class Roster:
         except OSError:  # it has ended already, or is another user's
             connection.close()
             return
+        connection.settimeout(_SEND_S)
         member = _Member(Line(connection), pid_fd)
         self._members.append(member)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(member))
@@ -285,8 +287,12 @@ class Roster:
             self._await_ranks()
 
     def _send(self, member: _Member, **message: Any) -> None:
-        with suppress(OSError):  # it has ended, which its other descriptor tells
+        try:
             member.line.send(**message)
+        except TimeoutError:  # it is stopped, and others wait
+            member.ends_s = time.monotonic()
+        except OSError:  # it has ended, which its other descriptor tells
+            pass
 
     def _ranks(self) -> list[_Member]:
         """Return those that take part in the present world, by rank."""

@@ -7,7 +7,7 @@ import pwd
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastdist.recorder.place import RecordPath, record_paths
+from fastdist.recorder.place import RecordPath, record_paths, unusable_folders
 from fastdist.recorder.ring import Records, UnreadableError, identity, read_records
 from fastdist.recorder.system import owner_of, start_of, state_of
 
@@ -124,8 +124,10 @@ def find_job(jobs: Iterable[Job], name: str | None) -> Job:
     jobs = list(jobs)
     if name is None:
         if not jobs:
+            taken = "".join(f"; {each}" for each in unusable_folders())
             raise NoSuchJobError(
                 "no job of this user has records here; ranks keep them once they are connected"
+                + taken
             )
         return jobs[0]
     if name.isdecimal():

@@ -134,6 +134,19 @@ def record_paths() -> Iterator[RecordPath]:
                 yield RecordPath(path, int(namespace), int(pid))
 
 
+def unusable_folders() -> list[str]:
+    """Return why folders that exist hold no records: another user may open or has made them."""
+    found = []
+    for folder in _folders():
+        try:
+            check_private(folder)
+        except PermissionError as error:
+            found.append(str(error))
+        except OSError:
+            pass
+    return found
+
+
 def changes_s() -> list[float]:
     """Return when records were last made or removed, by folder, in seconds since 1970."""
     times = []
@@ -154,4 +167,4 @@ def check_private(folder: Path) -> None:
     """Raise PermissionError if other users may open files in a folder."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder} must be a folder of this user's alone")
+        raise PermissionError(f"{folder} must be a folder of this user's alone, of mode 700")

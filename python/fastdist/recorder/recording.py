@@ -132,6 +132,8 @@ def _start(rank: int, world_size: int, job: str, task: str = "") -> None:
         _at_exit(own)
         _core.set_speaker(_stalled, _explain)
         write_on_signal(own.stacks)
+    except PermissionError as error:  # the folder may be another user's
+        _log.warning("calls are not recorded, so fastdist why knows nothing of them: %s", error)
     except (OSError, ValueError) as error:
         _log.info("calls are not recorded: %s", error)
 

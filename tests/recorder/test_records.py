@@ -281,8 +281,9 @@ def test_processes_of_multiprocessing_leave_no_records(tmp_path: Path) -> None:
 def test_the_lock_ends_with_the_process_not_with_its_children(tmp_path: Path) -> None:
     """So it can be told of processes whose ids mean nothing here."""
     program = (
-        "import os, signal, time, fastdist as fd\n"
+        "import os, signal, time, warnings, fastdist as fd\n"
         "ranks = fd.local_group(2)\n"
+        "warnings.simplefilter('ignore')\n"  # of a fork beside threads
         "child = os.fork()\n"
         "if child == 0:\n"
         "    time.sleep(60)\n"

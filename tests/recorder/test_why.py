@@ -168,8 +168,10 @@ def test_a_folder_that_another_user_has_made_is_told(
     monkeypatch.setattr(place, "_folders", lambda: [taken])
     assert main(["why"]) == 2
     assert f"{taken} must be a folder of this user's alone" in capsys.readouterr().err
-    program = "import logging, sys; from pathlib import Path; from fastdist.recorder import place\n"
-    program += "place._folders = lambda: [Path(sys.argv[1])]\nimport fastdist as fd; fd.local_group(2)"
+    program = (
+        "import sys, pathlib, fastdist as fd; from fastdist.recorder import place\n"
+        "place._folders = lambda: [pathlib.Path(sys.argv[1])]\nfd.local_group(2)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, taken], capture_output=True, text=True, timeout=60
     )

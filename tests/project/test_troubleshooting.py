@@ -9,7 +9,8 @@ from paths import ROOT
 
 def test_every_message_is_one_of_the_code() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    sources = [*ROOT.glob("python/fastdist/**/*.py"), *ROOT.glob("csrc/**/*.cpp")]
+    places = ("python/fastdist/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h")
+    sources = [path for place in places for path in ROOT.glob(place)]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     code = re.sub(r'"\s*\+?\s*f?"', "", code)  # a message that lies on several lines
     messages = re.findall(r"^### `(.+)`$", page, re.MULTILINE)

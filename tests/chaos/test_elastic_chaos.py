@@ -2,8 +2,8 @@
 
 No step is lost, and none counts twice.
 
-FASTDIST_CHAOS_ELASTIC is the number of jobs with kills, 6 if it is not set; FASTDIST_CHAOS_STOPS that
-of jobs with stops, which take long where many ranks are stopped: none if it is not set.
+FASTDIST_CHAOS_ELASTIC is the number of jobs with kills, 6 if it is not set. FASTDIST_CHAOS_STOPS is
+that of jobs with stops, which take long where many ranks are stopped; none if it is not set.
 """
 
 from __future__ import annotations

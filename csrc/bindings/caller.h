@@ -16,8 +16,8 @@
 
 namespace fastdist::bindings {
 
-// Must be called when the interpreter is about to shut down, with the GIL. Waits for the thread
-// that reports a waiting call.
+// Must be called when the interpreter is about to shut down, with the GIL. Waits for the threads
+// that report a waiting call and answer another process.
 void begin_exit() noexcept;
 // Calls `answer` in a thread of its own, which takes no signals, whenever bytes come through the
 // pipe at `path`.

@@ -439,7 +439,7 @@ def weighted_validation() -> Any:
 
 
 class Largest(keras.metrics.Metric):  # type: ignore[misc]
-    """As docs/keras.md tells those that keep a maximum."""
+    """Keeps a maximum, as docs/keras.md says how to."""
 
     def __init__(self) -> None:
         super().__init__(name="largest")

@@ -149,7 +149,7 @@ def _answer_others() -> None:
     try:
         os.mkfifo(_Own.place.asks, 0o600)
         _core.answer_from_thread(str(_Own.place.asks), _answer)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         _log.info("stacks are not told: %s", error)
 
 

@@ -81,10 +81,10 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
 }
 
 // `parent`: a communicator of more ranks whose measured links are used, or None.
-std::unique_ptr<NetEndpoint> connect(const HostEndpoint& inner, const Listener& listener, int rank,
-                                     const std::vector<std::tuple<int, std::string, int>>& places,
-                                     const py::bytes& token, const NetEndpoint* parent,
-                                     py::handle timeout) {
+std::unique_ptr<NetEndpoint> connect_machines(
+    const HostEndpoint& inner, const Listener& listener, int rank,
+    const std::vector<std::tuple<int, std::string, int>>& places, const py::bytes& token,
+    const NetEndpoint* parent, py::handle timeout) {
   std::vector<net::Place> known;
   for (const auto& [machine, ip, port] : places) {
     known.push_back({machine, ip, static_cast<std::uint16_t>(port)});
@@ -183,7 +183,7 @@ void bind_host(py::module_& m) {
   py::class_<Listener>(m, "Listener")
       .def(py::init<const std::string&>())
       .def_property_readonly("port", &Listener::port);
-  m.def("connect_machines", &connect, py::keep_alive<0, 1>());
+  m.def("connect_machines", &connect_machines, py::keep_alive<0, 1>());
 }
 
 }  // namespace fastdist::bindings

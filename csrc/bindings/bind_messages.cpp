@@ -31,6 +31,8 @@ constexpr int kAnyRank = -1;
 constexpr std::chrono::microseconds kShortestPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
 
+}  // namespace
+
 // The messages of one rank: an inbox for each rank, and queues of the receives that wait.
 class Messages {
  public:
@@ -180,6 +182,8 @@ class Messages {
   std::mutex mutex_;                 // guards the map; the queues guard themselves
   std::map<int, WorkQueue> queues_;  // of the receives from one rank, or from any
 };
+
+namespace {
 
 py::dict calls(const py::object& owner) {
   static std::array<PyMethodDef, 2> definitions{

@@ -34,9 +34,9 @@ auto without_gil(py::handle timeout, const Call& call) {
   return call(options);
 }
 
-std::shared_ptr<Gpu> connect(const py::bytes& id, int rank, int size, int device, bool blocking,
-                             const py::object& host, const py::object& timeout,
-                             const std::optional<std::pair<int, int>>& lane) {
+std::shared_ptr<Gpu> connect_gpu(const py::bytes& id, int rank, int size, int device, bool blocking,
+                                 const py::object& host, const py::object& timeout,
+                                 const std::optional<std::pair<int, int>>& lane) {
   const std::string bytes = id;
   auto checker = host.is_none() ? nullptr : std::make_unique<HostChecker>(host);
   nccl::Connection connection{{}, rank, size, device, blocking, checker.get(), std::nullopt};
@@ -224,7 +224,7 @@ void bind_arrays(py::module_& m) {
 
 void bind_communicator(py::module_& m) {
   py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
-      .def_static("connect", &connect, py::arg("id"), py::arg("rank"), py::arg("size"),
+      .def_static("connect", &connect_gpu, py::arg("id"), py::arg("rank"), py::arg("size"),
                   py::arg("device"), py::arg("blocking"), py::arg("hosts"), py::arg("timeout"),
                   py::arg("lane") = py::none())
       .def_property_readonly(

@@ -201,16 +201,16 @@ class Knowledge {
 };
 
 // What is known, for one thread at a time. Needs the GIL.
-class Access {
+class KnowledgeLock {
  public:
-  Access() {
+  KnowledgeLock() {
 #ifdef Py_GIL_DISABLED
     PyMutex_Lock(&mutex);
 #endif
   }
-  Access(const Access&) = delete;
-  Access& operator=(const Access&) = delete;
-  ~Access() {
+  KnowledgeLock(const KnowledgeLock&) = delete;
+  KnowledgeLock& operator=(const KnowledgeLock&) = delete;
+  ~KnowledgeLock() {
     std::vector<py::object> dropped;
     if (!known.dropped.empty()) dropped.swap(known.dropped);
 #ifdef Py_GIL_DISABLED
@@ -318,7 +318,7 @@ std::uint16_t find_site(Knowledge& known) {
 }  // namespace
 
 std::string python_location() {
-  const Access access;
+  const KnowledgeLock access;
   return location_of(*access);
 }
 
@@ -326,7 +326,7 @@ std::uint16_t python_site() noexcept {
   const recorder::File* const file = recorder::file.load(std::memory_order_relaxed);
   if (file == nullptr) return recorder::kNoSite;
   try {
-    const Access access;
+    const KnowledgeLock access;
     Knowledge& known = *access;
     known.begin_file(file);
     return find_site(known);

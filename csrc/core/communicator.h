@@ -38,6 +38,9 @@ class Caller {
   virtual void warn(const std::string& text) const { (void)text; }
 };
 
+// How often a rank that waits looks whether others have failed.
+inline constexpr std::chrono::milliseconds kPollInterval{50};
+
 struct CallOptions {
   std::chrono::nanoseconds timeout;
   const Caller* caller;

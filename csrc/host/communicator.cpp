@@ -20,7 +20,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How often a sleeping rank checks that its peers are alive and whether it is interrupted.
-constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr int kSpinsPerClock = 32;
 // How long a failed call waits for ranks that use its arrays in place. Only ranks that are stopped,
 // or get no processor, take longer.

@@ -22,6 +22,11 @@ namespace {
 
 constexpr std::size_t kUnroll = 4;
 
+template <class A, class B>
+constexpr bool kIsSame = false;
+template <class A>
+constexpr bool kIsSame<A, A> = true;
+
 // --- loops --------------------------------------------------------------------------------------
 
 // kSources is the number of sources if known at compile time, otherwise 0.
@@ -67,11 +72,11 @@ void reduce_loop(std::byte* dst_bytes, std::byte* also_bytes, const std::byte* c
 template <class Format, class Operation, class Finish = Keep>
 void reduce_any(std::byte* dst, std::byte* also, const std::byte* const* sources, std::size_t n,
                 std::size_t count) {
-  if (n == 2) {
-    reduce_loop<Format, Operation, Finish, 2>(dst, also, sources, n, count);
-  } else {
-    reduce_loop<Format, Operation, Finish, 0>(dst, also, sources, n, count);
+  // Most reductions are sums of two; loops for two of all operations would double the build time.
+  if constexpr (kIsSame<Operation, Sum>) {
+    if (n == 2) return reduce_loop<Format, Operation, Finish, 2>(dst, also, sources, n, count);
   }
+  reduce_loop<Format, Operation, Finish, 0>(dst, also, sources, n, count);
 }
 
 // Sums and means of complex numbers are computed on their parts.

@@ -19,10 +19,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::chrono::milliseconds kRetryInterval{200};
 // How long a stranger may stay silent before its connection is closed.
-constexpr std::chrono::seconds kSilence{10};
+constexpr std::chrono::seconds kLongestSilence{10};
 // How often a missing rank is probed, and the number of refusals in a row that show its death.
 constexpr std::chrono::seconds kProbeInterval{1};
 constexpr int kMostRefusals = 2;
@@ -416,7 +415,7 @@ class Rendezvous {
   template <class T>
   [[nodiscard]] bool hears(Pending& one, T& object) {
     const Got got = read(one, object);
-    one.is_done = got == Got::kEnd || Clock::now() - one.since > kSilence;
+    one.is_done = got == Got::kEnd || Clock::now() - one.since > kLongestSilence;
     return got == Got::kAll && !one.is_done;
   }
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::size_t kBlock = 64;
 
-constexpr std::array<std::uint32_t, 64> kRounds{
+constexpr std::array<std::uint32_t, 64> kRoundConstants{
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
     0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
     0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
@@ -20,9 +20,9 @@ constexpr std::array<std::uint32_t, 64> kRounds{
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-using State = std::array<std::uint32_t, 8>;
+using HashState = std::array<std::uint32_t, 8>;
 
-void compress(State& state, const std::byte* block) {
+void compress(HashState& state, const std::byte* block) {
   std::array<std::uint32_t, 64> w;
   for (std::size_t i = 0; i < 16; ++i) {
     w[i] = 0;
@@ -38,7 +38,7 @@ void compress(State& state, const std::byte* block) {
   auto [a, b, c, d, e, f, g, h] = state;
   for (std::size_t i = 0; i < 64; ++i) {
     const std::uint32_t x = h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) +
-                            ((e & f) ^ (~e & g)) + kRounds[i] + w[i];
+                            ((e & f) ^ (~e & g)) + kRoundConstants[i] + w[i];
     const std::uint32_t y =
         (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + ((a & b) ^ (a & c) ^ (b & c));
     h = g;
@@ -50,7 +50,7 @@ void compress(State& state, const std::byte* block) {
     b = a;
     a = x + y;
   }
-  const State mixed{a, b, c, d, e, f, g, h};
+  const HashState mixed{a, b, c, d, e, f, g, h};
   for (std::size_t i = 0; i < 8; ++i) state[i] += mixed[i];
 }
 
@@ -65,8 +65,8 @@ Digest sha256(std::span<const std::byte> message) {
   for (std::size_t i = 0; i < 8; ++i) {
     padded[padded.size() - 1 - i] = static_cast<std::byte>(bits >> 8 * i);
   }
-  State state{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-              0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  HashState state{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                  0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
   for (std::size_t at = 0; at < padded.size(); at += kBlock) compress(state, padded.data() + at);
   Digest digest;
   for (std::size_t i = 0; i < digest.size(); ++i) {

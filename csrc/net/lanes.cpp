@@ -23,8 +23,6 @@
 namespace fastdist::net {
 namespace {
 
-constexpr std::chrono::milliseconds kPollInterval{50};
-
 struct TransferHead {
   std::uint64_t number;
   std::uint64_t signature;

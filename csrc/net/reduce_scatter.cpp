@@ -12,7 +12,7 @@
 namespace fastdist::net {
 namespace {
 
-constexpr std::size_t kChunkBytes = std::size_t{2} << 20;
+constexpr std::size_t kBytesAtOnce = std::size_t{2} << 20;
 
 }  // namespace
 
@@ -23,7 +23,7 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
     const DType wide = dtype_of_sums(in.dtype);
     const std::size_t item = size_of(in.dtype);
     const std::size_t wide_item = size_of(wide);
-    const std::size_t chunk = kChunkBytes / places_.size() / item + 1;
+    const std::size_t chunk = kBytesAtOnce / places_.size() / item + 1;
     const int here = machine_of(rank_);
     for (std::size_t begin = 0; begin < out.count; begin += chunk) {
       const std::size_t count = std::min(chunk, out.count - begin);

@@ -9,12 +9,6 @@
 #include "net/inside.h"
 
 namespace fastdist::net {
-namespace {
-
-constexpr std::chrono::milliseconds kPollInterval{50};
-
-}  // namespace
-
 void NetCommunicator::post_send(int p, const std::byte* data, std::size_t bytes) {
   peer(p).stream.send(data, bytes);
   note_busy(p);

@@ -10,15 +10,15 @@
 namespace fastdist::table {
 namespace {
 
-constexpr std::array<std::string_view, 4> kNames{"float32", "bfloat16", "float16", "int8"};
+constexpr std::array<std::string_view, 4> kFormatNames{"float32", "bfloat16", "float16", "int8"};
 constexpr std::size_t kScaleBytes = sizeof(float);
 
 }  // namespace
 
 std::optional<Format> find_format(std::string_view name) noexcept {
-  const auto found = std::ranges::find(kNames, name);
-  if (found == kNames.end()) return std::nullopt;
-  return static_cast<Format>(found - kNames.begin());
+  const auto found = std::ranges::find(kFormatNames, name);
+  if (found == kFormatNames.end()) return std::nullopt;
+  return static_cast<Format>(found - kFormatNames.begin());
 }
 
 std::size_t row_bytes(Format format, std::size_t count) noexcept {

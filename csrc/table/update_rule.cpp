@@ -13,15 +13,15 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNone = -1;  // where a rule lacks a hyperparameter
-constexpr std::array<std::string_view, kRules> kNames{"SGD",   "Adagrad", "Adam",
-                                                      "AdamW", "RMSprop", "RowWiseAdagrad"};
-static_assert(!kNames.back().empty());
+constexpr std::array<std::string_view, kRules> kRuleNames{"SGD",   "Adagrad", "Adam",
+                                                          "AdamW", "RMSprop", "RowWiseAdagrad"};
+static_assert(!kRuleNames.back().empty());
 
 RuleKind kind_of(std::string_view name) {
   std::string known;
-  for (std::size_t i = 0; i < kNames.size(); ++i) {
-    if (kNames[i] == name) return static_cast<RuleKind>(i);
-    known += (i == 0 ? "" : ", ") + std::string(kNames[i]);
+  for (std::size_t i = 0; i < kRuleNames.size(); ++i) {
+    if (kRuleNames[i] == name) return static_cast<RuleKind>(i);
+    known += (i == 0 ? "" : ", ") + std::string(kRuleNames[i]);
   }
   refuse(ErrorCode::kValue, "unknown update rule: expected one of ", known, ", got ", name);
 }
@@ -71,7 +71,7 @@ UpdateRule::UpdateRule(std::string_view name, const std::vector<Hyperparameter>&
   choose_slots();
 }
 
-std::string_view UpdateRule::name() const noexcept { return kNames[index()]; }
+std::string_view UpdateRule::name() const noexcept { return kRuleNames[index()]; }
 
 void UpdateRule::set(const Hyperparameter& given) {
   const auto& [name, value] = given;

@@ -57,6 +57,7 @@ class TestServer:
         )
         keys = Keys.make()
         (tmp_path / "job.keys").write_text(keys.to_json())
+        (tmp_path / "job.keys").chmod(0o600)
         for _ in range(2):  # once more after a kill, at the same address
             process, first = servers.start_json(
                 "--address", address, "--keys", tmp_path / "job.keys"
@@ -101,6 +102,7 @@ class TestKeys:
     def make(self, path: Path) -> Keys:
         done = subprocess.run([*COMMAND, "keys"], capture_output=True, text=True, check=True)
         path.write_text(done.stdout)
+        path.chmod(0o600)
         assert done.stderr == ""
         return Keys.from_json(done.stdout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import warnings
@@ -16,6 +17,7 @@ from fastdist.collectives import secret as secret_module
 from fastdist.collectives.engines import machine_rendezvous as rendezvous_module
 from fastdist.collectives.secret import Secret, UnsealedError, exchange, job_secret
 from fastdist.errors import ClusterConfigError
+from fastdist.ps.link.keys import read_keys
 
 OURS = Secret(b"0123456789abcdef", "FASTDIST_SECRET")
 OTHER = Secret(b"0123456789abcdeF", "in a file")
@@ -84,11 +86,29 @@ def test_a_secret_is_made_once(environ: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_variables_come_first(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "job.secret"
     file.write_text("of a mounted file\n")
+    file.chmod(0o600)
     environ.setenv("FASTDIST_SECRET_FILE", str(file))
     assert job_secret().key == b"of a mounted file"
     environ.setenv("FASTDIST_SECRET", "of the environment")
     assert job_secret().key == b"of the environment"
     assert not (tmp_path / "config").exists()
+
+
+def test_a_secret_that_others_may_read_warns(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "job.secret"
+    file.write_text("of a mounted file\n")
+    file.chmod(0o640)
+    environ.setenv("FASTDIST_SECRET_FILE", str(file))
+    if os.getuid() == 0:  # whose files are taken for mounts of an orchestrator
+        assert job_secret().key == b"of a mounted file"
+        os.chown(file, 12345, -1)
+    with pytest.warns(UserWarning, match="other users may read the secret in .*chmod 600"):
+        assert job_secret().key == b"of a mounted file"
+    with (
+        pytest.warns(UserWarning, match="other users may read"),
+        pytest.raises(ValueError, match="not"),
+    ):
+        read_keys(file)
 
 
 def test_secrets_that_cannot_be_used(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import ctypes
 import math
 import os
 import random
+import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -256,6 +258,40 @@ def test_clients_without_keys_are_rejected(which: str) -> None:
     for text in ('{"server_public": "x"}', '{"secret": "x"}', '{"secret": "00"}', "[]", "x"):
         with pytest.raises(ValueError, match="not the keys of a job"):
             Keys.from_json(text)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user's process")
+def test_another_users_program_at_a_path_hears_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "server"
+    heard = tmp_path / "heard"
+    pid = os.fork()
+    if pid == 0:
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(path))
+                to = os.open(heard, os.O_CREAT | os.O_WRONLY)
+                os.setresuid(65534, 65534, 65534)
+                listener.listen()
+                while True:
+                    connection, _ = listener.accept()
+                    connection.settimeout(5)
+                    with contextlib.suppress(BrokenPipeError):
+                        connection.send(struct.pack("<8s?B", b"FDLINK1<", False, 0))
+                    os.write(to, connection.recv(100) or b"closed\n")
+        finally:
+            os._exit(1)
+    try:
+        wait_for(lambda: heard.exists() and path.exists())
+        with (
+            Client([f"ipc://{path}"], timeout_s=1, grace_s=0.5) as client,
+            pytest.raises(UnavailableError, match="a fastdist parameter server of this user"),
+        ):
+            client.hello(0)
+        wait_for(lambda: heard.read_bytes() != b"")
+        assert set(heard.read_text().split()) == {"closed"}
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def test_a_server_may_appear_on_a_foreign_port(keys: Keys | None) -> None:

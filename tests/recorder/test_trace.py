@@ -17,6 +17,12 @@ from fastdist.recorder.trace_file import TraceError, read_trace, write_trace
 
 pytest.importorskip("torch")
 
+TRACE = '{"otherData": {"program": "fastdist", "begin_s": 0}, "traceEvents": %s}'
+OTHERS = [
+    *("", "[]", "{}", '{"traceEvents": []}', "[" * 100_000, "\xff", TRACE % 5),
+    *(TRACE % each for each in ("[[]]", '[{"pid": {}}]', '[{"pid": 1, "ph": "M", "args": 5}]')),
+]
+
 STEPS = 16
 # Rank 1 needs 40 ms for each batch.
 PROGRAM = f"""
@@ -149,7 +155,7 @@ def test_is_a_chrome_trace(folder: Path) -> None:
     assert rows <= named
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": []}'])
+@pytest.mark.parametrize("text", OTHERS)
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(TraceError, match=r"other\.json is no trace of fastdist run --trace"):

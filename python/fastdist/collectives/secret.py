@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import final
 
 from fastdist._config import SECRET_VARIABLE, settings
+from fastdist.cluster.private_files import read_private
 from fastdist.errors import ClusterConfigError
 
 _LEAST_BYTES = 16
@@ -164,16 +165,14 @@ def _checked(key: bytes, origin: str) -> Secret:
 
 def _read(path: Path, must_be_private: bool = False) -> bytes:
     try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if must_be_private and (
-                found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077
-            ):
+        if must_be_private:
+            found = os.stat(path)
+            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
                 raise ClusterConfigError(
                     f"the secret in {path} may be known to other users: delete the file, so that "
                     "a new one is made"
                 )
-            return file.read(_MOST_BYTES)
+        return read_private(path, _MOST_BYTES)
     except OSError as error:
         raise ClusterConfigError(
             f"cannot read the secret of this job in {path}: {error.strerror}: {_HOW}"

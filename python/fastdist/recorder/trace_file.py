@@ -37,8 +37,9 @@ def read_trace(path: Path) -> list[RankTimeline]:
         OSError: the file cannot be read.
         TraceError: the file is not such a trace.
     """
+    text = path.read_bytes()
     try:
-        trace = json.loads(path.read_text())
+        trace = json.loads(text)
         if trace["otherData"]["program"] != "fastdist":
             raise KeyError("program")
         begin_s = float(trace["otherData"]["begin_s"])
@@ -46,7 +47,7 @@ def read_trace(path: Path) -> list[RankTimeline]:
         for event in trace["traceEvents"]:
             rank = ranks.setdefault(event["pid"], RankTimeline(event["pid"], ""))
             _take(rank, event, begin_s)
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         raise TraceError(f"{path} is no trace of fastdist run --trace: {error!r}") from None
     return sorted(ranks.values(), key=lambda each: each.rank)
 

@@ -250,7 +250,7 @@ class Client:
         if connection.was_refused:
             what = (
                 "has not let this client in: does this client have its keys, and is it a fastdist "
-                "parameter server?"
+                "parameter server of this user?"
             )
         elif not connection.was_connected:
             what = f"{silence}, nor let this client in: is it running, or is it overloaded?"

@@ -55,7 +55,7 @@ class WorkerLink:
     def mark_lost(self) -> None:
         """Forget the worker's calls and definitions."""
         if self.connection.was_refused:
-            self.last_error = "it has other keys, or is not a fastdist worker"
+            self.last_error = "it has other keys, or is not a fastdist worker of this user"
         elif self.is_ready:
             self.last_error = "the connection was lost"
         self.is_ready = False

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from fastdist.cluster.peer import is_own_user
 from fastdist.ps.link.addresses import begin_to_connect, is_local, tune
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.link.stream import HEARTBEATS, MESSAGES, Place, Stream, require_cryptography
@@ -55,6 +56,7 @@ class Connection:
         self.may_begin = True
         self._epoll = epoll
         self._breaks_if_stuck = breaks_if_stuck
+        self._has_keys = keys is not None
         self._make_stream = partial(
             Stream, keys=keys, is_listener=False, purpose=purpose, place=place
         )
@@ -164,6 +166,10 @@ class Connection:
             failed = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if failed:
                 raise OSError(failed, os.strerror(failed))
+            is_at_path = stream.socket.family == socket.AF_UNIX
+            if is_at_path and not self._has_keys and not is_own_user(stream.socket):
+                self.lose(was_refused=True)  # another user's program, which would hear everything
+                return
             tune(stream.socket, breaks_if_stuck=self._breaks_if_stuck)
             self._is_connecting = False
             self._began_at = time.monotonic()

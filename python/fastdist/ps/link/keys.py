@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fastdist._config import KEYS_VARIABLE, settings
+from fastdist.cluster.private_files import read_private
 
 _BYTES = 32
 
@@ -74,6 +75,6 @@ def job_keys() -> Keys | None:
 def read_keys(path: str | Path) -> Keys:
     """Read a file that `fastdist keys` has written; raise ValueError if it holds no keys."""
     try:
-        return Keys.from_json(Path(path).read_text())
+        return Keys.from_json(read_private(path).decode())
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fastdist._core as _core
-from fastdist.cluster.peer import peer_user
+from fastdist.cluster.peer import is_own_user, peer_user
 from fastdist.ps.link.addresses import is_local, listen, tune
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.link.room import Room
@@ -239,7 +239,7 @@ class Listener:
             return
         try:
             is_unix = accepted.family == socket.AF_UNIX
-            if is_unix and peer_user(accepted) not in (os.getuid(), 0):
+            if is_unix and not is_own_user(accepted) and peer_user(accepted) != 0:
                 raise ConnectionRefusedError
             tune(accepted, breaks_if_stuck=self._breaks_if_stuck)
         except OSError:

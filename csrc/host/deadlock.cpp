@@ -27,9 +27,11 @@ namespace fastdist::host {
 
 void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64_t value,
                                       Wait& wait) {
-  // Of a job on several machines, this engine does not know the calls for other machines.
-  const bool is_whole = labels_.empty() || wait.options->caller->is_alone();
-  if (!is_whole || submitted_.load(std::memory_order_acquire) != 0) return end_wait(wait);
+  // Another thread of the process may be about to make the call that ends all waits. Ranks that are
+  // threads of one process make their calls in these threads.
+  const bool is_only_call =
+      machine_->one_process() ? labels_.empty() : wait.options->caller->is_alone();
+  if (!is_only_call || submitted_.load(std::memory_order_acquire) != 0) return end_wait(wait);
   if (wait.number == 0) {
     static std::atomic<std::uint64_t> waits{0};
     wait.number = waits.fetch_add(1) + 1;

@@ -106,7 +106,9 @@ std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) cons
       }
     }
   }
-  const bool is_alone = is_elsewhere || (submitted_.load() == 0 && calls_.load() == 1);
+  const bool is_alone =
+      is_elsewhere ||
+      (submitted_.load() == 0 && calls_.load() == 1 && wait.caller->is_alone());
   Waiting own{};
   own.state = {.sequence = sequence_,
                .signature = wait.signature.packed(),
@@ -253,9 +255,8 @@ NetCommunicator::CallHead NetCommunicator::last_call(int p) const {
 // Called regularly by the thread that waits.
 void NetCommunicator::check_deadlock(Wait& wait) {
   answer_questions(wait, *this);
-  if (submitted_.load(std::memory_order_acquire) != 0 || calls_.load() > 1) {
-    return;  // another thread may act
-  }
+  if (submitted_.load(std::memory_order_acquire) != 0 || calls_.load() > 1) return;
+  if (!wait.caller->is_alone()) return;  // another thread may act
   const auto now = Clock::now();
   if (now - wait.since < kPatience) return;
   speak_elsewhere(wait);

@@ -18,19 +18,29 @@ from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import Layout, NetEngine
 from fastdist.errors import CollectiveMismatchError, PeerFailureError
 from ranks import ProcessRanks, ThreadRanks
-from test_net import LOCAL, TIMEOUT_S, MachineThreads
+from test_net import LOCAL, TIMEOUT_S
 
 Call = Callable[[Communicator], Any]
 Make = Callable[[Communicator], list[Communicator]]
 
 
-def machines(size: int) -> MachineThreads:
-    """Ranks on two machines."""
-    return MachineThreads(((0,), (1,)) if size == 2 else ((0, 2), (1,)))
+class MachineRanks(ProcessRanks):
+    """Ranks as processes, each on a machine of its own."""
+
+    def run(self, function: Callable[..., Any], *args: Any, limit_s: float = 150) -> list[Any]:
+        return super().run(call_across_machines, function, *args, limit_s=limit_s)
+
+
+def call_across_machines(comm: Communicator, function: Callable[..., Any], *args: Any) -> Any:
+    made = across_machines(comm, "job")
+    try:
+        return function(made, *args)
+    finally:
+        made.close()
 
 
 @pytest.fixture(
-    params=[ThreadRanks, ProcessRanks, machines], ids=["threads", "processes", "machines"]
+    params=[ThreadRanks, ProcessRanks, MachineRanks], ids=["threads", "processes", "machines"]
 )
 def ranks_of(request: pytest.FixtureRequest) -> Iterator[Any]:
     made: list[Any] = []
@@ -110,15 +120,16 @@ def two_on_one_machine(comm: Communicator) -> list[Communicator]:
 
 
 def two_across_machines(comm: Communicator) -> list[Communicator]:
-    made = []
-    for key in ("first", "second"):
-        listener = _core.Listener(LOCAL)
-        addresses = comm.all_gather_object((LOCAL, listener.port))
-        layout = Layout(tuple((rank,) for rank in range(comm.world_size)))
-        (inner,) = HostEngine.of_threads(1)
-        engine = NetEngine(layout, comm.rank, inner, listener, addresses, key, TIMEOUT_S)
-        made.append(Communicator(engine, TIMEOUT_S))
-    return made
+    return [across_machines(comm, key) for key in ("first", "second")]
+
+
+def across_machines(comm: Communicator, key: str) -> Communicator:
+    listener = _core.Listener(LOCAL)
+    addresses = comm.all_gather_object((LOCAL, listener.port))
+    layout = Layout(tuple((rank,) for rank in range(comm.world_size)))
+    (inner,) = HostEngine.of_threads(1)
+    engine = NetEngine(layout, comm.rank, inner, listener, addresses, key, TIMEOUT_S)
+    return Communicator(engine, TIMEOUT_S)
 
 
 def use_in_crossed_order(comm: Communicator, make: Make) -> None:
@@ -255,6 +266,34 @@ def test_another_thread_may_still_act(make: Make, wait_s: float) -> None:
     ranks = ProcessRanks(2)
     try:
         ranks.run(use_while_a_thread_lives, make, wait_s)
+    finally:
+        ranks.close()
+
+
+def receive_in_another_thread(comm: Communicator, wait_s: float) -> None:
+    """Send in one thread, and receive later in another."""
+    x = np.full(100_000, comm.rank + 1.0)
+    thread = threading.Thread(target=comm.send, args=(x, 1 - comm.rank))
+    thread.start()
+    time.sleep(wait_s)
+    received = comm.recv(np.empty_like(x), 1 - comm.rank)
+    thread.join()
+    assert (received == 2 - comm.rank).all()
+    answer = threading.Timer(wait_s, comm.recv, (np.empty(1), 1 - comm.rank))
+    answer.start()
+    comm.send(np.ones(1), 1 - comm.rank)
+    answer.join()
+    comm.barrier()
+
+
+@pytest.mark.parametrize(
+    ("ranks_class", "wait_s"),
+    [(ProcessRanks, 0.4), pytest.param(MachineRanks, 4.0, marks=pytest.mark.slow)],
+)
+def test_another_thread_may_still_receive(ranks_class: type[ProcessRanks], wait_s: float) -> None:
+    ranks = ranks_class(2)
+    try:
+        ranks.run(receive_in_another_thread, wait_s)
     finally:
         ranks.close()
 

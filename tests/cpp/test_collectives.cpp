@@ -186,6 +186,7 @@ CASE(send_and_recv_of_all_sizes_both_ways) {
         const Array out(DType::kUInt8, bytes);
         const Array in(DType::kUInt8, bytes);
         fill(DType::kUInt8, out.view().data, bytes, bytes, static_cast<std::uint64_t>(c.rank()));
+        c.count_submitted(1);  // two threads of this rank call at once
         in_threads(2, [&](int t) {
           if (t == 0) {
             c.send(out.view(), other, patient());
@@ -193,6 +194,7 @@ CASE(send_and_recv_of_all_sizes_both_ways) {
             c.recv(in.view(), other, patient());
           }
         });
+        c.count_submitted(-1);
         fill(DType::kUInt8, out.view().data, bytes, bytes, static_cast<std::uint64_t>(other));
         check_same(in, out.view().data, "send", DType::kUInt8, ReduceOp::kSum);
       }

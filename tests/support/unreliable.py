@@ -18,6 +18,9 @@ class Unreliable:
         replies: the same for the bytes of the other direction.
         changes: the last of these bytes is changed, and the connection goes on until an end
             breaks it off.
+
+    Attributes:
+        forgets: what comes on connections that were made before it grew is dropped.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class Unreliable:
         changes: bool = False,
     ) -> None:
         self._changes = changes
+        self.forgets = 0
         self._target = ("127.0.0.1", int(address.rsplit(":", 1)[1]))
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -47,18 +51,20 @@ class Unreliable:
                     ours.close()
                     continue
                 ends = (ours, theirs), (theirs, ours)
+                age = self.forgets
                 for (source, target), limits in zip(ends, self._limits, strict=True):
                     left = int(math.exp(self._random.uniform(*map(math.log, limits))))
-                    way = (source, target, left)
+                    way = (source, target, left, age)
                     threading.Thread(target=self._pump, args=way, daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket, left: int) -> None:
+    def _pump(self, source: socket.socket, target: socket.socket, left: int, age: int) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(min(1 << 16, left)):
                 left -= len(data)
                 if left <= 0 and self._changes:
                     data = data[:-1] + bytes([data[-1] ^ 1])
-                target.sendall(data)
+                if self.forgets == age:
+                    target.sendall(data)
                 if left > 0:
                     continue
                 self.broken += 1

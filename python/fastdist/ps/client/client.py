@@ -203,8 +203,15 @@ class Client:
     def _poll_once(self, ticket: Ticket) -> None:
         """Handle replies; send the request again, or give it up, when its time has come."""
         now = time.monotonic()
-        wait_s = min(self._deadline(ticket), ticket.resend_at) - now
-        news = self._connections.poll(wait_s)
+        next_at = min(deadline := self._deadline(ticket), ticket.resend_at)
+        if not ticket.asked_anew and self._connections[ticket.server].is_connected:
+            halfway = deadline - ticket.timeout_s / 2
+            if now >= halfway:  # a proxy or NAT may have forgotten one direction of the connection
+                ticket.asked_anew = True
+                self._connections.renew(ticket.server)
+            else:
+                next_at = min(next_at, halfway)
+        news = self._connections.poll(next_at - now)
         self._new |= {server for server, has_changed in news if has_changed}
         for server, _ in news:
             for frames in self._connections[server].receive():

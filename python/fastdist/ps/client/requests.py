@@ -28,6 +28,7 @@ class Ticket:
         destination: the object that takes the reply; None: `wait` returns it.
         arrives_at: the connection over which the reply is being received there.
         sendings: the number of times it was sent.
+        asked_anew: True if it waits for one more connection.
         was_busy: True if the server was too busy to reply; it has made the request's changes.
     """
 
@@ -43,6 +44,7 @@ class Ticket:
     reply: memoryview | None = None  # unless it goes to the destination
     error: Exception | None = None
     is_done: bool = False
+    asked_anew: bool = False
     was_busy: bool = False
     sendings: int = 0
     arrives_at: Connection | None = None

@@ -270,16 +270,19 @@ class Connections:
         self._wake = wake
         if wake is not None:
             self._epoll.register(wake.descriptor, select.EPOLLIN)
-        self._all = [
-            Connection(
+
+        def make(number: int) -> Connection:
+            return Connection(
                 self._epoll,
-                each,
+                addresses[number],
                 keys,
                 breaks_if_stuck=not has_heartbeats,
                 place=partial(place, number) if place else None,
             )
-            for number, each in enumerate(addresses)
-        ]
+
+        self._make = make
+        self._all = [make(number) for number in range(len(addresses))]
+        self._spares: dict[int, Connection] = {}  # which are being made
         self._pulses = [
             _Pulse(self._epoll, each, keys) for each in (addresses if has_heartbeats else ())
         ]
@@ -290,9 +293,14 @@ class Connections:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; see `Connection.close`."""
-        for connection in (*self._all, *self._pulses):
+        for connection in (*self._all, *self._pulses, *self._spares.values()):
             connection.close(linger_s)
         self._epoll.close()
+
+    def renew(self, number: int) -> None:
+        """Connect once more; the new connection takes the place of the old one when it is made."""
+        if number not in self._spares:
+            self._spares[number] = self._make(number)
 
     def poll(self, timeout_s: float = _POLL_S) -> list[tuple[int, bool]]:
         """Wait for messages and events, by default for a second at most.
@@ -301,13 +309,22 @@ class Connections:
             The number of each connection to receive from, in the order of the addresses; and True
             if it was made or lost, after these messages have arrived.
         """
-        both = (*self._all, *self._pulses)
-        wait_s = min(max(timeout_s, 0.0), _POLL_S, *(each.wait_s for each in both))
+        every = (*self._all, *self._pulses, *self._spares.values())
+        wait_s = min(max(timeout_s, 0.0), _POLL_S, *(each.wait_s for each in every))
         ready = dict(self._epoll.poll(wait_s))
         if self._wake is not None and self._wake.descriptor in ready:
             self._wake.clear()
+        renewed = set()
+        for number, spare in list(self._spares.items()):
+            spare.look(ready.get(spare.descriptor, 0))
+            if spare.is_connected:
+                self._all[number].close()
+                self._all[number] = self._spares.pop(number)
+                renewed.add(number)
         looks = [each.look(ready.get(each.descriptor, 0)) for each in self._all]
         self._feel_pulses(ready)  # last, so that a task's messages from before its end count
+        for number in renewed:
+            looks[number] = looks[number][0], True
         return [(number, look[1]) for number, look in enumerate(looks) if any(look)]
 
     def _feel_pulses(self, ready: dict[int, int]) -> None:

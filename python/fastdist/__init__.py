@@ -165,6 +165,7 @@ _MODULES = {
 
 _OTHER_NAMES = {  # of tf.distribute, torch.distributed, MPI and Horovod
     "bcast": "broadcast",
+    "distribute": "the names in fastdist itself, such as fastdist.MirroredStrategy",
     "experimental": "the names in fastdist itself",
     "getrank": "init().rank",
     "getworldsize": "init().world_size",
@@ -173,6 +174,7 @@ _OTHER_NAMES = {  # of tf.distribute, torch.distributed, MPI and Horovod
     "reduceop": 'a string, such as op="sum"',
     "size": "init().world_size",
     "worldsize": "init().world_size",
+    **{each.replace("_", "").lower(): f"fastdist.cluster.{each}" for each in cluster.__all__},
 }
 
 

@@ -68,6 +68,9 @@ def test_dir_shows_names_that_are_not_loaded_yet() -> None:
         ("ReduceOp", 'a string, such as op="sum"'),
         ("experimental_CommunicationOptions", "CommunicationOptions"),
         ("experimental", "the names in fastdist itself"),
+        ("distribute", "the names in fastdist itself, such as fastdist.MirroredStrategy"),
+        ("TPUClusterResolver", "fastdist.cluster.TPUClusterResolver"),
+        ("ClusterSpec", "fastdist.cluster.ClusterSpec"),
     ],
 )
 def test_names_of_other_libraries_get_a_hint(name: str, ours: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import fastdist as fd
 import keras
@@ -17,6 +19,24 @@ from ranks import ProcessRanks
 from test_strategies import KINDS
 
 SIZES = (2, pytest.param(3, marks=pytest.mark.slow))
+
+
+def test_what_keras_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    public: Any = fd.keras
+    for missing, hint in (
+        ("keras", "Keras: pip install 'keras>=3.15'"),
+        ("tensorflow", "Keras on torch: set KERAS_BACKEND=torch"),
+    ):
+        # As an import of a module does whose library is not there.
+        error = ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+        monkeypatch.setattr(importlib, "import_module", Mock(side_effect=error))
+        with pytest.raises(ImportError, match=f"^fastdist.keras.BackupAndRestore needs {hint}"):
+            public.__getattr__("BackupAndRestore")
+
+
+def test_names_of_keras_itself_get_a_hint() -> None:
+    with pytest.raises(AttributeError, match="'Sequential'; Keras' own names are in keras"):
+        _ = fd.keras.Sequential
 
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda n: f"replicas{n}")

@@ -25,10 +25,21 @@ extensions.append(KerasExtension())
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'fastdist.keras' has no attribute {name!r}; Keras' own names are in keras"
+        )
     import importlib
 
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    except ModuleNotFoundError as error:
+        hint = {
+            "keras": "Keras: pip install 'keras>=3.15'",
+            "tensorflow": "Keras on torch: set KERAS_BACKEND=torch before keras is imported",
+        }.get(error.name or "")
+        if hint is None:
+            raise
+        raise ImportError(f"fastdist.keras.{name} needs {hint}", name=error.name) from error
 
 
 def __dir__() -> list[str]:

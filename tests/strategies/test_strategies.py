@@ -293,7 +293,13 @@ def test_devices_that_are_not_there() -> None:
         for kind in ("meta", "hpu"):
             with pytest.raises(ValueError, match=f"{kind} cannot be used"):
                 make([kind, kind])
+        with pytest.raises(ValueError, match="None is not a torch device; write its name, such as"):
+            make([None])  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"must be a list, such as .*, got 0"):
+            make(0)  # type: ignore[arg-type]
     if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match=r"^0 is not a torch device; write its name, such as"):
+            fd.OneDeviceStrategy(0)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="cuda:0 cannot be used: this torch"):
             fd.MirroredStrategy(["cuda:0", "cuda:1"])
 
@@ -303,6 +309,21 @@ def test_keywords_of_tf_distribute() -> None:
         fd.MirroredStrategy(["cpu"], cross_device_ops=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"'communication_options'; use options="):
         fd.MultiWorkerMirroredStrategy(communication_options=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'num_replicas'; use devices=, one for each replica"):
+        fd.MirroredStrategy(num_replicas=2)  # type: ignore[arg-type]
+
+
+def test_arguments_that_distribute_dataset_does_not_take() -> None:
+    strategy: Any = fd.OneDeviceStrategy("cpu")
+    x = torch.ones(8, 2)
+    with pytest.raises(TypeError, match="the source, got 2; write global_batch_size=16"):
+        strategy.distribute_dataset(x, 16)
+    with pytest.raises(TypeError, match=r"the source, got 2; write several arrays as \(x, y\)"):
+        strategy.distribute_dataset(x, x, global_batch_size=16)
+    with pytest.raises(TypeError, match="'batch_size'; use global_batch_size=, the examples of"):
+        strategy.distribute_dataset(x, batch_size=16)
+    with pytest.raises(TypeError, match=r"got None; the source holds examples, and .* the batches"):
+        strategy.distribute_dataset([x, x])
 
 
 class OtherInit(nn.BatchNorm2d):

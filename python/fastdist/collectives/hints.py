@@ -20,10 +20,12 @@ _OTHER_NAMES = {
     "product": "prod",
 }
 _OTHER_KEYWORDS = {
+    "batch_size": "global_batch_size=, the examples of all replicas together",
     "communication": "options=",
     "communication_options": "options=",
     "cross_device_ops": "nothing in its place: collectives choose their way",
     "dst": "root=",
+    "num_replicas": 'devices=, one for each replica, such as ["cpu:0", "cpu:1"]',
     "src": "root=",
 }
 _IMMUTABLE = frozenset({"jax", "jaxlib", "pyarrow", "tensorflow"})

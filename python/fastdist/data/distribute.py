@@ -327,8 +327,8 @@ class _Builder:
         size = self.request.global_batch_size
         if size is None:
             raise TypeError(
-                "global_batch_size: expected an int, got None; it is optional only for a "
-                "DataLoader that makes batches"
+                "global_batch_size: expected an int, got None; the source holds examples, and "
+                "distribute_dataset makes the batches; only a DataLoader may make them itself"
             )
         if not self._own_batches:
             return size

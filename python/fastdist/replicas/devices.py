@@ -39,11 +39,13 @@ def usable_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        hint = ""
-        if found := _OF_TENSORFLOW.fullmatch(str(name)):
+        hint = f": {error}"
+        if not isinstance(name, str):  # torch's reasons are about its overloads, or accelerators
+            hint = '; write its name, such as "cpu" or "cuda:0"'
+        elif found := _OF_TENSORFLOW.fullmatch(str(name)):
             kind, index = found["kind"].lower().replace("gpu", "cuda"), found["index"] or ""
-            hint = f'; use "{kind}{index}"'
-        raise ValueError(f"{name!r} is not a torch device{hint}: {error}") from None
+            hint = f'; use "{kind}{index}"{hint}'
+        raise ValueError(f"{name!r} is not a torch device{hint}") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "cuda":

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.hints import unknown_name, unknown_op
+from fastdist.collectives.hints import refuse_keywords, unknown_name, unknown_op
 from fastdist.data import (
     AutoShardPolicy,
     DistributedDataset,
@@ -181,7 +181,7 @@ class Strategy(ABC):
     def distribute_dataset(
         self,
         source: Any,
-        *,
+        *misplaced: NoReturn,
         global_batch_size: int | None = None,
         shuffle: bool = False,
         seed: int = 0,
@@ -190,11 +190,22 @@ class Strategy(ABC):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         prefetch: int = 2,
+        **unknown: NoReturn,
     ) -> DistributedDataset[Any]:
         """Cut a source into global batches, and each global batch into one part per replica.
 
         Every worker must call. See `fastdist.data.distribute_dataset` for the arguments.
         """
+        if misplaced:
+            got: Any = misplaced[0]
+            hint = (
+                f"global_batch_size={got}" if isinstance(got, int) else "several arrays as (x, y)"
+            )
+            raise TypeError(
+                "distribute_dataset takes one argument without a name, the source, got "
+                f"{1 + len(misplaced)}; write {hint}"
+            )
+        refuse_keywords("distribute_dataset", unknown)
         made = distribute_dataset(
             source,
             self._input_layout(),

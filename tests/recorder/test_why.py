@@ -42,7 +42,16 @@ def test_without_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why"]) == 2
     assert "no job of this user" in capsys.readouterr().err
     assert main(["ps"]) == 0
-    assert capsys.readouterr().out == "no jobs\n"
+    assert capsys.readouterr() == ("no jobs\n", "")
+
+
+def test_a_process_that_begins_its_records_is_not_shown(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for size in (0, 5000):
+        write_records(folder).write_bytes(bytes(size))
+        assert main(["ps"]) == 0
+        assert capsys.readouterr() == ("no jobs\n", "")
 
 
 GIVEN_UP = """

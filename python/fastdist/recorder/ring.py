@@ -206,7 +206,10 @@ def identity(path: Path) -> Identity | None:
 
 
 def read_records(path: Path) -> Records | None:
-    """Read the records of one process, which may be writing them; None if they are gone.
+    """Read the records of one process, which may be writing them.
+
+    Returns:
+        The records; None if they are gone, or if the process is just beginning them.
 
     Raises:
         UnreadableError: the file is damaged, of another format, or of another version of fastdist.
@@ -223,6 +226,8 @@ def read_records(path: Path) -> Records | None:
         again = os.pread(fd, _CALLS_END - _CALLS_AT, _CALLS_AT)
     finally:
         os.close(fd)
+    if not data[:8].strip(b"\0"):  # the magic word is written last
+        return None
     return _records(Snapshot(path, data, again))
 
 
@@ -318,7 +323,7 @@ def _records(file: Snapshot) -> Records:
 
 def _header(path: Path, data: bytes) -> Any:
     if len(data) < _HEADER.itemsize or data[:8] != b"fastdist":
-        raise UnreadableError(f"{path.name} holds no records, or a process is just beginning it")
+        raise UnreadableError(f"{path.name} holds no records")
     header = np.frombuffer(data, _HEADER, 1)[0]
     version = _text(header["version"])
     if header["format"] != _FORMAT or version != __version__:

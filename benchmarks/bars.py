@@ -29,7 +29,7 @@ from fastdist.cli.bench.peers import (
     fastdist_engine,
     find_peer,
 )
-from fastdist.cli.bench.report import row_line, row_object
+from fastdist.cli.bench.report import row_lines, row_object
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.errors import FastdistError
@@ -107,7 +107,7 @@ class Bench:
             self.engines.update(session.versions)
             for case in cases:
                 row = session.measure(case)
-                print(f"# {case.collective} {case.array}{row_line(row)}", flush=True)
+                print(f"# {case.collective} {case.array}{row_lines(row)[0]}", flush=True)
                 self.rows.append({"ranks": ranks, **row_object(row)})
                 yield case, row
 

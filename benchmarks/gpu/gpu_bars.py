@@ -29,7 +29,7 @@ from fastdist.cli.bench.collectives import COLLECTIVES  # noqa: E402
 from fastdist.cli.bench.machine import gpu_facts, machine_facts  # noqa: E402
 from fastdist.cli.bench.peers import Engine, fastdist_engine, find_package  # noqa: E402
 from fastdist.cli.bench.placement import Placement, place_ranks  # noqa: E402
-from fastdist.cli.bench.report import list_lines, row_line, row_object  # noqa: E402
+from fastdist.cli.bench.report import list_lines, row_lines, row_object  # noqa: E402
 from fastdist.cli.bench.results import Row  # noqa: E402
 from fastdist.cli.bench.session import Effort, Session  # noqa: E402
 
@@ -64,7 +64,7 @@ class GpuBench:
             self.engines.update(session.versions)
             for case in cases:
                 row = session.measure(case)
-                lines = list_lines(row) if case.model else [f"# {row_line(row)}"]
+                lines = list_lines(row) if case.model else [f"# {row_lines(row)[0]}"]
                 print("\n".join(lines), flush=True)
                 self.rows.append({"ranks": _RANKS, **row_object(row)})
                 yield case, row

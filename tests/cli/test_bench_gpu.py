@@ -304,7 +304,7 @@ def test_links_are_the_floor_where_each_rank_has_a_gpu() -> None:
 def test_host_and_graph_have_columns_of_their_own() -> None:
     row = gpu_row((TORCH, Measurement("second", unsupported="has no such thing")))
     names, units = text.column_lines(["torch", "second"], on_gpu=True)
-    line = text.row_line(row)
+    (line,) = text.row_lines(row)
     assert names.split()[-5:] == ["floor", "host", "graph", "torch", "second"]
     cells = "1048576 262144 float32 sum 10.00 20.00 1.00 1.00 0 50 2.00 9.00 30.00 3.00x 8.00 n/a -"
     assert " ".join(line.split()) == cells
@@ -315,8 +315,17 @@ def test_host_and_graph_have_columns_of_their_own() -> None:
     assert list(text.row_notes(row)) == ["# torch: not captured: x", "# second: has no such thing"]
 
 
+def test_the_tables_fit_a_narrow_terminal() -> None:
+    row = gpu_row((TORCH, Measurement("second", unsupported="has no such thing")))
+    lines = text.column_lines(["torch", "second"], on_gpu=True, width=80)
+    lines += [*text.row_lines(row, 80), *text.list_lines(row, 80)]
+    assert max(map(len, lines)) <= 80
+    assert lines[2].split() == ["peer", "us", "ratio", "host"]
+    assert lines[4].split() == ["torch", "30.00", "3.00x", "8.00"]
+
+
 def test_a_floor_that_is_not_known_is_not_shown() -> None:
-    assert text.row_line(gpu_row(floor_us=0.0)).split()[9] == "-"
+    assert text.row_lines(gpu_row(floor_us=0.0))[0].split()[9] == "-"
     (_, line) = text.list_lines(replace(gpu_row(floor_us=0.0)))
     assert line.split()[6] == "-"
 
@@ -366,7 +375,7 @@ def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
     names, _ = text.column_lines(["gloo"])
     assert names.split()[-2:] == ["floor", "gloo"]
     ours = Measurement("fastdist", 10.0, 20.0, 1.0, 1.0, 5, 0)
-    assert text.row_line(replace(gpu_row(), ours=ours)).split()[-1] == "50"
+    assert text.row_lines(replace(gpu_row(), ours=ours))[0].split()[-1] == "50"
     assert "host_us" not in text.row_object(replace(gpu_row(), ours=ours))
 
 

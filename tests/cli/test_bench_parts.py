@@ -325,7 +325,7 @@ def test_columns_stand_under_their_names() -> None:
     others = (Measurement("gloo", 30.0), Measurement("mpich", unsupported="has no such thing"))
     row = row_of(10.0, others)
     names, units = text.column_lines(["gloo", "mpich"])
-    line = text.row_line(row)
+    (line,) = text.row_lines(row)
     assert names.split() == [
         *("bytes", "count", "type", "redop", "p50", "p99", "algbw", "busbw", "wrong", "floor"),
         "gloo",
@@ -338,9 +338,27 @@ def test_columns_stand_under_their_names() -> None:
     assert list(text.row_notes(row)) == ["# mpich: has no such thing"]
 
 
+def test_a_narrow_terminal_gets_fewer_columns_and_peers_below() -> None:
+    others = (Measurement("gloo", 30.0), Measurement("mpich", unsupported="has no such thing"))
+    row = row_of(10.0, others)
+    names, _, peers = text.column_lines(["gloo", "mpich"], width=80)
+    ours, *below = text.row_lines(row, 80)
+    assert names.split()[:3] == ["bytes", "type", "redop"]
+    assert ours.split()[:3] == ["1048576", "float32", "sum"]
+    assert peers.split() == ["peer", "us", "ratio"]
+    assert [line.split() for line in below] == [["gloo", "30.00", "3.00x"], ["mpich", "n/a"]]
+    end = names.index("p50") + len("p50")
+    assert (ours[:end].split()[-1], below[0][:end].split()[-1]) == ("10.00", "30.00")
+    # One peer fits where the terminal is somewhat wider.
+    assert len(text.row_lines(row_of(10.0, others[:1]), 102)) == 1
+    columns = "p50 us p99 us wrong floor % ratio"
+    assert text.list_lines(row, 80)[0].split()[4:] == columns.split()
+    assert max(map(len, text.list_lines(row, 80))) <= 80
+
+
 def test_the_floor_is_left_out_where_the_caches_hold_the_buffers() -> None:
     row = replace(row_of(10.0), fits_caches=True)
-    assert text.row_line(row).split()[9] == "-"
+    assert text.row_lines(row)[0].split()[9] == "-"
     assert text.list_lines(row)[1].split()[6] == "-"
     assert text.row_object(row)["floor_percent"] is None
     assert "# floor -: the caches hold the buffers of all ranks" in text.footing(report_of(row))
@@ -439,11 +457,9 @@ def test_the_reason_of_a_failure_is_found_in_its_output(output: str, reason: str
     assert reason_in(output) == reason
 
 
-def test_json_holds_what_the_table_shows(tmp_path: Path) -> None:
+def test_json_holds_what_the_table_shows() -> None:
     report = report_of(row_of(10.0, (Measurement("gloo", 30.0),)))
-    with (tmp_path / "a.json").open("w") as file:
-        text.write_json(report, file)
-    loaded = json.loads((tmp_path / "a.json").read_text())
+    loaded = json.loads(text.to_json(report))
     assert loaded["missing"] == {"impi": "pip install it"}
     assert loaded["rows"][0]["p50_us"] == 10
     assert loaded["rows"][0]["peers"]["gloo"]["times_as_fast"] == 3

@@ -6,13 +6,32 @@ import argparse
 import os
 import pkgutil
 import sys
-from typing import Any
+from typing import Any, NoReturn
+
+from fastdist.processes.terminal import OutputError, fitted, note, show
 
 _USAGE_EXIT_CODE = 2
 
 
 class UsageError(Exception):
     """The options of a command are wrong, or exceed what this machine has."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose messages fit the terminal, and that fails if help cannot be written."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage and the message, and exit."""
+        self.print_usage(sys.stderr)
+        self.exit(_USAGE_EXIT_CODE, fitted(f"{self.prog}: error: {message}\n", sys.stderr))
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is not sys.stdout:
+            return super()._print_message(message, file)
+        try:
+            show(message)
+        except OutputError as error:
+            self.exit(_USAGE_EXIT_CODE, f"{self.prog}: {error}\n")
 
 
 def add_command(
@@ -55,7 +74,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Run the command of `arguments`; return its exit code."""
     try:
         exit_code: int | None = pkgutil.resolve_name(arguments.handler)(arguments)
-    except (UsageError, *arguments.errors) as error:
-        sys.stderr.write(f"{arguments.title}: {error}\n")
+    except (UsageError, OutputError, *arguments.errors) as error:
+        note(f"{arguments.title}: {error}")
         return _USAGE_EXIT_CODE
     return exit_code or 0

@@ -1,24 +1,26 @@
 """`fastdist keys`: makes keys for a job with tasks on several machines."""
 
 import argparse
-import sys
 
 from fastdist.cli.command import add_command
+from fastdist.processes.terminal import show
 
 _DESCRIPTION = """\
 Prints new keys for a job with parameter servers, as one line of JSON.
 
-Keep the keys secret: anyone who has them can connect to the job's servers, and read and change
-everything that the servers keep. All tasks of the job need the same keys, in the variable
-FASTDIST_PS_KEYS, which holds the JSON or the path of a file with the JSON. Jobs of `fastdist run`
-need no keys from this command: `fastdist run` makes new keys for each job.
+Keep the keys secret: anyone who has them can connect to the job's servers, and
+read and change everything that the servers keep. All tasks of the job need the
+same keys, in the variable FASTDIST_PS_KEYS, which holds the JSON or the path
+of a file with the JSON. Jobs of `fastdist run` need no keys from this command:
+`fastdist run` makes new keys for each job.
 """
 _EPILOG = """\
 examples:
-  (umask 077; fastdist keys > job.keys)        # a file that only you can read; copy it by scp
-  FASTDIST_PS_KEYS=job.keys python train.py    # each task, with its TF_CONFIG
+  (umask 077; fastdist keys > job.keys)      # that only you can read; use scp
+  FASTDIST_PS_KEYS=job.keys python train.py  # each task, with its TF_CONFIG
   fastdist serve --keys job.keys --address tcp://10.0.0.5:7000
-  fastdist keys | kubectl create secret generic job-keys --from-file=job.keys=/dev/stdin
+  fastdist keys |
+    kubectl create secret generic job-keys --from-file=job.keys=/dev/stdin
 """
 
 
@@ -39,4 +41,4 @@ def run(options: argparse.Namespace) -> None:
     """Print new keys."""
     from fastdist.ps import Keys
 
-    sys.stdout.write(Keys.make().to_json() + "\n")
+    show(Keys.make().to_json() + "\n")

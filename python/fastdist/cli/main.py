@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from fastdist._version import __version__
 from fastdist.cli import bench, doctor, keys, ps, run, serve, trace, why
-from fastdist.cli.command import run_command
+from fastdist.cli.command import CommandParser, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; shtab makes shells' completions of it."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdist",
         description="Distributed training and fast collectives.",
         allow_abbrev=False,

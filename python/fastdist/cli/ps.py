@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastdist.cli.command import add_command
+from fastdist.processes.terminal import note, show, width_of
 
 if TYPE_CHECKING:
     from fastdist.recorder.jobs import Job
@@ -36,14 +37,20 @@ def run(options: argparse.Namespace) -> None:
 
     jobs, notes = jobs_here()
     if options.json:
-        sys.stdout.write(json.dumps([_facts(job) for job in jobs], indent=2) + "\n")
+        show(json.dumps([_facts(job) for job in jobs], indent=2) + "\n")
     elif jobs:
-        table = [_TITLES, *(_cells(_facts(job)) for job in jobs)]
-        sys.stdout.write("\n".join(columns(table)) + "\n")
+        width = width_of(sys.stdout)
+        most_pids = 4 if width is None or width >= 100 else 1
+        table = [_TITLES, *(_cells(_facts(job), most_pids) for job in jobs)]
+        show("".join(f"{_cut(line, width)}\n" for line in columns(table)))
     else:
-        sys.stdout.write("no jobs\n")
-    for note in notes:
-        print(f"fastdist ps: could not be seen: {note}", file=sys.stderr)
+        show("no jobs\n")
+    for each in notes:
+        note(f"fastdist ps: could not be seen: {each}")
+
+
+def _cut(line: str, width: int | None) -> str:
+    return line if width is None or len(line) <= width else f"{line[: width - 1]}…"
 
 
 def _facts(job: Job) -> dict[str, Any]:
@@ -60,7 +67,7 @@ def _facts(job: Job) -> dict[str, Any]:
     }
 
 
-def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
+def _cells(facts: dict[str, Any], most_pids: int) -> tuple[str, ...]:
     from fastdist.recorder.words import seconds
 
     ranks, world_size, pids = len(facts["ranks_here"]), facts["world_size"], facts["pids"]
@@ -70,6 +77,6 @@ def _cells(facts: dict[str, Any]) -> tuple[str, ...]:
         str(world_size) if ranks == world_size else f"{ranks} of {world_size}",
         f"{seconds(facts['began_s'])} ago",
         f"{seconds(facts['last_call_s'])} ago",
-        " ".join(map(str, pids[:4])) + (" …" if len(pids) > 4 else ""),
+        " ".join(map(str, pids[:most_pids])) + (" …" if len(pids) > most_pids else ""),
         facts["program"],
     )

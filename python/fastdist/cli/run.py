@@ -6,7 +6,6 @@ import math
 import os
 import resource
 import secrets
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ from fastdist.cluster.roster import Roster
 from fastdist.processes.job import GRACE_S, Elastic, Job, Task
 from fastdist.processes.process import StartError
 from fastdist.processes.supervisor import Outcome, supervise
+from fastdist.processes.terminal import note
 
 _NAME = "fastdist run"
 _OUTPUTS = 2
@@ -41,46 +41,54 @@ _ANSWER_S = 2.0  # that the launcher of another machine needs after its grace pe
 _STARTS = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--workers", "--ps")
 _TARGET = "{script.py | -m module | program}"
 _DESCRIPTION = """\
-Starts N ranks on this machine and waits for them. When a rank fails, the others are stopped and
-its traceback is shown last. Ctrl-C is sent to all ranks; a second Ctrl-C kills them.
+Starts N ranks on this machine and waits for them. When a rank fails, the
+others are stopped and its traceback is shown last. Ctrl-C is sent to all
+ranks; a second Ctrl-C kills them.
 
-The environment of each rank has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT, as under torchrun. Rank 0 reads the standard input.
+The environment of each rank has RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun. Rank 0 reads
+the standard input.
 
-With --nnodes, starts this machine's N ranks of a job on several machines: the same command is run
-on each machine, with its own --node-rank. Rank 0, on the machine with --node-rank 0, listens at the
-address --rdzv, which all machines must reach. When a rank fails, the ranks of other machines that
-wait for it fail too.
+With --nnodes, starts this machine's N ranks of a job on several machines: the
+same command is run on each machine, with its own --node-rank. Rank 0, on the
+machine with --node-rank 0, listens at the address --rdzv, which all machines
+must reach. When a rank fails, the ranks of other machines that wait for it
+fail too.
 
-With --hosts, does that on all machines, by ssh: N ranks on each, in this directory and with this
-Python, which all machines must have. When a machine's ranks fail, those of the others are stopped.
+With --hosts, does that on all machines, by ssh: N ranks on each, in this
+directory and with this Python, which all machines must have. When a machine's
+ranks fail, those of the others are stopped.
 
-With --min and --max, starts an elastic job: a process that fails is started again, and the others
-go on without it meanwhile, if at least --min are left. The program must be made for it, by
-fastdist.Elastic or fastdist.init(elastic=True).
+With --min and --max, starts an elastic job: a process that fails is started
+again, and the others go on without it meanwhile, if at least --min are left.
+The program must be made for it, by fastdist.Elastic or
+fastdist.init(elastic=True).
 
-With --workers and --ps, starts a job with parameter servers instead: a chief, W workers, P
-parameter servers and, with --evaluator, an evaluator. All tasks run the same script. The
-environment of each task has TF_CONFIG and, in FASTDIST_PS_KEYS, the keys of this job. The tasks
-talk over sockets in FASTDIST_PS_FOLDER, which only this user can open; by TCP if its path is too
-long for sockets. The chief reads the standard input, and the job ends when the chief ends; other
-tasks that fail are restarted. When the chief has ended, the other tasks, including the evaluator,
-get SIGTERM, and SIGKILL if they still run after --grace-s.
+With --workers and --ps, starts a job with parameter servers instead: a chief,
+W workers, P parameter servers and, with --evaluator, an evaluator. All tasks
+run the same script. The environment of each task has TF_CONFIG and, in
+FASTDIST_PS_KEYS, the keys of this job. The tasks talk over sockets in
+FASTDIST_PS_FOLDER, which only this user can open; by TCP if its path is too
+long for sockets. The chief reads the standard input, and the job ends when the
+chief ends; other tasks that fail are restarted. When the chief has ended, the
+other tasks, including the evaluator, get SIGTERM, and SIGKILL if they still
+run after --grace-s.
 """
 _EPILOG = """\
 exit code:
-  0                if all ranks, or the chief, return 0
-  its exit code    of the rank that failed first, or of the chief; 128 + signal if it was killed.
-                   75 (EX_TEMPFAIL) says that the job has saved its state and can be started again
-  128 + signal     if a signal stopped fastdist run
-  2                if a process could not be started
+  0               if all ranks, or the chief, return 0
+  its exit code   of the rank that failed first, or of the chief; 128 + signal
+                  if it was killed. 75 (EX_TEMPFAIL) says that the job has saved
+                  its state and can be started again
+  128 + signal    if a signal stopped fastdist run
+  2               if a process could not be started
 
 examples:
   fastdist run -n 4 train.py --epochs 10
   fastdist run --nproc-per-node 4 train.py --epochs 10
   fastdist run -n 2 -m package.train
   fastdist run --env OMP_NUM_THREADS=4 ./program
-  fastdist run --nnodes 2 --node-rank 0 --rdzv 10.0.0.1:29500 -n 4 train.py  # and so on node 1
+  fastdist run --nnodes 2 --node-rank 0 --rdzv 10.0.0.1:29500 -n 4 train.py
   fastdist run --hosts node1,node2 -n 4 train.py
   fastdist run --min 2 --max 4 train.py
   fastdist run --workers 4 --ps 2 --evaluator train.py
@@ -243,7 +251,7 @@ def run(arguments: argparse.Namespace) -> int:
         outcome = run_once(arguments)
         if not outcome.has_failed:
             return outcome.exit_code
-        sys.stderr.write(f"fastdist run: restarting all ranks (restart {restart} of {most})\n")
+        note(f"fastdist run: restarting all ranks (restart {restart} of {most})")
     return run_once(arguments).exit_code
 
 
@@ -289,7 +297,7 @@ def _note_first(pid: int, status: int) -> None:
 
     note_end(pid, status)
     if status < 0 and (why := obituary(pid)):
-        sys.stderr.write(f"{_NAME}: {why}\n")
+        note(f"{_NAME}: {why}")
 
 
 @contextmanager
@@ -318,9 +326,9 @@ def _traced(arguments: argparse.Namespace) -> Iterator[None]:
         ranks = collector.stop()
         try:
             write_trace(path, ranks)
-            sys.stderr.write(f"fastdist run: wrote {path}; see it by: fastdist trace {path}\n")
+            note(f"fastdist run: wrote {path}; see it by: fastdist trace {path}")
         except OSError as error:
-            sys.stderr.write(f"fastdist run: cannot write {path}: {error.strerror}\n")
+            note(f"fastdist run: cannot write {path}: {error.strerror}")
 
 
 def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
@@ -388,9 +396,9 @@ def _say_what_comes_first(arguments: argparse.Namespace) -> None:
     for option, value in itertools.pairwise(rest):
         if option in _STARTS and value.isdigit():
             program = f"-m {target}" if arguments.is_module else target
-            sys.stderr.write(
+            note(
                 f"fastdist run: {option} {value} goes to {target}; options of fastdist run come "
-                f"first: fastdist run {option} {value} {program}\n"
+                f"first: fastdist run {option} {value} {program}"
             )
             return
 

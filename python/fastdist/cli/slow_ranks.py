@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from fastdist.processes.terminal import note
 
 _AFTER_S = 60.0  # the first steps are slower than the others
 _LOOK_S = 5.0
@@ -40,5 +41,4 @@ def _look(launcher: str, has_ended: threading.Event) -> None:
     if job_ended or late is None or late.share < _LEAST_SHARE:
         return
     if late.cost_s * late.count > _LEAST_COST * _LOOK_S:
-        sys.stderr.write(f"{launcher}: {late}; fastdist run --trace shows more\n")
-        sys.stderr.flush()
+        note(f"{launcher}: {late}; fastdist run --trace shows more")

@@ -10,6 +10,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -20,6 +21,7 @@ from fastdist.processes.job import Ending, Job, Task
 from fastdist.processes.output import Lines, Sink, Stream
 from fastdist.processes.process import Process, StartError
 from fastdist.processes.sessions import Sessions
+from fastdist.processes.terminal import fitted
 
 _CAUSE_WAIT_S = 2.0
 _RESTART_DELAY_S = 0.2
@@ -164,7 +166,8 @@ class _Supervisor:
         return process.exit_code
 
     def _say(self, message: str) -> None:
-        self._stderr.put(self, b"", f"{self._job.launcher}: {message}\n".encode())
+        line = fitted(f"{self._job.launcher}: {message}\n", sys.stderr)
+        self._stderr.put(self, b"", line.encode())
 
     def _task(self, process: Process) -> Task:
         return self._job.tasks[self._processes.index(process)]

@@ -16,14 +16,15 @@ from fastdist.cli.bench.peers import (
 from fastdist.cli.command import add_command
 
 _DESCRIPTION = """\
-Measures a collective between processes on this machine. The columns are those of nccl-tests:
-p50 and p99 of the slowest rank's time, algbw = bytes / p50, busbw = algbw times the
-collective's bus factor, the number of wrong elements. floor is the measured speed as a
-percentage of the memory floor: the speed at which memory can copy the minimum number of bytes.
-It is not shown where the caches hold all buffers. On GPUs, p50 and p99 are times between two
-events on the GPU, host is the time until a call returns, and graph is the time of a replay of
-a CUDA graph with the call; where each rank has a GPU of its own, floor is a percentage of the
-speed of the links between GPUs.
+Measures a collective between processes on this machine. The columns are those
+of nccl-tests: p50 and p99 of the slowest rank's time, algbw = bytes / p50,
+busbw = algbw times the collective's bus factor, the number of wrong elements.
+floor is the measured speed as a percentage of the memory floor: the speed at
+which memory can copy the minimum number of bytes. It is not shown where the
+caches hold all buffers. On GPUs, p50 and p99 are times between two events on
+the GPU, host is the time until a call returns, and graph is the time of a
+replay of a CUDA graph with the call; where each rank has a GPU of its own,
+floor is a percentage of the speed of the links between GPUs.
 """
 
 
@@ -36,18 +37,25 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     commands = bench.add_subparsers(metavar="OP", dest="collective", required=True)
-    first, *others = COLLECTIVES
-    parser = add_command(
-        commands,
-        first,
-        "bench.command:run_command",
-        title="fastdist bench",
-        aliases=others,
-        help="measure a collective",
-        description=_DESCRIPTION,
-    )
+    options = argparse.ArgumentParser(add_help=False)
+    _add_cases(options)
+    _add_effort(options.add_argument_group("effort"))
+    _add_output(options)
+    for name in COLLECTIVES:
+        add_command(
+            commands,
+            name,
+            "bench.command:run_command",
+            title="fastdist bench",
+            parents=[options],
+            help=f"measure {name}",
+            description=_DESCRIPTION,
+        )
     _add_report(commands)
     _add_compare(commands)
+
+
+def _add_cases(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group("cases")
     what.add_argument(
         "--sizes",
@@ -67,7 +75,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=int,
         help="number of processes (default: usable cores, or GPUs; at least 2)",
     )
-    what.add_argument("--dtype", choices=tuple(DTYPE_BYTES), default="float32")
+    what.add_argument(
+        "--dtype",
+        choices=tuple(DTYPE_BYTES),
+        default="float32",
+        metavar="TYPE",
+        help=", ".join(DTYPE_BYTES),
+    )
     what.add_argument("--op", dest="redop", choices=REDUCE_OPS, default="sum", help="reduce op")
     what.add_argument(
         "--device",
@@ -81,8 +95,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="arrays for fastdist's calls (default: numpy, on GPUs torch); empty: comm.empty, "
         "which needs no copy",
     )
-    _add_effort(parser.add_argument_group("effort"))
-    _add_output(parser)
 
 
 def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -92,8 +104,9 @@ def _add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "bench.full_report:run_report",
         help="measure every collective next to every installed peer, and write a page",
         description="Measures every collective on the CPU next to every installed peer, at its\n"
-        "defaults and at its best, in a few minutes. Writes an HTML page that needs no other\n"
-        "file, and its data as JSON, and says what changed since the last run on this machine.",
+        "defaults and at its best, in a few minutes. Writes an HTML page that needs no\n"
+        "other file, and its data as JSON, and says what changed since the last run on\n"
+        "this machine.",
     )
     parser.add_argument(
         "--ranks", "-n", type=int, help="number of processes (default: usable cores; at least 2)"

@@ -19,6 +19,7 @@ from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import Session
+from fastdist.processes.terminal import fitted, note, show, width_of
 
 _T = TypeVar("_T")
 
@@ -51,16 +52,16 @@ def run_planned(make: Callable[[], _T], run: Callable[[_T], bool]) -> int:
     try:
         plan = make()
     except (ValueError, ImportError) as error:
-        print(f"fastdist bench: {error}", file=sys.stderr)
+        note(f"fastdist bench: {error}")
         return _USAGE
     try:
         with _ended_like_interrupted():
             return 0 if run(plan) else _FAILED
     except (EngineError, OSError) as error:
-        print(f"fastdist bench: {error}", file=sys.stderr)
+        note(f"fastdist bench: {error}")
         return _FAILED
     except KeyboardInterrupt:
-        print("fastdist bench: interrupted", file=sys.stderr)
+        note("fastdist bench: interrupted")
         return _INTERRUPTED
 
 
@@ -83,11 +84,12 @@ def _measure(options: argparse.Namespace, plan: Plan) -> Report:
             busy_cores=busy,
         )
         for error in session.failures:
-            print(f"fastdist bench: {error}", file=sys.stderr)
+            note(f"fastdist bench: {error}")
         lines = text.heading(report, title)
+        width = width_of(file)
         if not options.model:
             _, *peers = session.versions
-            lines += text.column_lines(peers, on_gpu=plan.placement is not None)
+            lines += text.column_lines(peers, plan.placement is not None, width)
         for line in lines:
             progress.line(line)
         noted: set[str] = set()
@@ -97,7 +99,7 @@ def _measure(options: argparse.Namespace, plan: Plan) -> Report:
             report.rows.append(row)
             notes = [note for note in text.row_notes(row) if note not in noted]
             noted.update(notes)
-            lines = text.list_lines(row) if options.model else [text.row_line(row)]
+            lines = (text.list_lines if options.model else text.row_lines)(row, width)
             for line in lines + notes:
                 progress.line(line)
         report.copy_gb_per_s = session.copy_gb_per_s
@@ -112,15 +114,15 @@ def _table_file(options: argparse.Namespace) -> TextIO:
 
 def _write_files(options: argparse.Namespace, report: Report) -> None:
     if options.json == "-":
-        text.write_json(report, sys.stdout)
+        show(text.to_json(report))
     elif options.json:
-        with Path(options.json).open("w") as file:
-            text.write_json(report, file)
+        Path(options.json).write_text(text.to_json(report))
     if options.plot:
         write_plot(report, Path(options.plot))
     for name in (options.json, options.plot):
         if name not in (None, "-"):
-            print(f"# wrote {Path(name)}", file=_table_file(options))
+            file = _table_file(options)
+            show(fitted(f"# wrote {Path(name)}\n", file), file)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import statistics
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -19,6 +20,7 @@ from fastdist.cli.bench.intervals import (
     ratio_interval,
 )
 from fastdist.cli.command import UsageError
+from fastdist.processes.terminal import fitted, show
 
 _FAILED = 1
 _MACHINE = ("processor", "cores", "cache", "memory")
@@ -242,9 +244,9 @@ def run_compare(options: argparse.Namespace) -> int:
     if not comparison.changes:
         raise RunFileError(f"{old.name} and {new.name} have no case in common")
     if options.json:
-        print(json.dumps(comparison.to_json(), indent=1))
+        show(json.dumps(comparison.to_json(), indent=1) + "\n")
     else:
-        print("\n".join(comparison.lines()))
+        show(fitted("\n".join(comparison.lines()) + "\n", sys.stdout))
     if options.fail_slower is None:
         return 0
     slow = [c for c in comparison.changes if c.percentages()[1] > max(0.0, options.fail_slower)]

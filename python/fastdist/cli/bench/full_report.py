@@ -41,6 +41,7 @@ from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.bench.summary import peer_sentences, unstable_titles
+from fastdist.processes.terminal import fitted, show
 
 PASSES = LEAST_SAMPLES
 
@@ -92,11 +93,10 @@ def _run(options: argparse.Namespace, plan: Plan, out: Path) -> bool:
     json_path.write_text(json.dumps(recorded, indent=1) + "\n")
     out.write_text(page(report, recorded, change), encoding="utf-8")
     file = sys.stderr if options.json else sys.stdout
-    for line in _summary(report, change):
-        print(line, file=file)
-    print(f"wrote {out} and {json_path}", file=file)
+    lines = [*_summary(report, change), f"wrote {out} and {json_path}", ""]
+    show(fitted("\n".join(lines), file), file)
     if options.json:
-        print(json.dumps(recorded, indent=1))
+        show(json.dumps(recorded, indent=1) + "\n")
     return not (report.wrong or report.failed)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
+from fastdist.processes.terminal import fitted, show
+
 
 class Progress(Protocol):
     """Output of the table's lines and of the progress between them."""
@@ -30,7 +32,7 @@ class _PlainProgress:
         self._file = file
 
     def line(self, text: str) -> None:
-        print(text, file=self._file, flush=True)
+        show(fitted(f"{text}\n", self._file), self._file)
 
     def begin(self, label: str) -> None:
         if self._file.isatty():
@@ -57,6 +59,7 @@ class _BarProgress:
         self._task = self.bar.add_task("starting", total=steps)
 
     def line(self, text: str) -> None:
+        text = fitted(text, self.bar.console.file)
         self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, label: str) -> None:

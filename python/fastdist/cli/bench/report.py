@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, TextIO
+from typing import Any
 
 from fastdist.cli.bench.results import Measurement, Report, Row
 
@@ -22,13 +22,18 @@ _COLUMNS = (
     ("floor", "%", 6),
 )
 # Additional columns on GPUs.
-_GPU_COLUMNS = (("host", 9), ("graph", 10))
+_GPU_COLUMNS = (("host", "us", 9), ("graph", "us", 10))
 _LIST_COLUMNS = (
-    *(("p50 us", 11), ("p99 us", 11), ("algbw", 8), ("busbw", 8), ("wrong", 7), ("floor %", 9)),
+    *(("p50", "us", 11), ("p99", "us", 11), ("algbw", "", 8), ("busbw", "", 8)),
+    *(("wrong", "", 7), ("floor", "%", 9)),
 )
+# Columns that a narrow terminal does not show, in the order in which they are left out.
+_SPARE = ("count", "redop", "type")
+_LIST_SPARE = ("algbw", "busbw", "floor", "wrong")
 _PEER_WIDTH = 10
 _RATIO_WIDTH = 7
 _WAY_WIDTH = 26
+_LIST_RATIO_WIDTH = 9
 
 
 def heading(report: Report, title: str) -> list[str]:
@@ -48,81 +53,113 @@ def heading(report: Report, title: str) -> list[str]:
     return [*lines, "#"]
 
 
-def column_lines(others: Sequence[str], on_gpu: bool = False) -> list[str]:
-    """Return the two lines of column names and units; peers are on the right."""
-    names = "".join(name.rjust(width) for name, _, width in _COLUMNS)
-    units = "".join(unit.rjust(width) for _, unit, width in _COLUMNS)
-    host = ""
-    if on_gpu:
-        names += "".join(name.rjust(width) for name, width in _GPU_COLUMNS)
-        units += "".join("us".rjust(width) for _, width in _GPU_COLUMNS)
-        host = "host".rjust(_GPU_COLUMNS[0][1])
+def column_lines(
+    others: Sequence[str], on_gpu: bool = False, width: int | None = None
+) -> list[str]:
+    """Return the lines of column names and units.
+
+    Peers are on the right, or below each row if the terminal's `width` is too small.
+    """
+    shown = _shown(_columns(on_gpu), _SPARE, width)
+    names = "".join(name.rjust(size) for name, _, size in shown)
+    units = "".join(unit.rjust(size) for _, unit, size in shown)
+    host = "host".rjust(_GPU_COLUMNS[0][-1]) if on_gpu else ""
+    if not _fits_beside(names, others, host, width):
+        return [names, units, _below(shown, "peer", "us", "ratio", host)]
     for other in others:
-        width = _other_width(other)
-        names += "  " + other.center(width + len(host))
-        units += "  " + "us".rjust(width - _RATIO_WIDTH) + "ratio".rjust(_RATIO_WIDTH) + host
+        room = _other_width(other)
+        names += "  " + other.center(room + len(host))
+        units += "  " + "us".rjust(room - _RATIO_WIDTH) + "ratio".rjust(_RATIO_WIDTH) + host
     return [names.rstrip(), units.rstrip()]
 
 
-def row_line(row: Row) -> str:
-    """Format one line of the table."""
+def row_lines(row: Row, width: int | None = None) -> list[str]:
+    """Format a row of the table: one line, or one more for each peer as in `column_lines`."""
     case, ours = row.case, row.ours
-    names = (str(case.bytes), str(case.count), case.dtype, case.redop or "none")
-    cells = (*names, *_cells(row, ours))
-    line = "".join(cell.rjust(width) for cell, (*_, width) in zip(cells, _COLUMNS, strict=True))
-    line += _gpu_cells(ours)
+    shown = _shown(_columns(ours.host_us is not None), _SPARE, width)
+    cells = {"bytes": str(case.bytes), "count": str(case.count), "type": case.dtype}
+    cells |= {"redop": case.redop or "none", **_cells(row, ours)}
+    lines = ["".join(cells[name].rjust(size) for name, _, size in shown)]
+    host_width = 0 if ours.host_us is None else _GPU_COLUMNS[0][-1]
+    names = [other.engine for other in row.others]
+    is_beside = _fits_beside(lines[0], names, " " * host_width, width)
     for other in row.others:
         ratio = row.times_as_fast(other)
         time = _time(other.p50_us) if ratio else "n/a"
-        width = _other_width(other.engine)
-        line += "  " + time.rjust(width - _RATIO_WIDTH)
-        line += (f"{_three_digits(ratio)}x" if ratio else "").rjust(_RATIO_WIDTH)
-        if ours.host_us is not None:
-            line += _time(other.host_us).rjust(_GPU_COLUMNS[0][1])
-    return line.rstrip()
+        times = f"{_three_digits(ratio)}x" if ratio else ""
+        host = _time(other.host_us).rjust(host_width) if host_width else ""
+        if is_beside:
+            room = _other_width(other.engine) - _RATIO_WIDTH
+            lines[0] += "  " + time.rjust(room) + times.rjust(_RATIO_WIDTH) + host
+        else:
+            lines.append(_below(shown, other.engine, time, times, host))
+    return [line.rstrip() for line in lines]
 
 
-def _cells(row: Row, measured: Measurement) -> tuple[str, ...]:
-    """Format the times, bandwidths, wrong elements and share of the floor."""
+def _columns(on_gpu: bool) -> tuple[tuple[str, str, int], ...]:
+    return (*_COLUMNS, *_GPU_COLUMNS) if on_gpu else _COLUMNS
+
+
+def _shown(
+    columns: Sequence[tuple[str, str, int]], spare: Sequence[str], room: int | None
+) -> list[tuple[str, str, int]]:
+    """Return the columns that fit: leave out those in `spare` until the others do."""
+    shown = list(columns)
+    for name in spare:
+        if room is None or sum(width for *_, width in shown) <= room:
+            break
+        shown = [column for column in shown if column[0] != name]
+    return shown
+
+
+def _fits_beside(line: str, others: Sequence[str], host: str, width: int | None) -> bool:
+    needed = sum(2 + _other_width(other) + len(host) for other in others)
+    return width is None or len(line) + needed <= width
+
+
+def _below(
+    shown: Sequence[tuple[str, str, int]], name: str, time: str, ratio: str, host: str
+) -> str:
+    """Format a peer's line below a row: its time is below fastdist's."""
+    names = [name for name, *_ in shown]
+    widths = [width for *_, width in shown]
+    p50 = names.index("p50")
+    return name.rjust(sum(widths[:p50])) + time.rjust(widths[p50]) + ratio.rjust(widths[p50]) + host
+
+
+def _cells(row: Row, measured: Measurement) -> dict[str, str]:
+    """Format the times, bandwidths, wrong elements and share of the floor, by column."""
     moves = row.case.bytes > 0
-    return (
-        _time(measured.p50_us),
-        _time(measured.p99_us),
-        f"{measured.algbw:.2f}" if moves else "-",
-        f"{measured.busbw:.2f}" if moves else "-",
-        "-" if measured.wrong is None else str(measured.wrong),
-        f"{100 * row.floor_us / measured.p50_us:.0f}" if row.has_floor else "-",
-    )
+    return {
+        "p50": _time(measured.p50_us),
+        "p99": _time(measured.p99_us),
+        "algbw": f"{measured.algbw:.2f}" if moves else "-",
+        "busbw": f"{measured.busbw:.2f}" if moves else "-",
+        "wrong": "-" if measured.wrong is None else str(measured.wrong),
+        "floor": f"{100 * row.floor_us / measured.p50_us:.0f}" if row.has_floor else "-",
+        "host": _time(measured.host_us),
+        "graph": _time(measured.graph_us),
+    }
 
 
-def _gpu_cells(measured: Measurement) -> str:
-    """Format the times of the host and of a graph; empty on CPUs."""
-    if measured.host_us is None:
-        return ""
-    times = (measured.host_us, measured.graph_us)
-    columns = zip(times, _GPU_COLUMNS, strict=True)
-    return "".join(_time(us).rjust(width) for us, (_, width) in columns)
-
-
-def list_lines(row: Row) -> list[str]:
+def list_lines(row: Row, width: int | None = None) -> list[str]:
     """Format a table of the ways to reduce one list, one line per way."""
     ours = row.ours
-    names = "# engine and way".ljust(_WAY_WIDTH)
-    names += "".join(name.rjust(width) for name, width in _LIST_COLUMNS)
-    if ours.host_us is not None:
-        names += "".join(f"{name} us".rjust(width) for name, width in _GPU_COLUMNS)
-    lines = [names + "ratio".rjust(9)]
+    columns = (*_LIST_COLUMNS, *(() if ours.host_us is None else _GPU_COLUMNS))
+    room = None if width is None else width - _WAY_WIDTH - _LIST_RATIO_WIDTH
+    shown = _shown(columns, _LIST_SPARE, room)
+    names = "".join(f"{name} {unit}".strip().rjust(size) for name, unit, size in shown)
+    lines = ["# engine and way".ljust(_WAY_WIDTH) + names + "ratio".rjust(_LIST_RATIO_WIDTH)]
     for way in (ours, *row.others):
         if way.unsupported:
             lines.append(way.engine.ljust(_WAY_WIDTH) + "n/a".rjust(11))
             continue
-        cells = zip(_cells(row, way), _LIST_COLUMNS, strict=True)
-        line = way.engine.ljust(_WAY_WIDTH)
-        line += "".join(cell.rjust(width) for cell, (_, width) in cells)
+        cells = _cells(row, way)
         ratio = row.times_as_fast(way)
-        line += _gpu_cells(way)
-        line += (f"{_three_digits(ratio)}x" if ratio and way is not ours else "").rjust(9)
-        lines.append(line.rstrip())
+        line = way.engine.ljust(_WAY_WIDTH)
+        line += "".join(cells[name].rjust(size) for name, _, size in shown)
+        times = f"{_three_digits(ratio)}x" if ratio and way is not ours else ""
+        lines.append((line + times.rjust(_LIST_RATIO_WIDTH)).rstrip())
     return lines
 
 
@@ -249,7 +286,6 @@ def report_object(report: Report) -> dict[str, Any]:
     }
 
 
-def write_json(report: Report, file: TextIO) -> None:
-    """Write `report_object`."""
-    json.dump(report_object(report), file, indent=2)
-    file.write("\n")
+def to_json(report: Report) -> str:
+    """Format `report_object`."""
+    return json.dumps(report_object(report), indent=2) + "\n"

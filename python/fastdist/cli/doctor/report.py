@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from fastdist.cli.command import has_colour
 from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
@@ -18,6 +19,7 @@ from fastdist.cli.doctor.libraries import (
     libraries_section,
 )
 from fastdist.cli.doctor.machine import machine_section, memory_section
+from fastdist.processes.terminal import broken, show, width_of
 
 _RESET = "\033[0m"
 _BOLD = "\033[1m"
@@ -32,8 +34,9 @@ _COLOURS = {
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 1 if a fact is bad."""
     sections = examine()
-    colour = sys.stdout.isatty() and has_colour()
-    sys.stdout.write(to_json(sections) if options.json else to_text(sections, colour=colour))
+    width = width_of(sys.stdout)
+    colour = width is not None and has_colour()
+    show(to_json(sections) if options.json else to_text(sections, colour=colour, width=width))
     return 0 if all(section.is_well for section in sections) else 1
 
 
@@ -63,17 +66,20 @@ def to_json(sections: Sequence[Section]) -> str:
     return json.dumps(report, indent=2) + "\n"
 
 
-def to_text(sections: Sequence[Section], *, colour: bool) -> str:
-    """Format aligned lines under titles; omit sections without facts."""
+def to_text(sections: Sequence[Section], *, colour: bool, width: int | None = None) -> str:
+    """Format aligned lines of at most `width` columns; omit sections without facts."""
     shown = [section for section in sections if section.facts]
-    width = max(len(_label(fact)) for section in shown for fact in section.facts)
+    labels = max(len(_label(fact)) for section in shown for fact in section.facts)
+    room = None if width is None else width - labels - 4
     lines = []
     for section in shown:
         lines.append(f"{_BOLD}{section.title}{_RESET}" if colour else section.title)
         for fact in section.facts:
             style = _COLOURS[fact.state] if colour else ""
-            value = f"{style}{fact.text}{_RESET}" if style else fact.text
-            lines.append(f"  {_label(fact):<{width}}  {value}")
+            parts = broken(fact.text, room, indent="")
+            for label, part in zip_longest([_label(fact)], parts, fillvalue=""):
+                value = f"{style}{part}{_RESET}" if style else part
+                lines.append(f"  {label:<{labels}}  {value}")
     return "\n".join(lines) + "\n"
 
 

@@ -7,13 +7,14 @@ import argparse
 from fastdist.cli.command import add_command
 
 _DESCRIPTION = """\
-Keeps variables and tables for jobs with parameter servers until Ctrl-C or SIGTERM, and then drops
-them. Prints its address. A job uses the server if its TF_CONFIG lists the address under "ps". The
-server serves one job at a time; each job starts with an empty server.
+Keeps variables and tables for jobs with parameter servers until Ctrl-C or
+SIGTERM, and then drops them. Prints its address. A job uses the server if its
+TF_CONFIG lists the address under "ps". The server serves one job at a time;
+each job starts with an empty server.
 """
 _EPILOG = """\
-A server without keys can be reached only by fastdist.ps.Client of the same user on this machine:
-ParameterServerStrategy always uses keys.
+A server without keys can be reached only by fastdist.ps.Client of the same
+user on this machine: ParameterServerStrategy always uses keys.
 
 exit code:
   0 if a signal ended the server; 2 if the server could not start

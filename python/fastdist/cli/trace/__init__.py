@@ -6,18 +6,19 @@ from pathlib import Path
 from fastdist.cli.command import add_command
 
 _DESCRIPTION = """\
-Reads traces that `fastdist run --trace` wrote: prints how long steps took, what ranks did
-meanwhile, and which ranks the others waited for, and why. The seconds of a phase include those
-spent waiting in it. Perfetto (https://ui.perfetto.dev) and chrome://tracing show the same files.
-Traces of a job's machines are joined on the clock of the first: all ranks of a collective see at
-the same moment that the last of them has come.
+Reads traces that `fastdist run --trace` wrote: prints how long steps took,
+what ranks did meanwhile, and which ranks the others waited for, and why. The
+seconds of a phase include those spent waiting in it. Perfetto
+(https://ui.perfetto.dev) and chrome://tracing show the same files. Traces of a
+job's machines are joined on the clock of the first: all ranks of a collective
+see at the same moment that the last of them has come.
 """
 _EPILOG = """\
 examples:
   fastdist run -n 4 --trace out.json train.py
   fastdist trace out.json
-  fastdist trace out.json --plot steps.png             # the time of each step, by rank
-  fastdist trace node0.json node1.json -o all.json     # join the traces of two machines
+  fastdist trace out.json --plot steps.png          # draw the time of each step
+  fastdist trace node0.json node1.json -o all.json  # join two machines' traces
 """
 
 

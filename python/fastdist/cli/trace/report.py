@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fastdist.cli.bench.plot import check_plot
+from fastdist.processes.terminal import fitted, show
 from fastdist.recorder.flight_recorder import write_flight_records
 from fastdist.recorder.timeline import RankTimeline, align, find_late
 from fastdist.recorder.trace_file import read_trace, write_trace
@@ -41,8 +42,10 @@ def run(options: argparse.Namespace) -> None:
         write_flight_records(options.flight_recorder, ranks)
     if options.plot is not None:
         _draw(ranks, options.plot)
-    text = json.dumps(_facts(ranks), indent=2) + "\n" if options.json else describe(ranks)
-    sys.stdout.write(text)
+    if options.json:
+        show(json.dumps(_facts(ranks), indent=2) + "\n")
+    else:
+        show(fitted(describe(ranks), sys.stdout))
 
 
 def join(machines: Sequence[list[RankTimeline]]) -> list[RankTimeline]:

@@ -8,16 +8,17 @@ from pathlib import Path
 from fastdist.cli.command import add_command
 
 _DESCRIPTION = """\
-Says why a job stands still: which rank is the cause, what it does, and where. Asks no rank: it
-reads the records that every rank keeps in memory, what the kernel tells of processes, and Python's
-stacks (by py-spy where that is installed). It works on ranks that are stopped, dead or stuck in C.
+Says why a job stands still: which rank is the cause, what it does, and where.
+Asks no rank: it reads the records that every rank keeps in memory, what the
+kernel tells of processes, and Python's stacks (by py-spy where that is
+installed). It works on ranks that are stopped, dead or stuck in C.
 """
 _EPILOG = """\
 examples:
   fastdist why                      # the youngest job of yours on this machine
-  fastdist why 4f1c                 # the job whose id begins so; fastdist ps lists them
+  fastdist why 4f1c                 # the job whose id begins so, of fastdist ps
   fastdist why 31337                # the job of this process
-  fastdist why --plot arrivals.png  # also draw when each rank came to the last collectives
+  fastdist why --plot arrivals.png  # also draw when each rank came
 """
 
 

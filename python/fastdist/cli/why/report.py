@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fastdist.cli.why.picture import check_plot, to_text, write_plot
+from fastdist.processes.terminal import fitted, show
 from fastdist.recorder.diagnosis import Diagnosis, diagnose
 from fastdist.recorder.jobs import NoSuchJobError, find_job, jobs_here
 from fastdist.recorder.observation import ObservedRank
@@ -57,9 +58,12 @@ def run(options: argparse.Namespace) -> None:
         raise NoSuchJobError("; ".join([str(error), *notes])) from None
     diagnosis = diagnose(job, everywhere=True)
     unseen = [*notes, *diagnosis.observation.notes, *_missing(diagnosis)]
-    sys.stdout.write(_to_json(diagnosis, unseen) if options.json else _to_text(diagnosis, unseen))
+    if options.json:
+        show(_to_json(diagnosis, unseen))
+    else:
+        show(fitted(_to_text(diagnosis, unseen), sys.stdout))
     if plot == _TERMINAL:
-        sys.stdout.write("\n" + to_text(diagnosis.observation.ranks))
+        show(fitted("\n" + to_text(diagnosis.observation.ranks), sys.stdout))
     elif plot is not None:
         write_plot(diagnosis, plot)
 

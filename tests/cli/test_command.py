@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,26 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         main(["benhc"])
     assert caught.value.code == 2
     assert "invalid choice: 'benhc'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "hello.py --epochs 3",
+            "hello.py is no command; .*\n  fastdist run -n 2 hello.py --epochs",
+        ),
+        ("-n 4 hello.py", "\n  fastdist run -n 4 hello.py\n"),
+        ("-m package.train", "\n  fastdist run -n 2 -m package.train\n"),
+    ],
+)
+def test_a_program_without_run_gets_a_hint(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(words.split())
+    assert caught.value.code == 2
+    assert re.search(expected, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code of the process; 0 after the help that is printed without a command.
     """
     parser = make_parser()
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    if words and (words[0] in ("-n", "-m") or words[0].endswith(".py")):
+        ranks = "" if words[0] == "-n" else "-n 2 "
+        parser.error(
+            f"{words[0]} is no command; to start a program, write\n"
+            f"  fastdist run {ranks}{shlex.join(words)}"
+        )
+    arguments = parser.parse_args(words)
     if "handler" not in arguments:
         parser.print_help()
         return 0

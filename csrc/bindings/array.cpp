@@ -15,6 +15,7 @@
 #include "bindings/array_layout.h"
 #include "bindings/dlpack.h"
 #include "core/error.h"
+#include "core/signature.h"
 #include "cuda/devices.h"
 
 namespace py = pybind11;
@@ -63,6 +64,10 @@ TensorView view_numpy(py::handle object, Access access, const char* argument) {
   std::size_t count = 1;
   for (int i = 0; i < array->nd; ++i) count *= static_cast<std::size_t>(array->dimensions[i]);
   std::uint32_t order = 0;
+  static_assert(sizeof(*array->dimensions) == sizeof(std::int64_t));
+  const std::span<const std::int64_t> lengths(
+      reinterpret_cast<const std::int64_t*>(array->dimensions),
+      static_cast<std::size_t>(array->nd));
   if ((array->flags & kCContiguous) == 0) {
     std::array<std::int64_t, 64> shape{}, strides{};
     const auto item = static_cast<std::int64_t>(size_of(*dtype));
@@ -75,7 +80,7 @@ TensorView view_numpy(py::handle object, Access access, const char* argument) {
     if (!found) throw_strided(argument, object);
     order = *found;
   }
-  return {reinterpret_cast<std::byte*>(array->data), count, *dtype, order};
+  return {reinterpret_cast<std::byte*>(array->data), count, *dtype, order, shape_word(lengths)};
 }
 
 // --- DLPack -----------------------------------------------------------------------------------
@@ -153,7 +158,8 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Placeme
                                        " is a lazily conjugated or negated torch view; call "
                                        "x.resolve_conj().resolve_neg() first");
   }
-  return {static_cast<std::byte*>(t.data) + t.byte_offset, count, *dtype, *order};
+  return {static_cast<std::byte*>(t.data) + t.byte_offset, count, *dtype, *order,
+          shape_word({t.shape, static_cast<std::size_t>(t.ndim)})};
 }
 
 // Returns the DLPack exchange table of a type, or null. The first types found are remembered: most

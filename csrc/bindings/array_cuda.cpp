@@ -11,6 +11,7 @@
 
 #include "bindings/array_layout.h"
 #include "core/error.h"
+#include "core/signature.h"
 #include "cuda/driver.h"
 
 namespace py = pybind11;
@@ -74,7 +75,7 @@ TensorView view_cuda_interface(py::handle object, Access access, int device, con
                          found ? "on cuda:" + std::to_string(*found) : "in host memory");
     }
   }
-  return {data, count, *dtype, *order};
+  return {data, count, *dtype, *order, shape_word(shape)};
 }
 
 }  // namespace fastdist::bindings

@@ -59,7 +59,8 @@ using NetEndpoint = EndpointOf<net::NetCommunicator>;  // ranks of several machi
 void compare(Endpoint& self, const std::string& op, const std::string& dtype,
              const std::string& reduce_op, int root, std::uint64_t count, std::uint64_t list,
              py::handle timeout) {
-  Signature signature{.root = static_cast<std::int16_t>(root), .count = count, .list = list};
+  Signature signature{.root = static_cast<std::int16_t>(root), .count = count};
+  signature.list = list == 0 ? 0 : list | 1;
   const auto known_dtype = dtype_from_name(dtype);
   const auto known_reduce_op = reduce_op_from_name(reduce_op);
   const auto known_op = op_from_name(op);

@@ -15,9 +15,13 @@ std::string line(int rank, const CallOfRank& call) {
 
 // True if ranks call `op` with arrays that differ in nothing but size.
 bool is_uneven(Op op, std::span<const CallOfRank> calls) {
+  const auto has_count_of_first = [&](const CallOfRank& call) {
+    return call.signature.count == calls[0].signature.count;
+  };
+  if (std::ranges::all_of(calls, has_count_of_first)) return false;
   return std::ranges::all_of(calls, [&](const CallOfRank& call) {
     const Signature& s = call.signature;
-    return s.op == op && s.list == 0 && s.packed() == calls[0].signature.packed();
+    return s.op == op && !is_list(s.list) && s.packed() == calls[0].signature.packed();
   });
 }
 
@@ -31,10 +35,17 @@ Error mismatch_of(std::uint64_t sequence, int rank, std::span<const CallOfRank> 
   const Signature& own = calls[static_cast<std::size_t>(rank)].signature;
   for (std::size_t p = 0; p < calls.size(); ++p) {
     const Signature& theirs = calls[p].signature;
-    if (theirs.packed() != own.packed() || theirs.count != own.count || theirs.list != own.list) {
+    std::uint64_t list = own.list;
+    if (theirs.packed() != own.packed() || theirs.count != own.count ||
+        !matches(list, theirs.list)) {
       ranks.push_back(static_cast<int>(p));
     }
     message += line(static_cast<int>(p), calls[p]);
+  }
+  if (ranks.empty()) {  // this rank's array is flat, and the shapes of others differ
+    for (std::size_t p = 0; p < calls.size(); ++p) {
+      if (calls[p].signature.list != own.list) ranks.push_back(static_cast<int>(p));
+    }
   }
   if (is_uneven(Op::kAllGather, calls)) {
     message += "\nall_gather of parts that differ in size needs splits=, the rows of each rank";

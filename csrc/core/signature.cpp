@@ -24,13 +24,48 @@ std::string_view name_of_compression(DType wire) {
   return wire == DType::kFloat16 ? "fp16" : wire == DType::kBFloat16 ? "bf16" : "fp8";
 }
 
+// A word with lengths: its lowest bit is 0, three are the number of axes, and the other 60 are shared
+// by the axes.
+constexpr std::uint64_t kMostAxes = 6;
+constexpr std::uint64_t kIsHash = 7;
+
+std::string name_of_shape(std::uint64_t word) {
+  const std::uint64_t axes = word >> 1 & 7;
+  std::string text = axes == kIsHash ? "#" : "(";
+  if (axes == kIsHash) return text += std::to_string(word >> 4);
+  const std::uint64_t bits = 60 / axes;
+  for (std::uint64_t i = 0; i < axes; ++i) {
+    const std::uint64_t length = word >> (4 + bits * i) & ((std::uint64_t{1} << bits) - 1);
+    if (i != 0) text += ", ";
+    text += std::to_string(length);
+  }
+  return text + ")";
+}
+
 }  // namespace
+
+std::uint64_t word_of_axes(std::span<const std::int64_t> shape) noexcept {
+  const std::uint64_t axes = shape.size();
+  const std::uint64_t bits = 60 / axes;
+  std::uint64_t word = axes << 1;
+  std::uint64_t hash = 0x9E3779B97F4A7C15ULL ^ axes;
+  bool fits = axes <= kMostAxes;
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    const auto length = static_cast<std::uint64_t>(shape[i]);
+    fits = fits && length >> bits == 0;
+    if (fits) word |= length << (4 + bits * i);
+    hash = (hash ^ length) * 0xFF51AFD7ED558CCDULL;
+    hash ^= hash >> 32;
+  }
+  return fits ? word : hash << 4 | kIsHash << 1;
+}
 
 std::string describe(const Signature& s) {
   std::string text = std::string(name_of(s.op)) + "(";
   if (s.op != Op::kBarrier && s.op != Op::kGroup) {
     text += std::string(name_of(s.dtype)) + " × " + std::to_string(s.count);
-    if (s.list != 0) text += " in a list";
+    if (is_list(s.list)) text += " in a list";
+    if (!is_list(s.list) && s.list != 0) text += " of shape " + name_of_shape(s.list);
     if (s.order != 0) text += ", not in row-major order";
     if (s.on_gpu) text += ", on GPUs";
   }

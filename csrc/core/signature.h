@@ -18,7 +18,8 @@ struct Signature {
   std::int16_t root = 0;
   std::uint16_t order = 0;  // axis order, 0 is row-major
   std::uint64_t count = 0;  // elements of this rank's argument
-  std::uint64_t list = 0;   // 0 for one array; otherwise a hash of all arrays' counts and dtypes
+  // Of one array its shape, see `shape_word`; of a list an odd hash of all counts and dtypes.
+  std::uint64_t list = 0;
   std::optional<DType> compress = {};  // the dtype that all_reduce sends instead of `dtype`
   bool on_gpu = false;
 
@@ -38,8 +39,25 @@ struct Signature {
 // Describes a signature for messages: `all_reduce(float32 × 1024, op="sum")`.
 [[nodiscard]] std::string describe(const Signature& signature);
 
-// Computes `Signature::list` for a list of arrays; never 0.
+// Computes `Signature::list` for a list of arrays.
 [[nodiscard]] std::uint64_t list_hash(TensorViews arrays) noexcept;
+
+[[nodiscard]] constexpr bool is_list(std::uint64_t list) noexcept { return (list & 1) != 0; }
+
+// Returns an even word: 0 for a flat array, all lengths if they are few and small, else a hash.
+[[nodiscard]] std::uint64_t word_of_axes(std::span<const std::int64_t> shape) noexcept;
+[[nodiscard]] inline std::uint64_t shape_word(std::span<const std::int64_t> shape) noexcept {
+  return shape.size() < 2 ? 0 : word_of_axes(shape);
+}
+
+// Compares the `list` of one more rank with the word that `common` keeps of the ranks before. A
+// flat array matches any shape of its size; every rank comes to the same result.
+[[nodiscard]] constexpr bool matches(std::uint64_t& common, std::uint64_t list) noexcept {
+  if (list == common) return true;
+  if (is_list(list) || is_list(common)) return false;
+  if (common == 0) common = list;
+  return list == common || list == 0;
+}
 
 [[nodiscard]] constexpr Signature rooted(Op op, int root,
                                          ReduceOp reduce_op = ReduceOp::kSum) noexcept {
@@ -51,6 +69,7 @@ struct Signature {
 [[nodiscard]] inline Signature signature_of(Signature call, TensorViews arrays) noexcept {
   if (arrays.size() == 1) {
     call.order = static_cast<std::uint16_t>(arrays[0].order);
+    call.list = arrays[0].shape;
   } else {
     call.list = list_hash(arrays);
   }

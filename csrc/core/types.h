@@ -70,6 +70,7 @@ struct TensorView {
   DType dtype = DType::kUInt8;
   // 0 for row-major order; otherwise a hash of the order of the axes in memory.
   std::uint32_t order = 0;
+  std::uint64_t shape = 0;  // of an array of several axes, see `shape_word` in signature.h
 
   [[nodiscard]] std::size_t bytes() const noexcept { return count * size_of(dtype); }
 };

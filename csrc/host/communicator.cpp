@@ -163,11 +163,12 @@ void HostCommunicator::exchange(Header& header) {
   if (wait_.is_late && wait_.options->record != nullptr) wait_.options->record->arrive();
   const Signature& signature = wait_.signature;
   const std::uint64_t packed = signature.packed();
+  std::uint64_t list = signature.list;
   for (int p = 0; p < size(); ++p) {
     const Header& theirs = header_of(p);
     if (theirs.signature.load(std::memory_order_relaxed) != packed ||
         theirs.count.load(std::memory_order_relaxed) != signature.count ||
-        theirs.list.load(std::memory_order_relaxed) != signature.list) {
+        !matches(list, theirs.list.load(std::memory_order_relaxed))) {
       throw_mismatch();
     }
   }

@@ -144,12 +144,16 @@ void NetCommunicator::share(const std::byte* own, std::size_t bytes, std::byte* 
 }
 
 void NetCommunicator::compare() {
-  bool matches = true;
+  const CallHead& first = records_[0].head;
+  std::uint64_t list = first.list;
+  bool is_same = true;
   for (std::size_t i = 0; i < order_.size(); ++i) {
-    last_[static_cast<std::size_t>(order_[i])] = records_[i].head;
-    matches &= records_[i].head.matches(records_[0].head);
+    const CallHead& head = records_[i].head;
+    last_[static_cast<std::size_t>(order_[i])] = head;
+    is_same &=
+        head.signature == first.signature && head.count == first.count && matches(list, head.list);
   }
-  if (!matches) throw_mismatch();
+  if (!is_same) throw_mismatch();
 }
 
 // Every rank calls this when signatures differ, so one more crossing can carry the callers' lines.

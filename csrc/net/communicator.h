@@ -108,9 +108,6 @@ class NetCommunicator final : public BlockingCommunicator {
     [[nodiscard]] Signature call() const noexcept {
       return unpack_signature(signature, count, list);
     }
-    [[nodiscard]] bool matches(const CallHead& other) const noexcept {
-      return signature == other.signature && count == other.count && list == other.list;
-    }
   };
   // What a rank tells all others about its call.
   static constexpr std::size_t kPayload = 464;

@@ -378,6 +378,8 @@ def check_layouts(comm: Communicator) -> None:
         assert comm.all_reduce(t, "max") is t
         assert (t == torch.ones(3, 5, dtype=dtype)).all()
         assert comm.all_gather(t).shape == (3 * comm.world_size, 5)
+    flat = np.ones((2, 3) if comm.rank == 0 else 6)  # matches any shape of its size
+    assert (comm.all_reduce(flat) == comm.world_size).all()
     t = torch.full((2, 8, 4, 4), float(comm.rank)).to(memory_format=torch.channels_last)
     comm.all_reduce(t, "max")
     assert (t == comm.world_size - 1).all()

@@ -279,6 +279,21 @@ def check_mismatch(comm: Communicator) -> None:
             "not in row-major order",
         ),
         (
+            lambda: comm.all_reduce(np.zeros((2, 3))),
+            lambda: comm.all_reduce(np.zeros((3, 2))),
+            'float64 × 6 of shape (3, 2), op="sum"',
+        ),
+        (
+            lambda: comm.all_gather(np.zeros((70_000, 1, 1))),
+            lambda: comm.all_gather(np.zeros((1, 70_000, 1))),
+            "of shape (70000, 1, 1)",
+        ),
+        (
+            lambda: comm.broadcast(np.zeros((1,) * 6 + (2,))),
+            lambda: comm.broadcast(np.zeros((1,) * 7 + (2,))),
+            "float64 × 2 of shape #",
+        ),
+        (
             lambda: comm.all_reduce(zeros(4, "float16")),
             lambda: comm.all_reduce(zeros(4), compress="fp16"),
             'float32 × 4, op="sum", compress="fp16"',

@@ -536,7 +536,7 @@ while True:
 """
 
 
-@pytest.fixture(params=[12, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.fixture(params=[4, pytest.param(100, marks=pytest.mark.slow)])
 def kills(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

@@ -111,7 +111,7 @@ def test_help_and_messages_fit_the_terminal() -> None:
         "why --plot -",
         "doctor",
         f"bench compare {os.path.relpath(REPORT)} {os.path.relpath(REPORT)}",
-        "bench all_reduce --ranks 2 --sizes 8 --iters 20",
+        pytest.param("bench all_reduce --ranks 2 --sizes 8 --iters 20", marks=pytest.mark.slow),
         "run true -n 2",
         "run -n 1 sh -c 'kill -9 $$'",
     ],
@@ -150,8 +150,8 @@ def test_lines_are_broken_between_words() -> None:
         ("--version", True),
         ("run --help", False),
         (f"bench compare {REPORT} {REPORT}", True),
-        ("bench barrier --ranks 2 --iters 20", True),
-        ("bench barrier --ranks 2 --iters 20 --json -", True),
+        pytest.param("bench barrier --ranks 2 --iters 20", True, marks=pytest.mark.slow),
+        pytest.param("bench barrier --ranks 2 --iters 20 --json -", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_full_disk_is_told_in_a_sentence(records: Path, words: str, buffered: bool) -> None:

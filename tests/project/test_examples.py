@@ -101,6 +101,7 @@ def test_central_storage_keeps_one_copy() -> None:
         assert f"the optimizer's state is kept by {kept} of 2 replicas" in printed
 
 
+@pytest.mark.slow
 def test_multi_worker_by_tf_config(start: Start, tmp_path: Path) -> None:
     script, path = "examples/multi_worker.py", tmp_path / "weights.pt"
     options = ("--strategy", "one_device", "--save", str(path))

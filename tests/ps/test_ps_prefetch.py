@@ -94,7 +94,9 @@ def ahead(strategy: Any, model: Any, optimizer: Any, number: int) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize("mode", [{"max_staleness": 0}, {"synchronous": True}])
+@pytest.mark.parametrize(
+    "mode", [pytest.param({"max_staleness": 0}, marks=pytest.mark.slow), {"synchronous": True}]
+)
 def test_the_numbers_are_the_same(cluster: PsCluster, mode: dict[str, Any]) -> None:
     """Two workers take turns, or step together: a row that is a step old would be seen."""
     if "synchronous" in mode:

@@ -222,6 +222,7 @@ def test_a_push_sent_again_counts_once(client: Client, servers: list[Server]) ->
     assert servers[server].stats()["repeated"] == 3
 
 
+@pytest.mark.slow
 def test_messages_read_few_elements(client: Client) -> None:
     """A few bytes that name a large variable would request gigabytes of memory."""
     sizes = {"large": PART_SIZE + 1, "small": SMALL_SIZE, "empty": 0}

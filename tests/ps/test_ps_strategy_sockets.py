@@ -15,6 +15,7 @@ from ps_cluster import PsCluster, wait_for
 torch = pytest.importorskip("torch")
 
 
+@pytest.mark.slow
 def test_tasks_are_lost_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tmp_path.chmod(0o700)
     monkeypatch.setenv("FASTDIST_PS_FOLDER", str(tmp_path))

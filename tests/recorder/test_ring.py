@@ -93,14 +93,14 @@ def test_damaged_files_are_read_or_refused(tmp_path: Path, seed: int) -> None:
 
 
 def test_a_ring_that_is_written_gives_whole_calls() -> None:
-    """Two threads write 10,000 calls while another reads."""
+    """Two threads write 4,000 calls while another reads."""
     ranks = fd.local_group(2)
     path = next(each.path for each in record_paths() if each.is_here and each.pid == os.getpid())
     ends = threading.Event()
 
     def write(rank: int) -> None:
         comm, array = ranks[rank], np.zeros(3)
-        for _ in range(5_000):
+        for _ in range(2_000):
             comm.all_reduce(array)
         ends.set()
 
@@ -114,7 +114,7 @@ def test_a_ring_that_is_written_gives_whole_calls() -> None:
         ours = [c for c in records.calls if c.site.endswith(" in write")]
         for call in ours:
             assert str(call.signature) == 'all_reduce(float64 × 3, op="sum")'
-            assert 1 <= call.sequence <= 5_000
+            assert 1 <= call.sequence <= 2_000
             assert abs(call.entered_s - time.monotonic()) < 60
         reads += 1
     for writer in writers:

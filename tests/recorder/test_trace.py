@@ -207,6 +207,7 @@ def test_torchs_flight_recorder_reads_the_calls(folder: Path, ranks: list[RankTi
     assert {each.collective_name for each in found} >= {"gloo:all_reduce", "gloo:broadcast"}
 
 
+@pytest.mark.slow
 def test_torchs_flight_recorder_names_a_missing_rank(tmp_path: Path) -> None:
     (tmp_path / "die.py").write_text(
         "import os, signal, time, numpy as np, fastdist as fd\n"

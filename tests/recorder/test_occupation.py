@@ -39,6 +39,26 @@ def test_a_lock(rank: ObservedRank) -> None:
     assert occupation_of(rank).kind is Kind.THREADS
 
 
+def test_a_training_loop_in_a_thread(rank: ObservedRank) -> None:
+    call = rank.last_call
+    assert call is not None
+    place, _, function = call.site.partition(" in ")
+    loop = Stack((Frame("time.py", 1, "sleep"), Frame(place.split(":")[0], 12, function)), False)
+    main = Stack((Frame("/a/train.py", 40, "<module>"),), is_main=True)
+    found = replace(rank, stacks=(main, loop))
+    assert found.stack is loop
+    assert occupation_of(found).one == ("has not arrived: it is in user code, waiting in a thread")
+    assert replace(rank, stacks=(replace(loop, is_main=True), main)).stack.is_main  # type: ignore[union-attr]
+
+
+def test_lines_of_installed_packages_are_the_last_choice() -> None:
+    load = Frame("/v/lib/python3.11/site-packages/numpy/lib/_npyio_impl.py", 454, "load")
+    step = Frame("/a/train.py", 12, "step")
+    torch = Frame("/v/lib/python3.11/site-packages/torch/nn/modules/module.py", 9, "forward")
+    assert Stack((load, torch, step), is_main=True).user_line == "/a/train.py:12 in step"
+    assert Stack((torch, load), is_main=True).user_line == str(load)
+
+
 @pytest.mark.parametrize(
     "waits_in",
     ["io_schedule", "folio_wait_bit_common", "rpc_wait_bit_killable", "request_wait_answer"],

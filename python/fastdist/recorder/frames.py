@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+_INSTALLED = re.compile(r"/(site|dist)-packages/")
 _NOT_USERS = re.compile(
     r"/(site|dist)-packages/(torch|fastdist)/"
     r"|/python3(\.\d+)?t?/(?!(site|dist)-packages/)"
@@ -38,8 +39,15 @@ class Stack:
     @property
     def user_line(self) -> str:
         """The innermost frame of the user's own code, "train.py:42 in step"; "" if none."""
-        users = (frame for frame in self.frames if not _NOT_USERS.search(frame.file))
-        return str(next(users, ""))
+        users = [frame for frame in self.frames if not _NOT_USERS.search(frame.file)]
+        own = (frame for frame in users if not _INSTALLED.search(frame.file))
+        return str(next(own, users[0] if users else ""))
+
+    def is_in(self, site: str) -> bool:
+        """Return True inside the function of a call's site, "train.py:42 in step"."""
+        place, _, function = site.partition(" in ")
+        file = Path(place.rpartition(":")[0]).name
+        return any(f.function == function and Path(f.file).name == file for f in self.frames)
 
     @property
     def is_loading(self) -> bool:

@@ -103,14 +103,18 @@ class ObservedRank:
         return max(ends, default=self.records.began_s)
 
     @property
-    def main_stack(self) -> Stack | None:
-        """The stack of the main thread; None if it could not be seen."""
-        return next((stack for stack in self.stacks if stack.is_main), None)
+    def stack(self) -> Stack | None:
+        """The stack of the thread that makes the calls, mostly the main one; None if unseen."""
+        main = next((stack for stack in self.stacks if stack.is_main), None)
+        site = self.last_call.site if self.last_call else ""
+        if main is not None and main.is_in(site):
+            return main
+        return next((stack for stack in self.stacks if stack.is_in(site)), main)
 
     @property
     def line(self) -> str:
-        """The user's line that its main thread is in; "" if unknown."""
-        return self.main_stack.user_line if self.main_stack else ""
+        """The user's line that this thread is in; "" if unknown."""
+        return self.stack.user_line if self.stack else ""
 
     @property
     def cpu_share(self) -> float:

@@ -119,7 +119,7 @@ def _link(rank: ObservedRank) -> Occupation | None:
 
 def _gpu(rank: ObservedRank) -> Occupation | None:
     calls = [call for call in rank.running if call.signature.on_gpu]
-    stack = rank.main_stack
+    stack = rank.stack
     waits = stack is not None and stack.is_in_torch_cuda
     is_gpus = rank.process is not None and rank.process.uses_gpu and (waits or bool(calls))
     if not is_gpus:
@@ -128,7 +128,7 @@ def _gpu(rank: ObservedRank) -> Occupation | None:
 
 
 def _data(rank: ObservedRank) -> Occupation | None:
-    stack = rank.main_stack
+    stack = rank.stack
     is_loading = stack is not None and stack.is_loading
     if not is_loading and rank.records.phase is not Phase.DATA:
         return None
@@ -146,10 +146,14 @@ def _threads(rank: ObservedRank) -> Occupation | None:
         what = f"{who} the GIL, which another thread holds{_others(rank)}"
         return Occupation(Kind.THREADS, f"stands still: {what}", f"stand still: {what}")
     main = rank.main_thread
-    if main is None or not _FUTEX.match(main.waits_in):
+    if main is None or not _FUTEX.match(main.waits_in) or _trains_in_thread(rank):
         return None
     what = f"for a lock or another thread{_others(rank)}"
     return Occupation(Kind.THREADS, f"waits {what}", f"wait {what}")
+
+
+def _trains_in_thread(rank: ObservedRank) -> bool:
+    return rank.stack is not None and not rank.stack.is_main
 
 
 def _others(rank: ObservedRank) -> str:
@@ -171,6 +175,8 @@ def _how(rank: ObservedRank) -> str:
     thread = rank.main_thread
     if rank.cpu_share > BUSY_SHARE or thread is None:
         return f"computing on {rank.cpu_share:.1f} cores"
+    if _trains_in_thread(rank):
+        return "waiting in a thread"
     if _SLEEP.search(thread.waits_in):
         return "asleep"
     if _CHILD.match(thread.waits_in):

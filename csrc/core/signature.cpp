@@ -24,15 +24,16 @@ std::string_view name_of_compression(DType wire) {
   return wire == DType::kFloat16 ? "fp16" : wire == DType::kBFloat16 ? "bf16" : "fp8";
 }
 
-// A word with lengths: its lowest bit is 0, three are the number of axes, and the other 60 are shared
-// by the axes.
+// A word with lengths: its lowest bit is 0, three are the number of axes, and the other 60 are
+// shared by the axes.
 constexpr std::uint64_t kMostAxes = 6;
 constexpr std::uint64_t kIsHash = 7;
 
 std::string name_of_shape(std::uint64_t word) {
   const std::uint64_t axes = word >> 1 & 7;
-  std::string text = axes == kIsHash ? "#" : "(";
-  if (axes == kIsHash) return text += std::to_string(word >> 4);
+  const bool has_lengths = axes != 0 && axes <= kMostAxes;  // a stranger's word may have none
+  std::string text = has_lengths ? "(" : "#";
+  if (!has_lengths) return text += std::to_string(word >> 4);
   const std::uint64_t bits = 60 / axes;
   for (std::uint64_t i = 0; i < axes; ++i) {
     const std::uint64_t length = word >> (4 + bits * i) & ((std::uint64_t{1} << bits) - 1);

@@ -62,7 +62,7 @@ void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t
                                     const std::string& site) noexcept {
   const std::lock_guard lock(publish_mutex_);
   Control& control = *me().control;
-  control.site.write(site);
+  control.blocked_site.write(site);
   BlockedWait& published = control.blocked;
   const Signature& call = wait.shown();
   published.signature.store(call.packed(), std::memory_order_relaxed);
@@ -100,7 +100,7 @@ void HostCommunicator::show_elsewhere(int p, const Counter& counter, std::uint64
     if (wait.is_shown) end_wait(wait);
     return;
   }
-  const std::string site = me().control->site.text.data();
+  const std::string site = me().control->blocked_site.text.data();
   wait.is_shown = true;
   me().control->blocked.reach.store(Reach::kEverywhere, std::memory_order_relaxed);
   Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
@@ -234,7 +234,7 @@ std::string HostCommunicator::waits() const {
     if (wait.number.load(std::memory_order_acquire) == 0) continue;
     waits.back() = {label(p), signature_in(wait),
                     label(static_cast<int>(wait.rank.load(std::memory_order_relaxed))),
-                    control.site.text.data(),
+                    control.blocked_site.text.data(),
                     wait.reach.load(std::memory_order_relaxed) == Reach::kElsewhere};
   }
   return describe_waits(waits, label(rank_), job_size_);

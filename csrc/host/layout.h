@@ -99,6 +99,7 @@ struct Control {
   FailureRecord failure;              // written before `state`
   CallSite site;
   BlockedWait blocked;
+  CallSite blocked_site;          // of that wait; ranks may still read `site` of an earlier call
   Counter failing;                // the number of a wait that ends with a failure announced to it
   std::array<Counter, 16> cores;  // bit mask of the first 1024 cores that this rank may run on
   Counter window;                 // bytes of each segment that this rank has mapped

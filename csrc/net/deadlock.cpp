@@ -106,9 +106,8 @@ std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) cons
       }
     }
   }
-  const bool is_alone =
-      is_elsewhere ||
-      (submitted_.load() == 0 && calls_.load() == 1 && wait.caller->is_alone());
+  const bool is_alone = is_elsewhere || (submitted_.load() == 0 && calls_.load() == 1 &&
+                                         wait.caller->is_only_caller());
   Waiting own{};
   own.state = {.sequence = sequence_,
                .signature = wait.signature.packed(),
@@ -256,7 +255,7 @@ NetCommunicator::CallHead NetCommunicator::last_call(int p) const {
 void NetCommunicator::check_deadlock(Wait& wait) {
   answer_questions(wait, *this);
   if (submitted_.load(std::memory_order_acquire) != 0 || calls_.load() > 1) return;
-  if (!wait.caller->is_alone()) return;  // another thread may act
+  if (!wait.caller->is_only_caller()) return;  // another thread may act
   const auto now = Clock::now();
   if (now - wait.since < kPatience) return;
   speak_elsewhere(wait);

@@ -47,6 +47,7 @@ class TestCaller final : public Caller {
   void check_interrupt() const override {
     if (interrupted) throw Failure("interrupted");
   }
+  [[nodiscard]] bool is_only_caller() const override { return true; }
   bool interrupted = false;
 
  private:

@@ -19,7 +19,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How often a sleeping rank checks that its peers are alive and whether it is interrupted.
 constexpr int kSpinsPerClock = 32;
 // How long a failed call waits for ranks that use its arrays in place. Only ranks that are stopped,
 // or get no processor, take longer.

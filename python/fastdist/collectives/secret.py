@@ -16,7 +16,6 @@ import hmac
 import json
 import os
 import secrets
-import stat
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -165,14 +164,9 @@ def _checked(key: bytes, origin: str) -> Secret:
 
 def _read(path: Path, must_be_private: bool = False) -> bytes:
     try:
-        if must_be_private:
-            found = os.stat(path)
-            if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise ClusterConfigError(
-                    f"the secret in {path} may be known to other users: delete the file, so that "
-                    "a new one is made"
-                )
-        return read_private(path, _MOST_BYTES)
+        return read_private(path, _MOST_BYTES, must_be_private=must_be_private)
+    except ValueError as error:
+        raise ClusterConfigError(f"{error}: delete the file, so that a new one is made") from None
     except OSError as error:
         raise ClusterConfigError(
             f"cannot read the secret of this job in {path}: {error.strerror}: {_HOW}"

@@ -22,7 +22,6 @@ from fastdist.replicas.per_replica import PerReplica, leaves, select, shares
 from fastdist.training.graphed import is_capturing
 from fastdist.training.modules import tensor_digest
 from fastdist.training.patched import replaced
-from fastdist.training.step_record import hash_bits
 
 _RUNS = 3  # runs whose batches are compared
 _LOSSES = 10  # runs whose losses are compared
@@ -87,20 +86,16 @@ class FirstRuns:
             per_example = [f"{count / self._own:.6g}" for count in counts]
             self._hash = zlib.crc32(repr(per_example).encode())
 
-    def take(self) -> torch.Tensor:
-        """Return a one and the bits of the run's hash; zeros without a hash.
-
-        Returns:
-            A tensor of shape [33], which the caller adds up over replicas.
-        """
+    def take(self) -> int | None:
+        """Return the run's hash, None without one; `hash_bits` prepares it for `compare`."""
         self._sent, self._hash = self._hash, None
-        return hash_bits(self._sent)
+        return self._sent
 
     def compare(self, total: torch.Tensor, one_of_all: float) -> None:
         """Compare with the other replicas. Every replica must call.
 
         Args:
-            total: the sum or mean over replicas of the results of `take`.
+            total: the sum or mean over replicas of the hash's bits.
             one_of_all: the sum or mean of ones.
         """
         having, *counts = total.tolist()

@@ -48,7 +48,7 @@ from fastdist.training.contributions import (
 from fastdist.training.first_runs import FirstRuns
 from fastdist.training.modules import is_materialized
 from fastdist.training.parameter_sample import ParameterSample
-from fastdist.training.step_record import StepRecord
+from fastdist.training.step_record import StepRecord, hash_bits
 
 
 @dataclass(slots=True)
@@ -366,8 +366,7 @@ class GradientSync:
         self._buffer_sync.compare()
 
     def _take_record(self) -> torch.Tensor:
-        record = self._steps.take(self._contributions.weights)
-        return torch.cat([record, self._first_runs.take()])
+        return hash_bits(self._steps.take(self._contributions.weights), self._first_runs.take())
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
         """Exchange which parameters were used and which buffers were written.

@@ -22,7 +22,7 @@ from fastdist.errors import FastdistError
 from fastdist.replicas.per_replica import Origin
 from fastdist.training.parameter_sample import Element, ParameterSample, first_difference
 
-_WIDTH = 1 + 32  # numbers
+_NO_ORIGIN = Origin(0, 0, (), 0, 0)
 _EXPLAINED_S = 30.0  # all replicas have just ended the same call
 _SAME_DATA = (
     "All replicas must have the same data in the same order, of which each takes its part: give "
@@ -83,22 +83,19 @@ class StepRecord:
         taken.code = zlib.crc32(f"{taken.name}{taken.settings}".encode(), taken.code)
         taken.count += 1
 
-    def take(self, weights: tuple[float, ...] | None) -> torch.Tensor:
-        """Return a one and the bits of the hash, and start a new record of steps.
+    def take(self, weights: tuple[float, ...] | None) -> int:
+        """Return the hash for `hash_bits`, and start a new record of steps.
 
         Args:
             weights: what each replica counts, such as its examples; None if all count the same.
-
-        Returns:
-            A tensor of shape [33], which the caller adds up over replicas.
         """
         self._backward += 1
         self._sent, self._taken = self._taken, _Steps()
         values = b"" if self.sample is None else self.sample.take()
-        numbers = f"{self._run} {self._backward} {weights}"
-        if (origin := self._origin) is not None:
-            numbers += f" {origin.epoch} {origin.step} {origin.code} {origin.data}"
-        return hash_bits(zlib.crc32(numbers.encode() + values, self._sent.code))
+        epoch, step, _, code, data = self._origin or _NO_ORIGIN
+        # The hash of numbers is the same in every process; None's is not.
+        numbers = hash((self._run, self._backward, weights or (), epoch, step, code, data))
+        return zlib.crc32(values, self._sent.code) ^ numbers & 0xFFFFFFFF
 
     def require_equal(
         self, total: torch.Tensor, weights: tuple[float, ...] | None, workers: Communicator
@@ -106,7 +103,7 @@ class StepRecord:
         """Check that all replicas had the same record. Every replica must call.
 
         Args:
-            total: the sum or mean over replicas of the results of `take`.
+            total: the sum or mean over replicas of the hash's bits.
             weights: those given to `take`.
             workers: the communicator of all replicas.
 
@@ -259,10 +256,15 @@ def _other_steps(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | No
     )
 
 
-def hash_bits(code: int | None) -> torch.Tensor:
-    """Return a one and the 32 bits of a hash; 33 zeros for None."""
-    bits = np.unpackbits(np.array([code is not None, code or 0], ">u4").view(np.uint8))
-    return torch.from_numpy(bits[-_WIDTH:].astype(np.float32))
+def hash_bits(*codes: int | None) -> torch.Tensor:
+    """Return a one, seven zeros and the 32 bits of each hash; zeros in place of None.
+
+    Returns:
+        A tensor of shape [40 * hashes], which the caller adds up over replicas.
+    """
+    data = [bytes(5) if code is None else b"\x80" + code.to_bytes(4, "big") for code in codes]
+    bits = np.unpackbits(np.frombuffer(b"".join(data), np.uint8))
+    return torch.from_numpy(bits.astype(np.float32))
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from fastdist.cli.main import main
+from fastdist.processes.cgroups import cgroups
 from fastdist.recorder import place, stacks
 from fastdist.recorder.diagnosis import diagnose
 from fastdist.recorder.jobs import jobs_here
 from fastdist.recorder.occupation import Kind
+from launched import wait_until
 from stalled import Stalled
 
 # Kind of stall: ranks, class, ranks that are the cause, words of the sentence.
@@ -37,6 +40,7 @@ SLOW: dict[str, tuple[int, Kind, tuple[int, ...], tuple[str, ...]]] = {
     "loading": (2, Kind.DATA, (1,), ("waits for data", "__getitem__,")),
     "late": (3, Kind.USER, (1,), ("in asleep", "ranks 0 and 2 wait for it in all_reduce")),
     "chain": (3, Kind.USER, (1,), ("rank 0 waits for it there", "rank 2 in turn")),
+    "apart": (3, Kind.USER, (1,), ("asleep at", "ranks 0 and 2 wait for it to make a comm")),
     "slow": (2, Kind.SLOW, (1,), ("slow, not stuck: rank 1 was last",)),
     "timed_out": (3, Kind.USER, (1,), ("rank 1 did not arrive within the timeout",)),
 }
@@ -78,6 +82,39 @@ def test_further_causes_are_named(one: Stalled, kind: str) -> None:
         one.job(kind)
         time.sleep(5)
     check(one, kind, expected, ranks, words)
+
+
+@pytest.mark.slow
+def test_a_frozen_container_is_named(one: Stalled, frozen: Callable[[int], None]) -> None:
+    one.start("asleep")
+    frozen(one.job("asleep").ranks[1].records.pid)
+    check(one, "asleep", Kind.STOPPED, (1,), ("rank 1 is stopped by a frozen container",))
+
+
+@pytest.fixture
+def frozen() -> Iterator[Callable[[int], None]]:
+    """A function that moves a process into a control group, and freezes it."""
+    root = next(path for path in cgroups("0::/", "freezer"))
+    group = root / f"fastdist-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"control groups cannot be made here: {error}")
+
+    def freeze(pid: int) -> None:
+        (group / "cgroup.procs").write_text(str(pid))
+        (group / "cgroup.freeze").write_text("1")
+        wait_until(lambda: "frozen 1" in (group / "cgroup.events").read_text())
+
+    try:
+        if not (group / "cgroup.freeze").exists():
+            pytest.skip("the freezer of control groups, version 2, is not here")
+        yield freeze
+    finally:
+        if (group / "cgroup.kill").exists():
+            (group / "cgroup.kill").write_text("1")
+            wait_until(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
 
 
 @pytest.mark.parametrize("kind", ["asleep", "without_the_gil"])

@@ -151,6 +151,13 @@ def for_all(kind: str) -> None:
     elif kind == "steady":
         while True:
             step()
+    elif kind == "apart":
+        import torch.distributed as dist
+
+        dist.init_process_group("fastdist")
+        if comm.rank == RANK:
+            asleep()
+        dist.new_group([0, 1, 2])
     elif kind in ("timed_out", "timed_out_late"):
         if comm.rank == RANK:
             asleep()

@@ -33,11 +33,8 @@ from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import NetEngine
 from fastdist.collectives.secret import exchange, job_secret
-from fastdist.errors import (
-    ClusterConfigError,
-    FastdistError,
-    LostRankError,
-)
+from fastdist.errors import ClusterConfigError, FastdistError, LostRankError
+from fastdist.recorder.phases import Phase, phase
 
 if TYPE_CHECKING:
     from fastdist.collectives.engines.machine_rendezvous import Rendezvous
@@ -263,7 +260,8 @@ def communicator_of(
     Returns:
         The communicator, and the number of its ranks on this machine.
     """
-    engine, ranks_here = _from_bootstrap(bootstrap, timeout_s, host, is_trusted=False)
+    with phase(Phase.RENDEZVOUS):
+        engine, ranks_here = _from_bootstrap(bootstrap, timeout_s, host, is_trusted=False)
     return Communicator(engine, timeout_s), ranks_here
 
 

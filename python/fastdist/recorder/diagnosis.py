@@ -11,6 +11,7 @@ from fastdist.recorder.jobs import Job
 from fastdist.recorder.machines import Machine
 from fastdist.recorder.observation import INTERVAL_S, Observation, ObservedRank, observe
 from fastdist.recorder.occupation import Kind, Occupation, is_outside_calls, occupation_of
+from fastdist.recorder.phases import Phase
 from fastdist.recorder.ring import Call
 from fastdist.recorder.servers import Found
 from fastdist.recorder.signatures import Signature
@@ -65,6 +66,11 @@ class _Case:
     def dead(self) -> list[ObservedRank]:
         return [each for each in self.seen.ranks if each.is_dead]
 
+    @property
+    def in_rendezvous(self) -> list[ObservedRank]:
+        """The living ranks that make a communicator."""
+        return [each for each in self.live if each.records.phase is Phase.RENDEZVOUS]
+
     def age_s(self, moment_s: float) -> float:
         return self.seen.at_s - moment_s
 
@@ -77,7 +83,7 @@ class _Case:
         """
         waits = [w for w in self.waits if w.behind & set(ranks) and w.rank not in ranks]
         if not waits:
-            return ""
+            return self._those_in_rendezvous(ranks)
         oldest = min(waits, key=lambda wait: wait.call.entered_s)
         who = sorted({wait.rank for wait in waits})
         them = verb(ranks, "it", "them")
@@ -91,6 +97,17 @@ class _Case:
         if others:
             text += f", and {names(others)} in turn {verb(others, 'waits', 'wait')} for others"
         return text
+
+    def _those_in_rendezvous(self, ranks: Sequence[int]) -> str:
+        waiting = [each for each in self.in_rendezvous if each.rank not in ranks]
+        if not waiting:
+            return ""
+        who = [each.rank for each in waiting]
+        age_s = self.age_s(min(each.records.phase_since_s for each in waiting))
+        return (
+            f"; {names(who)} {verb(who, 'waits', 'wait')} for {verb(ranks, 'it', 'them')} to make "
+            f"a communicator{at(waiting[0].line)}, for {seconds(age_s)}"
+        )
 
 
 def diagnose(
@@ -129,7 +146,16 @@ def _judge(seen: Observation) -> _Case:
     waits = waits_of(seen.ranks, seen.missing)
     outside = frozenset(each.rank for each in seen.ranks if is_outside_calls(each))
     ends, circle = causes(waits, outside)
+    if not any(wait.behind for wait in waits):
+        ends = _not_met(seen)
     return _Case(seen, waits, ends, circle, outside)
+
+
+def _not_met(seen: Observation) -> frozenset[int]:
+    """Return the ranks that have not come to where others make a communicator."""
+    live = [each for each in seen.ranks if not each.is_dead]
+    elsewhere = {each.rank for each in live if each.records.phase is not Phase.RENDEZVOUS}
+    return frozenset(elsewhere or seen.missing) if len(elsewhere) < len(live) else frozenset()
 
 
 # --- rules, in order of certainty ---------------------------------------------------------------
@@ -329,7 +355,7 @@ def _timed_out(case: _Case) -> Found | None:
 
 
 def _stopped(case: _Case) -> Found | None:
-    """Find ranks that are stopped by a signal or a debugger."""
+    """Find ranks that are stopped: by a signal, a debugger or a frozen container."""
     stopped = [each for each in case.live if each.is_stopped]
     if case.ends:
         stopped = [each for each in stopped if each.rank in case.ends]
@@ -337,7 +363,7 @@ def _stopped(case: _Case) -> Found | None:
         return None
     ranks = [each.rank for each in stopped]
     process = stopped[0].process
-    by = "a debugger" if process is not None and process.state == "t" else "a signal (SIGSTOP)"
+    by = "" if process is None else process.stopped_by
     call = stopped[0].last_call
     line = call.site if call is not None else ""
     where = told = ""
@@ -407,7 +433,7 @@ def _is_overdue(case: _Case, wait: Wait) -> bool:
 def _busy_elsewhere(case: _Case) -> Found | None:
     """Find ranks that have not arrived at the call in which the others wait."""
     late = [each for rank in sorted(case.ends) if (each := case.seen.rank(rank)) is not None]
-    if not late and not any(wait.behind for wait in case.waits):
+    if not case.ends and not any(wait.behind for wait in case.waits):
         late = case.live
     occupations = {each.rank: occupation_of(each) for each in late}
     for wait in case.waits:
@@ -435,7 +461,8 @@ def _complaint(
     elif call is not None and not first.line:
         sentence += f" in {told}"
     sentence += case.those_who_wait(ranks, told)
-    return sentence + ("; no rank waits for another" if len(ranks) > 1 and not case.waits else "")
+    is_alone = len(ranks) > 1 and not case.waits and not case.in_rendezvous
+    return sentence + ("; no rank waits for another" if is_alone else "")
 
 
 def _unreachable(case: _Case) -> Found | None:

@@ -60,7 +60,7 @@ class ObservedRank:
 
     @property
     def is_stopped(self) -> bool:
-        """True if a signal or a debugger has stopped the process."""
+        """True if a signal, a debugger or a frozen container has stopped the process."""
         return self.process is not None and self.process.is_stopped
 
     @property

@@ -18,6 +18,7 @@ class Phase(IntEnum):
     OPTIMIZER = 3
     DATA = 4
     SAVING = 5
+    RENDEZVOUS = 6
 
 
 enter = _core.set_phase

@@ -61,7 +61,8 @@ def _stopped(seen: Observation) -> Found | None:
     stopped = _most_needed(each for each in seen.ranks if each.is_stopped)
     if stopped is None:
         return None
-    sentence = f"{stopped.records.task} is stopped by a signal (SIGSTOP) or a debugger"
+    by = "" if stopped.process is None else stopped.process.stopped_by
+    sentence = f"{stopped.records.task} is stopped by {by}"
     return Kind.STOPPED, sentence + _those_who_wait(seen, stopped.records.task), [stopped.rank], ""
 
 

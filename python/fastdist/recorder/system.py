@@ -19,7 +19,12 @@ STACK_SIGNAL = signal.SIGRTMAX - 7
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MOST_THREADS = 64
-_STOPPED = "Tt"
+_FROZEN = "F"  # no letter of the kernel's
+_STOPPED = {
+    "T": "a signal (SIGSTOP)",
+    "t": "a debugger",
+    _FROZEN: "a frozen container (docker pause, or the freezer of control groups)",
+}
 _ENDED = "ZX"
 _FUTEX_CALL = 202 if os.uname().machine == "x86_64" else 98
 # System calls whose first argument is a file, by their numbers on x86-64 and on others.
@@ -70,7 +75,7 @@ class Process:
     """A process, as the kernel sees it.
 
     Attributes:
-        state: the state of its main thread; "" if the process is gone.
+        state: the state of its main thread, or F if its container is frozen; "" if it is gone.
         status: a zombie's exit status, as `os.waitpid` gives it; None if it runs or is gone.
         page_faults: pages that were read from the disk.
         memory_stall: the share of the last 10 s in which all tasks waited for memory, from 0 to 1.
@@ -98,8 +103,13 @@ class Process:
 
     @property
     def is_stopped(self) -> bool:
-        """True if a signal or a debugger has stopped the process."""
-        return self.state != "" and self.state in _STOPPED
+        """True if the process is stopped; `stopped_by` tells by what."""
+        return self.state in _STOPPED
+
+    @property
+    def stopped_by(self) -> str:
+        """The words for what has stopped the process; "" if nothing has."""
+        return _STOPPED.get(self.state, "")
 
     @property
     def main(self) -> Thread | None:
@@ -122,7 +132,7 @@ def look_at(pid: int, started: int) -> Process:
     look = _Look(Path(f"/proc/{pid}"))
     return Process(
         pid,
-        state,
+        _FROZEN if look.is_frozen() else state,
         now_s,
         cpu_s=_cpu_s(fields),
         page_faults=int(fields[9]),
@@ -270,6 +280,14 @@ class _Look:
         if number in _FILE_CALLS:
             return self.files().get(argument, ""), 0
         return "", argument if number == _FUTEX_CALL else 0
+
+    def is_frozen(self) -> bool:
+        """Return True if the freezer of control groups holds the process."""
+        for folder in cgroups(self.text("cgroup"), "freezer"):
+            is_frozen = "frozen 1" in read_text(folder / "cgroup.events")
+            if is_frozen or read_text(folder / "freezer.state").strip() == "FROZEN":
+                return True
+        return False
 
     def memory_stall(self) -> float:
         files = [folder / "memory.pressure" for folder in cgroups(self.text("cgroup"), "memory")]

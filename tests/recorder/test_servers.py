@@ -74,7 +74,7 @@ def until(kind: Kind, timeout_s: float = 30.0) -> Diagnosis:
     return found
 
 
-def test_a_server_that_is_stopped_and_then_killed(job: Job) -> None:
+def test_a_server_that_is_stopped_and_then_killed(job: Job, tmp_path: Path) -> None:
     wait_until(lambda: diagnose(job).sentence == "slow, not stuck: parameter servers answer")
     os.kill(job.ranks[3].records.pid, signal.SIGSTOP)
     time.sleep(1)
@@ -82,6 +82,7 @@ def test_a_server_that_is_stopped_and_then_killed(job: Job) -> None:
     assert found.ranks == (3,)
     said = "parameter server 0 is stopped by a signal (SIGSTOP); chief waits for its "
     assert found.sentence.startswith(said + "reply to HELLO at stalled_task.py:19 in read, for ")
+    wait_until(lambda: said in (tmp_path / "out").read_text())  # the chief logs it unasked
     os.kill(job.ranks[3].records.pid, signal.SIGKILL)
     found = until(Kind.DEAD)
     assert found.ranks == (3,)

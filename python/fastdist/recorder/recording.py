@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from fastdist.recorder.machines import Machine, Machines
 from fastdist.recorder.place import RecordPath, new_path, record_paths
 from fastdist.recorder.ring import identity
 from fastdist.recorder.system import STACK_SIGNAL, start_of
+
+FIRST_REPORT_S = 5.0  # that a wait lasts before its reason is logged
 
 _NO_CLIENT = 256
 _KEPT_S = 10.0  # for launchers, which read records when a job ends
@@ -110,6 +113,13 @@ def record_task(task: str, place: int, tasks: int, key: str) -> None:
 def open_requests(servers: int) -> int:
     """Return a client's number for `_core.begin_request`; without a task, an unused number."""
     return _core.open_requests(servers) if _Own.is_task else _NO_CLIENT
+
+
+def report_wait(waited_s: float) -> None:
+    """Log why a request of this task has waited for `waited_s`, in a thread, if that is due."""
+    if _Own.is_task and _Own.place is not None:
+        with contextlib.suppress(RuntimeError):  # no thread can be made
+            threading.Thread(target=_stalled, args=(waited_s,), daemon=True).start()
 
 
 def _start(rank: int, world_size: int, job: str, task: str = "") -> None:

@@ -15,12 +15,12 @@ from fastdist.recorder.endings import Ending
 from fastdist.recorder.jobs import Job, job_of
 from fastdist.recorder.occupation import Kind
 from fastdist.recorder.place import record_paths
+from fastdist.recorder.recording import FIRST_REPORT_S
 from fastdist.recorder.ring import Call, Records, identity
 from fastdist.recorder.words import at
 
 _log = logging.getLogger("fastdist")
 
-_LEAST_S = 5.0
 _SHORT_S = 2.0
 _AGAIN = 6  # report a wait again once it is this many times as long
 
@@ -29,7 +29,7 @@ class _Speaker:
     """The wait that this process has reported."""
 
     wait = (0, 0)  # process and call
-    next_s = _LEAST_S
+    next_s = FIRST_REPORT_S
 
 
 def explain(is_late: bool, failed_s: float) -> str:
@@ -166,12 +166,13 @@ def _tell(job: Job, waited_s: float) -> None:
     call = min((call for rank, call in waiting if rank == own.rank), key=lambda c: c.entered_s)
     if _Speaker.wait != (os.getpid(), call.number):
         _Speaker.wait = (os.getpid(), call.number)
-        _Speaker.next_s = _LEAST_S
+        _Speaker.next_s = FIRST_REPORT_S
     if waited_s < _Speaker.next_s:
         return
     _Speaker.next_s = _AGAIN * waited_s
     found = diagnose(job, everywhere=True, may_signal=False)
-    if found.kind is not Kind.SLOW:
+    # A server that is not known to stand still may just work for long.
+    if found.kind is not Kind.SLOW and not (own.task and found.kind is Kind.UNKNOWN):
         _log.warning("%s", found.sentence)
 
 
@@ -182,5 +183,5 @@ def _worth_telling(records: Records) -> list[Call]:
         call
         for call in records.calls
         if call.is_running
-        and now_s - call.entered_s > max(_LEAST_S - 0.5, records.unusual_s(call) or 0.0)
+        and now_s - call.entered_s > max(FIRST_REPORT_S - 0.5, records.unusual_s(call) or 0.0)
     ]

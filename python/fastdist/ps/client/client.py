@@ -30,7 +30,7 @@ from fastdist.ps.wire.protocol import (
     message_bytes,
 )
 from fastdist.ps.wire.specs import Spec, to_json
-from fastdist.recorder.recording import open_requests
+from fastdist.recorder.recording import FIRST_REPORT_S, open_requests, report_wait
 
 
 class Client:
@@ -193,10 +193,14 @@ class Client:
     def _poll_until(self, ticket: Ticket, is_over: Callable[[], bool]) -> None:
         """Wait, which is recorded as a wait for the reply to a request."""
         self._waits_since = time.monotonic()
+        told_s = FIRST_REPORT_S
         waiting = _core.begin_request(self._recorded, ticket.server, ticket.op, ticket.nbytes)
         try:
             while not is_over():
                 self._poll_once(ticket)
+                if (waited_s := time.monotonic() - self._waits_since) > told_s:
+                    told_s = 1.5 * waited_s
+                    report_wait(waited_s)
         finally:
             _core.end_request(waiting, ticket.error is None)
 

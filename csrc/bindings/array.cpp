@@ -92,23 +92,12 @@ bool returns_true(py::handle object, PyObject* method) {
   return answer.ptr() == Py_True;
 }
 
-// Reports torch's lazy conjugation and negation, which leave the memory unchanged. torch negates
-// only imaginary parts. In an array of real numbers, an imaginary part is every other number in
-// memory, so such an array is dense only if it has a single element, in the second half of a
-// complex number. The private torch._neg_view negates any array. The check takes 120 ns, which
-// small arrays of real numbers skip otherwise.
-bool has_lazy_bits(const dlpack::Tensor& t, py::handle object, std::size_t count) {
+// Reports torch's lazy conjugation and negation, which leave the memory unchanged. Imaginary parts
+// and the private torch._neg_view are negated lazily.
+bool has_lazy_bits(const dlpack::Tensor& t, py::handle object) {
   static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
   static PyObject* const is_conj = PyUnicode_InternFromString("is_conj");
-  const bool is_complex = t.dtype.code == 5;
-  if (!is_complex) {
-    const std::uintptr_t item = t.dtype.bits / 8;
-    const auto address = reinterpret_cast<std::uintptr_t>(t.data) + t.byte_offset;
-    constexpr std::size_t kSmallBytes = std::size_t{8} << 10;
-    const bool may_be_imaginary = count == 1 && address % (2 * item) == item;
-    if (t.dtype.code != 2 || (!may_be_imaginary && count * item < kSmallBytes)) return false;
-  }
-  return returns_true(object, is_neg) || (is_complex && returns_true(object, is_conj));
+  return returns_true(object, is_neg) || (t.dtype.code == 5 && returns_true(object, is_conj));
 }
 
 void check_placement(const dlpack::Device& device, const Placement& placement,
@@ -153,7 +142,7 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Placeme
                 std::string(argument) + " has no memory: its data pointer is null (" +
                     type_name(object) + " of " + std::to_string(count) + " elements)");
   }
-  if (has_lazy_bits(t, object, count)) {
+  if (has_lazy_bits(t, object)) {
     throw Error(ErrorCode::kValue, std::string(argument) +
                                        " is a lazily conjugated or negated torch view; call "
                                        "x.resolve_conj().resolve_neg() first");

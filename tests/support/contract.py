@@ -392,8 +392,9 @@ def check_layouts(comm: Communicator) -> None:
     ):
         with pytest.raises(ValueError, match="resolve_neg"):
             comm.all_gather(torch.ones(shape, dtype=dtype).conj().imag)
-    with pytest.raises(ValueError, match="resolve_neg"):
-        comm.all_reduce(torch._neg_view(torch.ones(5000)))
+    for negated in (torch.ones(2), torch.ones(5000), torch.ones(3, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="resolve_neg"):
+            comm.all_reduce(torch._neg_view(negated))
     comm.all_reduce(torch.ones(3)[1:2])
     released = torch.ones(4)
     released.untyped_storage().resize_(0)

@@ -8,6 +8,8 @@ import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -457,3 +459,35 @@ def test_values_are_not_lent_while_another_thread_changes_them(
         assert taken == [8 + 4 * PART_SIZE]
         may_end.set()
         client.wait(ticket)
+
+
+SHORT_OF_MEMORY = """
+import resource, sys
+from fastdist.ps import Server
+
+server = Server()
+print(server.address, flush=True)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), resource.RLIM_INFINITY))
+sys.stdin.read()
+"""
+
+
+def test_a_request_for_which_the_server_has_no_memory() -> None:
+    """It is refused; the connection and the requests before and after it go on."""
+    command = [sys.executable, "-c", SHORT_OF_MEMORY]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with Client([process.stdout.readline().strip()], timeout_s=20) as client:
+            small = client.create(0, DenseSpec("small", (4,), SGD), np.ones(4))
+            large = np.ones(60 << 20, np.float32)
+            with pytest.raises(MemoryError, match=r"no memory for the frames of CREATE \(server 0"):
+                client.create(0, DenseSpec("large", large.shape, SGD), large)
+            client.push(0, small, np.ones(4))
+            assert (client.pull(0, small, (4,)) == 0).all()
+            assert not client._new
+            assert client._connections[0].lost_at is None
+        process.stdin.close()

@@ -26,8 +26,6 @@ from fastdist.recorder.place import RecordPath, new_path, record_paths
 from fastdist.recorder.ring import identity
 from fastdist.recorder.system import STACK_SIGNAL, start_of
 
-FIRST_REPORT_S = 5.0  # that a wait lasts before its reason is logged
-
 _NO_CLIENT = 256
 _KEPT_S = 10.0  # for launchers, which read records when a job ends
 

@@ -82,6 +82,8 @@ _PHASES = 8192
 _BYTES = _CALLS_END + _PHASES * 8
 
 _KEPT = 256  # number of last calls that become `Call` objects
+FIRST_REPORT_S = 5.0  # that a wait lasts before its reason is logged
+
 _P99_TIMES = 5
 
 

@@ -15,8 +15,7 @@ from fastdist.recorder.endings import Ending
 from fastdist.recorder.jobs import Job, job_of
 from fastdist.recorder.occupation import Kind
 from fastdist.recorder.place import record_paths
-from fastdist.recorder.recording import FIRST_REPORT_S
-from fastdist.recorder.ring import Call, Records, identity
+from fastdist.recorder.ring import FIRST_REPORT_S, Call, Records, identity
 from fastdist.recorder.words import at
 
 _log = logging.getLogger("fastdist")

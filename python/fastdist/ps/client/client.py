@@ -19,6 +19,7 @@ from fastdist.ps.client.items import Destination, Item, messages_of, names_of, v
 from fastdist.ps.client.requests import Ticket
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.stream import NO_MEMORY
 from fastdist.ps.wire.frames import Array, keep_freed_memory, to_floats, to_ids
 from fastdist.ps.wire.protocol import (
     Header,
@@ -30,7 +31,8 @@ from fastdist.ps.wire.protocol import (
     message_bytes,
 )
 from fastdist.ps.wire.specs import Spec, to_json
-from fastdist.recorder.recording import FIRST_REPORT_S, open_requests, report_wait
+from fastdist.recorder.recording import open_requests, report_wait
+from fastdist.recorder.ring import FIRST_REPORT_S
 
 
 class Client:
@@ -317,6 +319,9 @@ class Client:
             text = bytes(body).decode(errors="replace")
             text = f"{text} (server {server} at {self.servers[server]}, {ticket.op.name})"
             ticket.error = error_of(header.kind, text, server)
+        elif body is NO_MEMORY:
+            what = f"server {server} at {self.servers[server]}, {ticket.op.name}"
+            ticket.error = MemoryError(f"no memory for the reply of {what}")
         elif ticket.destination is None:
             ticket.reply = body
         else:

@@ -29,6 +29,7 @@ from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker_link import WorkerLink
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.keys import Keys
+from fastdist.ps.link.stream import require_whole
 from fastdist.ps.link.wake import Wake
 from fastdist.ps.wire.open_files import allow_open_files
 
@@ -116,8 +117,9 @@ class Dispatcher:
             link = self.links[index]
             for frames in link.connection.receive():
                 try:
+                    require_whole(frames, "a worker's message")
                     self._handle_message(link, [bytes(frame) for frame in frames])
-                except (FastdistError, ValueError) as error:
+                except (FastdistError, ValueError, MemoryError) as error:
                     self._reject_worker(link, str(error))
             if has_changed:  # a worker drops calls that arrive before the HELLO
                 self._drop_worker(link)

@@ -27,6 +27,7 @@ from fastdist.ps.coordinator.messages import (
 from fastdist.ps.coordinator.shipping import Library
 from fastdist.ps.link.keys import Keys
 from fastdist.ps.link.listener import Listener
+from fastdist.ps.link.stream import require_whole
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _STEP_KINDS = (Kind.COMMIT, Kind.RESUME, Kind.ABORT)
@@ -145,8 +146,9 @@ class Worker:
             return False
         connection, frames = received
         try:
+            require_whole(frames, "the coordinator's message")
             message = _Message(connection, *unpack([bytes(each) for each in frames], TO_WORKER))
-        except FastdistError as error:
+        except (FastdistError, MemoryError) as error:
             self._listener.send(connection, pack(Kind.REJECTED), str(error).encode(), waits=True)
             return True
         if self._ends_calls(message):

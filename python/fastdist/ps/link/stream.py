@@ -32,6 +32,7 @@ _LENGTH = struct.Struct("<I")
 TAG_BYTES = 16
 
 MESSAGES, HEARTBEATS = 0, 1  # purposes of connections
+NO_MEMORY = memoryview(b"")  # takes the place of a frame that was received and lost
 
 Place = Callable[[memoryview, int], "list[memoryview] | None"]
 _Reading = Generator[None, None, None]
@@ -49,6 +50,12 @@ def require_cryptography(keys: Keys | None) -> None:
     """Raise ImportError if there are keys but no library for encryption."""
     if keys is not None:
         import fastdist.ps.link.sealing  # noqa: F401  raises with a hint
+
+
+def require_whole(frames: Sequence[memoryview], what: str) -> None:
+    """Raise MemoryError if there was no memory for a frame of a message."""
+    if any(frame is NO_MEMORY for frame in frames):
+        raise MemoryError(f"no memory for the frames of {what}")
 
 
 class Upload:
@@ -254,8 +261,9 @@ class Stream:
             yield from self._fill(frames[0])
             memory = self._place(frames[0], sizes[1]) if self._place and count == 2 else None
             if memory is None:
-                memory = [_memory(size) for size in sizes[1:count]]
-                frames += memory
+                memory = []
+                for size in sizes[1:count]:
+                    frames.append((yield from self._take(size)))
             for each in memory:
                 yield from self._fill(each)
             if room is not None:
@@ -295,6 +303,20 @@ class Stream:
         self._way_out, self._way_in = own.ciphers
         self._record = _memory(_RECORD_BYTES + TAG_BYTES)
         self._room = _memory(_RECORD_BYTES)
+
+    def _take(self, nbytes: int) -> Generator[None, None, memoryview]:
+        """Receive a frame; return NO_MEMORY in its place if there is none for it."""
+        try:
+            frame = _memory(nbytes)
+        except ConnectionAbortedError:
+            scratch = _memory(_RECORD_BYTES)
+            while nbytes:
+                part = scratch[:nbytes]
+                yield from self._fill(part)
+                nbytes -= part.nbytes
+            return NO_MEMORY
+        yield from self._fill(frame)
+        return frame
 
     def _fill(self, out: memoryview) -> _Reading:
         """Receive until this memory is full."""

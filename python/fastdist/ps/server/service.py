@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
+from fastdist.ps.link.stream import require_whole
 from fastdist.ps.server.deduplication import Deduplicator, Progress
 from fastdist.ps.server.registry import Registry
 from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds, sums_of
@@ -111,6 +112,7 @@ class Service:
             self._increment("malformed")
             return None
         try:
+            require_whole(frames, op.name)
             if op not in APPLIED_ONCE:
                 return self._read(op, header, frames[1:], buffers)
             wanted = None

@@ -10,6 +10,7 @@
 | FASTDIST_SECRET | secret that the ranks of a job on several machines share | see below |
 | FASTDIST_SECRET_FILE | path of a file with that secret | see below |
 | FASTDIST_INSECURE | 1: ranks on several machines need no secret | 0 |
+| FASTDIST_REPLACE | gloo: programs that ask torch for Gloo get fastdist | nothing |
 | GLOO_SOCKET_IFNAME | network interface by which other machines reach this one | by the route |
 
 Without a secret, ranks take that in `fastdist/secret` of the user's configuration folder.
@@ -27,6 +28,8 @@ VARIABLE_PREFIX = "FASTDIST_"
 
 KEYS_VARIABLE = "FASTDIST_PS_KEYS"
 FOLDER_VARIABLE = "FASTDIST_PS_FOLDER"
+REPLACE_VARIABLE = "FASTDIST_REPLACE"
+REPLACEABLE = ("gloo",)
 SECRET_VARIABLE = "FASTDIST_SECRET"
 SECRET_VARIABLES = (SECRET_VARIABLE, "FASTDIST_SECRET_FILE", "FASTDIST_INSECURE")
 
@@ -68,6 +71,18 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         insecure=_flag(environ, "FASTDIST_INSECURE", defaults.insecure),
         config_folder=os.path.expanduser(environ.get("XDG_CONFIG_HOME") or defaults.config_folder),
     )
+
+
+def replaced_backend(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the backend of torch.distributed whose place fastdist takes.
+
+    Raises:
+        ValueError: FASTDIST_REPLACE names another backend.
+    """
+    name = environ.get(REPLACE_VARIABLE) or None
+    if name is not None and name not in REPLACEABLE:
+        raise ValueError(f"{REPLACE_VARIABLE} must be {' or '.join(REPLACEABLE)}, got {name!r}")
+    return name
 
 
 def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fastdist._config import FOLDER_VARIABLE, KEYS_VARIABLE
+from fastdist._config import FOLDER_VARIABLE, KEYS_VARIABLE, REPLACE_VARIABLE, REPLACEABLE
 from fastdist.cli.command import UsageError, add_command, has_colour
 from fastdist.cli.program import find_program
 from fastdist.cli.slow_ranks import slow_ranks_told
@@ -32,6 +32,7 @@ from fastdist.processes.supervisor import Outcome, supervise
 from fastdist.processes.terminal import note
 
 _NAME = "fastdist run"
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _OUTPUTS = 2
 _OTHER_FILES = 24
 _MAX_RESTARTS = 3
@@ -90,6 +91,7 @@ examples:
   fastdist run --env OMP_NUM_THREADS=4 ./program
   fastdist run --nnodes 2 --node-rank 0 --rdzv 10.0.0.1:29500 -n 4 train.py
   fastdist run --hosts node1,node2 -n 4 train.py
+  fastdist run -n 4 --replace gloo ddp_on_gloo.py
   fastdist run --min 2 --max 4 train.py
   fastdist run --workers 4 --ps 2 --evaluator train.py
 """
@@ -135,6 +137,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         action="append",
         default=[],
         help="set a variable in every process's environment; may be repeated",
+    )
+    parser.add_argument(
+        "--replace",
+        choices=REPLACEABLE,
+        help="programs that ask torch.distributed for this backend, or for none on a machine "
+        "without GPUs, get fastdist, unchanged",
     )
     parser.add_argument(
         "--no-prefix",
@@ -243,6 +251,9 @@ def run(arguments: argparse.Namespace) -> int:
         StartError: a process cannot be started.
     """
     _check_options(arguments)
+    if arguments.replace is not None:
+        _check_replacing(arguments)
+        arguments.env.append((REPLACE_VARIABLE, arguments.replace))
     _say_what_comes_first(arguments)
     run_once = _run_here if arguments.hosts is None else _run_on_hosts
     starts_all_again = arguments.workers is None and arguments.min is None
@@ -368,6 +379,16 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--workers {workers} needs --ps, the number of parameter servers")
     elif workers is None:
         raise UsageError(f"--ps {servers} needs --workers, the number of workers")
+
+
+def _check_replacing(arguments: argparse.Namespace) -> None:
+    from importlib import metadata  # only where it is used
+
+    environment = os.environ | dict(arguments.env)
+    if environment.get(_AUTOLOAD) == "0":
+        raise UsageError(f"--replace needs torch to load fastdist, which {_AUTOLOAD}=0 forbids")
+    if not metadata.entry_points(group="torch.backends", name="fastdist"):
+        raise UsageError("--replace needs fastdist to be installed by pip: torch cannot find it")
 
 
 def _check_elastic(arguments: argparse.Namespace) -> None:

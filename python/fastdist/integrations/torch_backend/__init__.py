@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from fastdist._config import replaced_backend
 from fastdist.integrations.torch_backend.name import NAME
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -32,6 +33,8 @@ def register(*_: Any) -> None:
         # From torch 2.15 on: its recorder can only be attached to groups in C++.
         recording: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add(NAME)
+        if replaced_backend() is not None:
+            c10d.ProcessGroupGloo = _ProcessGroupGloo
 
 
 def register_with_torch() -> None:
@@ -41,6 +44,23 @@ def register_with_torch() -> None:
             act()
         else:
             sys.meta_path.insert(0, _WhenImported(name, act))
+
+
+class _MakesFastdist(type):
+    """Makes a process group of fastdist for torch's own functions, which check its class."""
+
+    def __call__(cls, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> Any:
+        from fastdist.integrations.torch_backend.group import ProcessGroupFastdist
+
+        return ProcessGroupFastdist.of_store(store, rank, size, timeout.total_seconds(), "")
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        made = sys.modules.get("fastdist.integrations.torch_backend.group")
+        return made is not None and isinstance(instance, made.ProcessGroupFastdist)
+
+
+class _ProcessGroupGloo(metaclass=_MakesFastdist):
+    """Takes the place of torch's class of this name under `FASTDIST_REPLACE=gloo`."""
 
 
 def _stay_uncompiled() -> None:

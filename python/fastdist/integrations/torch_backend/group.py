@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import DistBackendError, distributed_c10d
 
+from fastdist._config import replaced_backend
 from fastdist.errors import FastdistError
 from fastdist.integrations.torch_backend.bootstrap import communicator_in_store
 from fastdist.integrations.torch_backend.calls import Calls, Left
@@ -131,7 +132,7 @@ class ProcessGroupFastdist(Calls):
                     f"made with {backends}, got a tensor on {device}"
                 )
             self._others[kind] = None
-            if backends[kind] != NAME:
+            if backends[kind] not in (NAME, replaced_backend()):
                 place = self._comm.rank, self._comm.world_size
                 self._others[kind] = group_of_other_backend(
                     backends[kind], kind, self._store, *place, timedelta(seconds=self._timeout_s)
@@ -151,6 +152,25 @@ class ProcessGroupFastdist(Calls):
     def options(self) -> Any:
         """The options of the group, in the form of torch's own backends."""
         return _Options(NAME, timedelta(seconds=self._timeout_s))
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks; torch calls it for Gloo, whose place this group may take.
+
+        Args:
+            timeout: None for the group's.
+            wait_all_ranks: no matter: errors name all ranks that are missing.
+
+        Raises:
+            DistBackendError: a rank did not arrive in time.
+        """
+        del wait_all_ranks
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        try:
+            self._comm.barrier(timeout=seconds)
+        except FastdistError as error:
+            raise DistBackendError(str(error)) from error
 
     def split_group(
         self,
@@ -202,7 +222,7 @@ class ProcessGroupFastdist(Calls):
     @property
     def supports_reconfigure(self) -> bool:
         """True unless another backend serves one of the types of devices."""
-        return set(self._backends().values()) <= {NAME}
+        return set(self._backends().values()) <= {NAME, replaced_backend()}
 
     def get_reconfigure_handle(self) -> str:
         """Return the text by which other ranks find this one; it stays the same."""

@@ -1,6 +1,6 @@
 """Hugging Face Accelerate on handwritten digits.
 
-accelerate launch --cpu --num_processes 2 examples/torch_backend/accelerate_digits.py
+fastdist run -n 2 examples/torch_backend/accelerate_digits.py
 torchrun --nproc-per-node 2 examples/torch_backend/accelerate_digits.py
 """
 

@@ -79,7 +79,7 @@ def told(*words: object) -> list[str]:
 
 def result(lines: list[str]) -> tuple[str, str]:
     """Return the class of the process group and the numbers."""
-    found = next(match for line in lines if (match := re.match(r"RESULT (\w+) (.*)", line)))
+    found = next(match for line in lines if (match := re.search(r"RESULT (\w+) (.*)", line)))
     return found[1], found[2]
 
 
@@ -135,6 +135,27 @@ def test_other_programs_do_not_import_fastdist() -> None:
     names = "'fastdist' not in sys.modules and 'fastdist_replace' in sys.modules"
     code = f"import sys, torch; assert {names}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("test_ray")
+def test_ray_train_gives_the_numbers_of_gloo() -> None:
+    if importlib.util.find_spec("pandas") is None:  # of ray[train]
+        pytest.skip("needs ray[train]")
+    found = []
+    for variables in ({}, {"FASTDIST_REPLACE": "gloo"}):
+        done = subprocess.run(
+            [sys.executable, str(PROGRAMS), "ray"],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        found.append(result((done.stdout + done.stderr).splitlines()))
+    assert [each[0] for each in found] == ["ProcessGroup", "ProcessGroupFastdist"]
+    assert found[0][1] == found[1][1]
 
 
 @pytest.mark.slow

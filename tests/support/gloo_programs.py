@@ -56,13 +56,6 @@ def train(model: nn.Module, batches: Iterable[Any]) -> None:
         optimizer.step()
 
 
-def ddp_of_own_rows(model: nn.Module, x: torch.Tensor) -> None:
-    parallel = nn.parallel.DistributedDataParallel(model)
-    own = x.chunk(dist.get_world_size())[dist.get_rank()]
-    train(parallel, own.chunk(STEPS))
-    tell(model.parameters())
-
-
 def accelerate() -> None:
     from accelerate import Accelerator
 
@@ -291,6 +284,31 @@ def optuna() -> None:
         for _ in range(5):
             objective(None)
     tell([torch.tensor(found)])
+
+
+def ray() -> None:
+    """Starts its own workers, which inherit this process's environment."""
+    import ray as r
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    r.init(address="local", num_cpus=2, include_dashboard=False)
+
+    def work() -> None:
+        from ray.train.torch import prepare_model
+
+        model = prepare_model(network())
+        own = rows().chunk(2)[dist.get_rank()]
+        train(model, own.chunk(STEPS))
+        tell(model.parameters())
+
+    with tempfile.TemporaryDirectory() as folder:
+        TorchTrainer(
+            work,
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=RunConfig(storage_path=folder),
+        ).fit()
 
 
 if __name__ == "__main__":

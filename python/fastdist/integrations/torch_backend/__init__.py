@@ -34,7 +34,7 @@ def register(*_: Any) -> None:
         recording: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add(NAME)
         if replaced_backend() is not None:
-            c10d.ProcessGroupGloo = _ProcessGroupGloo
+            c10d.ProcessGroupGloo = _ProcessGroupGloo  # type: ignore[attr-defined]
 
 
 def register_with_torch() -> None:

@@ -19,10 +19,10 @@ int to_rank(py::handle rank, const char* argument, int size, std::optional<int> 
   int overflow = 0;
   const long value = PyLong_AsLongAndOverflow(rank.ptr(), &overflow);
   if (value >= 0 && value < size && value != self) return static_cast<int>(value);
-  throw_unexpected(std::string(argument) + " must be an integer from 0 to " +
-                       std::to_string(size - 1) +
-                       (self ? ", but not this rank, " + std::to_string(*self) : ""),
-                   rank);
+  throw_unexpected(
+      std::string(argument) + " must be an integer from 0 to " + std::to_string(size - 1) +
+          (self ? ", but not this rank, " + std::to_string(*self) + ", outside of a group" : ""),
+      rank);
 }
 
 std::chrono::nanoseconds to_duration(py::handle timeout, bool may_be_zero) {

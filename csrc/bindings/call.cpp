@@ -253,8 +253,9 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
       result(given.result()) {
   if (reduces(op)) reduce_op = to_reduce_op(given.reduce_op);
   if (is_rooted(op)) peer = to_rank(given.root, "root", ranks.size());
-  if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), ranks.rank());
-  if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), ranks.rank());
+  const auto self = given.in_group ? std::nullopt : std::optional(ranks.rank());
+  if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), self);
+  if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), self);
   if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();
   view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
   check_arrays(ranks);

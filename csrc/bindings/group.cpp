@@ -1,5 +1,6 @@
 #include "bindings/group.h"
 
+#include <cstring>
 #include <exception>
 #include <string>
 
@@ -32,11 +33,14 @@ py::object Group::record(const CallArguments& given) {
   check_may_be_in_group(given);
   const ForgetDescription forget;
   const int gpu = device_of_.is_none() ? kOnHost : gpu_of(given.first_array(), device_of_);
+  Recorded recorded{given, {}, gpu != kOnHost};
+  recorded.given.in_group = true;
   if (gpu != kSomeGpu) {  // others are checked when the GPU is known
     const Placement placement = gpu == kOnHost ? Placement{} : Placement{gpu};
-    (void)Call(given, endpoint_.communicator(), placement);
+    const Communicator& ranks = endpoint_.communicator();
+    const Call call(recorded.given, ranks, placement);
+    recorded.is_to_self = gpu == kOnHost && is_between_two(given.op) && call.peer == ranks.rank();
   }
-  Recorded recorded{given, {}, gpu != kOnHost};
   recorded.kept = recorded.given.own();
   calls_.push_back(std::move(recorded));
   return py::reinterpret_borrow<py::object>(given.result());
@@ -80,7 +84,39 @@ void Group::run_on_gpu(Gpu& gpu, const py::object& stream) const {
   }
 }
 
+void Group::copy_to_self() const {
+  std::vector<Call> sent, wanted;
+  for (const Recorded& call : calls_) {
+    if (!call.is_to_self) continue;
+    (call.given.op == Op::kSend ? sent : wanted).emplace_back(call.given, endpoint_.communicator());
+  }
+  if (sent.size() != wanted.size()) {
+    throw Error(ErrorCode::kValue,
+                "a rank that sends to itself in a group must receive as often: " +
+                    std::to_string(sent.size()) + " send, " + std::to_string(wanted.size()) +
+                    " recv");
+  }
+  for (std::size_t i = 0; i < sent.size(); ++i) {
+    const TensorViews from = sent[i].inputs(), to = wanted[i].outputs();
+    bool is_same = from.size() == to.size();
+    for (std::size_t k = 0; is_same && k < from.size(); ++k) {
+      is_same = from[k].dtype == to[k].dtype && from[k].count == to[k].count &&
+                from[k].order == to[k].order;
+    }
+    if (!is_same) {
+      throw Error(ErrorCode::kMismatch,
+                  "what a rank sends to itself differs from what it receives "
+                  "in size or dtype, in message " +
+                      std::to_string(i));
+    }
+    for (std::size_t k = 0; k < from.size(); ++k) {
+      std::memmove(to[k].data, from[k].data, from[k].count * size_of(from[k].dtype));
+    }
+  }
+}
+
 void Group::run_on_hosts() const {
+  copy_to_self();
   std::exception_ptr first;
   std::vector<py::object> works;
   // An error waits until the calls before it have ended, an interrupt does not.
@@ -95,7 +131,7 @@ void Group::run_on_hosts() const {
     }
   };
   for (const Recorded& call : calls_) {
-    if (call.is_on_gpu || first) continue;
+    if (call.is_on_gpu || call.is_to_self || first) continue;
     CallArguments given = call.given;
     given.async_op = Py_True;
     attempt([&] { works.push_back(make_call(endpoint_, given)); });

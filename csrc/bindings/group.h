@@ -37,7 +37,11 @@ class Group {
     CallArguments given;
     py::object kept;  // what `given` refers to
     bool is_on_gpu;
+    bool is_to_self = false;  // a message of this rank to itself, on the host
   };
+
+  // Copies what this rank sends to itself; sends and receives are matched in order.
+  void copy_to_self() const;
 
   [[nodiscard]] py::handle longest_timeout() const;
 

@@ -53,9 +53,8 @@ def check_calls_as_one(comm: Communicator) -> None:
     for size in (3, 700_001):
         x, y, z = np.full(size, comm.rank), np.full(size, -1), np.ones(4)
         with comm.group():
-            if n > 1:
-                comm.send(x, after)
-                assert comm.recv(y, before) is y
+            comm.send(x, after)  # with one rank to itself
+            assert comm.recv(y, before) is y
             assert comm.all_reduce(z) is z
             joined = comm.all_gather(np.array([comm.rank]))
             best = comm.reduce(np.array([comm.rank]), "max", out=np.array([-1]))
@@ -63,7 +62,7 @@ def check_calls_as_one(comm: Communicator) -> None:
             several = [*two]
             assert comm.all_reduce(several) is several
             several.clear()
-        assert n == 1 or set(y) == {before}
+        assert set(y) == {before}
         assert set(z) == {n}
         assert [set(each) for each in two] == [{n}, {n}]
         assert joined.tolist() == list(range(n))
@@ -83,6 +82,20 @@ def check_calls_as_one(comm: Communicator) -> None:
         "all_to_all with splits": lambda: comm.all_to_all(np.ones(n), splits=[1] * n),
         r"all_reduce\(async_op=True\)": lambda: comm.all_reduce(z, async_op=True),
     }
+    y, second = np.zeros(2), np.zeros(3, np.int32)
+    with comm.group():
+        comm.send(np.full(2, 5.0), comm.rank)
+        comm.send([np.full(3, 6, np.int32)], comm.rank)
+        comm.all_reduce(z)
+        comm.recv(y, comm.rank)
+        comm.recv([second], comm.rank)
+    assert (set(y), set(second), set(z)) == ({5.0}, {6}, {n * n})
+    z //= n
+    with pytest.raises(ValueError, match="1 send, 0 recv"), comm.group():
+        comm.send(y, comm.rank)
+    for other in (np.zeros(3), np.zeros(2, np.float32)):
+        with pytest.raises(CollectiveMismatchError, match="to itself differs"), comm.group():
+            (comm.recv(other, comm.rank), comm.send(y, comm.rank))
     if n > 1:
         y, wrong = (
             np.full(3, -1),
@@ -213,6 +226,27 @@ def check_parts_in_place(comm: Communicator) -> None:
         comm.barrier()
 
 
+def check_objects(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    objects: list[Any] = ["x" * i * 50_000 or None for i in range(n)]
+    assert comm.all_gather_object(objects[r]) == objects
+    for root in {0, n - 1}:
+        assert comm.broadcast_object(objects[r], root) == objects[root]
+        assert comm.gather_object(objects[r], root) == (objects if r == root else None)
+        assert comm.scatter_object(objects if r == root else None, root) == objects[r]
+        for wrong in ([1] * (n + 1), [], None, [lambda: 0] * n):
+            with pytest.raises(Exception, match=r"needs one object|[Pp]ickle|could not scatter"):
+                comm.scatter_object(wrong if r == root else None, root)
+    if r > 0:
+        comm.send_object({r: objects[r]}, 0)
+    else:
+        for other in range(n - 1, 0, -1):
+            assert comm.recv_object(other) == {other: objects[other]}
+    for name in ("gather_object", "scatter_object", "send_object", "recv_object"):
+        with pytest.raises(ValueError, match=f"{name} cannot be in a group"), comm.group():
+            getattr(comm, name)(*([0] * (1 + (name == "send_object"))))
+
+
 def check_uneven_parts(comm: Communicator) -> None:
     n, r = comm.world_size, comm.rank
     for scale in (0, 1, 40, 30_000):
@@ -229,6 +263,14 @@ def check_uneven_parts(comm: Communicator) -> None:
         assert work.wait(30)[0] is out
         assert work.is_done()
         assert same_bits(out, expected)
+        for root in {0, n - 1}:
+            gathered = comm.gather([data[r]], root, splits=rows)
+            assert r == root or gathered is None
+            assert r != root or same_bits(gathered[0], expected)
+            own = np.full((rows[r], 2), 7, np.float32)
+            given = expected if r == root else None
+            assert comm.scatter(given, root, splits=rows, out=own) is own
+            assert same_bits(own, data[r])
         whole = [sample("int64", sum(rows), 5, i) for i in range(n)]
         part = comm.reduce_scatter(whole[r], "max", splits=rows)
         assert same_bits(part, np.max(whole, axis=0)[begin : begin + rows[r]])
@@ -242,6 +284,11 @@ def check_uneven_parts(comm: Communicator) -> None:
     for wrong in ([1] * (n + 1), [-1] * n, "ab"):
         with pytest.raises((ValueError, TypeError), match="splits must be"):
             comm.all_gather(x, splits=wrong)
+    for call in (comm.gather, comm.scatter):
+        with pytest.raises(ValueError, match="takes neither stream nor async_op"):
+            call(x, r, splits=[1] * n, async_op=True)
+        with pytest.raises(ValueError, match="with splits cannot be in a group"), comm.group():
+            call(x, r, splits=[1] * n)
     with pytest.raises(ValueError, match="array must have 9 rows"):
         comm.all_gather(x, splits=[9] * n)
     with pytest.raises(ValueError, match=rf"out must have 1 rows, splits\[{r}\]"):
@@ -617,6 +664,7 @@ class CommunicatorContract:
 
     def test_uneven_parts(self, ranks: Any) -> None:
         ranks.run(check_uneven_parts)
+        ranks.run(check_objects)
 
     def test_send_recv(self, ranks: Any) -> None:
         ranks.run(check_send_recv)

@@ -354,7 +354,14 @@ class Communicator:
         )
 
     @overload
-    def gather(self, array: A, root: int = ..., **keywords: Unpack[Direct]) -> A | Any: ...
+    def gather(
+        self,
+        array: A,
+        root: int = ...,
+        *,
+        splits: Sequence[int] | None = ...,
+        **keywords: Unpack[Direct],
+    ) -> A | Any: ...
 
     @overload
     def gather(self, array: A, root: int = ..., **keywords: Unpack[Async]) -> Work: ...
@@ -364,6 +371,7 @@ class Communicator:
         array: Arrays,
         root: int = 0,
         *,
+        splits: Sequence[int] | None = None,
         out: Arrays | None = None,
         stream: Any = None,
         async_op: bool = False,
@@ -371,6 +379,12 @@ class Communicator:
         **unknown: Any,
     ) -> Any:
         """Join the arrays of all ranks on the root, like `all_gather`. Every rank must call.
+
+        Args:
+            array: shape (rows, …); a scalar counts as one row.
+            root: the rank that gets the result.
+            splits: rows of each rank's array, the same list on all ranks; equal if None.
+            out: shape (rows of all ranks, …); ignored on other ranks than the root.
 
         Returns:
             `out` or a new array on the root, None on the other ranks.
@@ -384,6 +398,10 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("gather", unknown)
+        if splits is not None:
+            self._refuse_in_group("gather with splits")
+            uneven.refuse("gather", stream, async_op)
+            return uneven.gather(self, array, root, splits, out, timeout)
         if self.rank != root:
             out = None
         elif out is None:
@@ -398,6 +416,7 @@ class Communicator:
         array: A | None,
         root: int = ...,
         *,
+        splits: Sequence[int] | None = ...,
         out: A | None = ...,
         **keywords: Unpack[DirectMessage],
     ) -> A: ...
@@ -417,6 +436,7 @@ class Communicator:
         array: Arrays | None,
         root: int = 0,
         *,
+        splits: Sequence[int] | None = None,
         out: Arrays | None = None,
         stream: Any = None,
         async_op: bool = False,
@@ -426,8 +446,9 @@ class Communicator:
         """Cut the root's array along axis 0 and give each rank its part. Every rank must call.
 
         Args:
-            array: shape (world_size · rows, …) on the root; ignored on other ranks, pass None.
+            array: shape (rows of all ranks, …) on the root; ignored on other ranks, pass None.
             root: the rank that has the array.
+            splits: rows of each rank's part, the same list on all ranks; equal if None.
             out: shape (rows, …); required on all ranks but the root.
 
         Returns:
@@ -442,13 +463,16 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("scatter", unknown)
-        if self.rank == root and array is not None:
+        is_root = to_rank(root, "root", self.world_size) == self.rank
+        if out is None and not (is_root and array is not None):
+            raise ValueError(f"scatter: rank {self.rank} needs out=, only the root knows the shape")
+        if splits is not None:
+            self._refuse_in_group("scatter with splits")
+            uneven.refuse("scatter", stream, async_op)
+            return uneven.scatter(self, array, root, splits, out, timeout)
+        if is_root and array is not None:
             check_parts(array, self.world_size)
         if out is None:
-            if to_rank(root, "root", self.world_size) != self.rank or array is None:
-                raise ValueError(
-                    f"scatter: rank {self.rank} needs out=, only the root knows the shape"
-                )
             out = part_like(array, self.world_size)
         return self._calls.scatter(
             array, root=root, out=out, stream=stream, timeout=timeout, async_op=async_op
@@ -582,7 +606,8 @@ class Communicator:
         On GPUs the two arrays' sizes and dtypes are not compared, as they are on hosts.
 
         Calls with the same peer and direction are matched in order. With `async_op`, and in a
-        `group`, calls with different peers or directions do not wait for each other.
+        `group`, calls with different peers or directions do not wait for each other. In a group a
+        rank may send to itself.
 
         Examples:
             >>> import fastdist as fd, numpy as np
@@ -702,6 +727,53 @@ class Communicator:
         """
         self._refuse_in_group("all_gather_object")
         return objects.all_gather(self, value, timeout)
+
+    def gather_object(
+        self, value: T, root: int = 0, *, timeout: float | None = None
+    ) -> list[T] | None:
+        """Return the objects of all ranks on the root, by pickle; None on the other ranks.
+
+        Every rank must call.
+        """
+        self._refuse_in_group("gather_object")
+        return objects.gather(self, value, root, timeout)
+
+    def scatter_object(
+        self, values: Sequence[T] | None, root: int = 0, *, timeout: float | None = None
+    ) -> T:
+        """Return this rank's object of the root's list, by pickle. Every rank must call.
+
+        Args:
+            values: one object for each rank, on the root; ignored on other ranks, pass None.
+            root: the rank that has the objects.
+            timeout: seconds; None for the communicator's.
+
+        Raises:
+            FastdistError: the root's list was wrong, or could not be pickled; the root raises the
+                error itself.
+        """
+        self._refuse_in_group("scatter_object")
+        return objects.scatter(self, values, root, timeout)
+
+    def send_object(self, value: Any, dst: int, *, timeout: float | None = None) -> None:
+        """Send an object to one rank, by pickle; it must call `recv_object`."""
+        self._refuse_in_group("send_object")
+        objects.send(self, value, dst, timeout)
+
+    def recv_object(self, src: int, *, timeout: float | None = None) -> Any:
+        """Return the object that rank `src` sends by `send_object`.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> with ThreadPoolExecutor(1) as threads:
+            ...     sent = threads.submit(first.send_object, {"lr": 0.1}, 1)
+            ...     second.recv_object(0)
+            {'lr': 0.1}
+        """
+        self._refuse_in_group("recv_object")
+        return objects.recv(self, src, timeout)
 
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from fastdist.collectives.types import Ranks
 from fastdist.errors import FastdistError
 
 T = TypeVar("T")
+Bytes = np.ndarray[Any, np.dtype[Any]]
 
 
 def broadcast(comm: Ranks, value: T, root: int, timeout: float | None) -> T:
@@ -38,9 +40,67 @@ def broadcast(comm: Ranks, value: T, root: int, timeout: float | None) -> T:
 
 def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
     """Return the objects of all ranks, in rank order."""
-    data = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = comm.all_gather(np.array([data.size], np.int64), timeout=timeout)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: data.size] = data
-    rows = comm.all_gather(padded, timeout=timeout).reshape(comm.world_size, -1)
-    return [pickle.loads(row[:size].data) for row, size in zip(rows, sizes, strict=True)]
+    data = _pickled(value)
+    sizes = comm.all_gather(np.array([data.size]), timeout=timeout)
+    return _unpickled(comm.all_gather(data, splits=sizes, timeout=timeout), sizes)
+
+
+def gather(comm: Ranks, value: T, root: int, timeout: float | None) -> list[T] | None:
+    """Return the objects of all ranks on the root, in rank order; None on the others."""
+    data = _pickled(value)
+    sizes = comm.all_gather(np.array([data.size]), timeout=timeout)
+    whole = comm.gather(data, root, splits=sizes, timeout=timeout)
+    return None if whole is None else _unpickled(whole, sizes)
+
+
+def scatter(comm: Ranks, values: Sequence[T] | None, root: int, timeout: float | None) -> T:
+    """Return this rank's object of the root's list.
+
+    Raises:
+        FastdistError: the root's list was wrong; the root raises the error itself.
+    """
+    parts: list[Bytes] = []
+    failure: Exception | None = None
+    if comm.rank == root:
+        try:
+            parts = [_pickled(each) for each in values or ()]
+            if len(parts) != comm.world_size:
+                failure = ValueError(
+                    f"scatter_object needs one object for each of the {comm.world_size} ranks, "
+                    f"got {len(parts)}"
+                )
+        except Exception as error:  # raised below, after the other ranks know
+            failure = error
+    known = [each.size for each in parts] if parts and not failure else [-1] * comm.world_size
+    sizes = np.array(known)
+    comm.broadcast(sizes, root, timeout=timeout)
+    if failure is not None:
+        raise failure
+    if sizes[0] < 0:
+        raise FastdistError(f"rank {root} could not scatter its objects", (root,))
+    whole = np.concatenate(parts) if parts else None
+    own = np.empty(int(sizes[comm.rank]), np.uint8)
+    comm.scatter(whole, root, splits=sizes, out=own, timeout=timeout)
+    value: T = pickle.loads(own.data)
+    return value
+
+
+def send(comm: Ranks, value: Any, dst: int, timeout: float | None) -> None:
+    """Send an object to a rank, which calls `recv`."""
+    data = _pickled(value)
+    comm.send(np.array([data.size]), dst, timeout=timeout)
+    comm.send(data, dst, timeout=timeout)
+
+
+def recv(comm: Ranks, src: int, timeout: float | None) -> Any:
+    """Return the object that a rank sends by `send`."""
+    size = comm.recv(np.zeros(1, np.int64), src, timeout=timeout)
+    return pickle.loads(comm.recv(np.empty(int(size[0]), np.uint8), src, timeout=timeout).data)
+
+
+def _pickled(value: Any) -> Bytes:
+    return np.frombuffer(pickle.dumps(value), np.uint8)
+
+
+def _unpickled(whole: Bytes, sizes: Bytes) -> list[Any]:
+    return [pickle.loads(part.data) for part in np.split(whole, np.cumsum(sizes)[:-1])]

@@ -58,6 +58,18 @@ class Ranks(Protocol):
     def reduce(self, *args: Any, **keywords: Any) -> Any:
         """See `Communicator.reduce`."""
 
+    def gather(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.gather`."""
+
+    def scatter(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.scatter`."""
+
+    def send(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.send`."""
+
+    def recv(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.recv`."""
+
     def group(self) -> AbstractContextManager[None]:
         """See `Communicator.group`."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -34,6 +35,63 @@ def all_gather(
         return comm.broadcast(part, rank, **keywords)
 
     return _call_all(comm, rows, call, out, keywords)
+
+
+def refuse(call: str, stream: Any, async_op: bool) -> None:
+    """Raise ValueError for arguments that a call with splits does not take."""
+    if stream is not None or async_op:
+        raise ValueError(f"{call} with splits takes neither stream nor async_op")
+
+
+def gather(
+    comm: Ranks,
+    arrays: Arrays,
+    root: int,
+    splits: Sequence[int],
+    out: Arrays | None,
+    timeout: float | None,
+) -> Arrays | None:
+    """Join arrays of `splits` rows each on the root, by a message from each rank."""
+    rows = _to_rows(comm, splits)
+    _check(arrays, rows[comm.rank], f"splits[{comm.rank}]", "array")
+    if comm.rank != root:
+        out = None
+    elif out is None:
+        out = rows_like(arrays, sum(rows))
+    if out is not None:
+        _check(out, sum(rows), "the sum of splits", "out")
+    with comm.group():
+        if rows[comm.rank]:
+            comm.send(arrays, root, timeout=timeout)
+        if out is not None:
+            for rank, part in _parts(out, rows):
+                comm.recv(part, rank, timeout=timeout)
+    return out
+
+
+def scatter(
+    comm: Ranks,
+    arrays: Arrays | None,
+    root: int,
+    splits: Sequence[int],
+    out: Arrays | None,
+    timeout: float | None,
+) -> Arrays:
+    """Give rank i `splits[i]` rows of the root's arrays, by a message to each rank."""
+    rows = _to_rows(comm, splits)
+    is_root = comm.rank == root
+    if is_root:
+        _check(arrays, sum(rows), "the sum of splits", "array")
+    if out is None:
+        out = rows_like(arrays, rows[root])
+    _check(out, rows[comm.rank], f"splits[{comm.rank}]", "out")
+    with comm.group():
+        if is_root:
+            for rank, part in _parts(arrays, rows):
+                comm.send(part, rank, timeout=timeout)
+        if rows[comm.rank]:
+            comm.recv(out, root, timeout=timeout)
+    return out
 
 
 def reduce_scatter(
@@ -117,8 +175,7 @@ def _call_all(
     keywords: dict[str, Any],
 ) -> Any:
     """Call for the rows of each rank: as a group, or one by one where a group cannot be."""
-    ends = np.cumsum(rows).tolist()
-    parts = [(rank, ends[rank] - n, ends[rank]) for rank, n in enumerate(rows) if n > 0]
+    parts = _places(rows)
     if keywords["async_op"] or keywords["stream"] is not None:
         works = [call(*part, keywords) for part in parts]
         return _Works(works, result) if keywords["async_op"] else result
@@ -126,6 +183,18 @@ def _call_all(
         for part in parts:
             call(*part, {"timeout": keywords["timeout"]})
     return result
+
+
+def _places(rows: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return each rank that has rows, with the first of them and the end."""
+    ends = np.cumsum(rows).tolist()
+    return [(rank, ends[rank] - n, ends[rank]) for rank, n in enumerate(rows) if n > 0]
+
+
+def _parts(arrays: Arrays, rows: Sequence[int]) -> Iterator[tuple[int, Arrays]]:
+    """Yield each rank that has rows, with views of them."""
+    for rank, begin, end in _places(rows):
+        yield rank, for_each(arrays, functools.partial(_rows, begin=begin, end=end))
 
 
 def _to_rows(comm: Ranks, splits: Sequence[int]) -> list[int]:

@@ -415,7 +415,8 @@ def _goes_on(case: _Case) -> bool:
         return True
     if case.waits:
         return not any(_is_overdue(case, wait) for wait in case.waits)
-    return any(case.age_s(each.idle_since_s) < _YOUNG_S for each in case.live)
+    since_s = [max(each.idle_since_s, each.records.phase_since_s) for each in case.live]
+    return any(case.age_s(moment_s) < _YOUNG_S for moment_s in since_s)
 
 
 def _is_overdue(case: _Case, wait: Wait) -> bool:

@@ -165,7 +165,9 @@ def test_a_server_that_is_stopped_is_given_up(tmp_path: Path, address: str) -> N
                 client.hello(0)
             assert time.monotonic() - begin < 10
             server.go_on()
-            assert (client.pull(0, w, (size,)) == -1).all()
+            # What was given up may be applied, each part of it once.
+            assert set(np.unique(client.pull(0, w, (size,)))) <= {-1.0, 0.0}
+            client.hello(0)
     finally:
         server.go_on()
         server.end()

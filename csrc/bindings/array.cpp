@@ -263,6 +263,12 @@ PyTypeObject* numpy_type() {
   return reinterpret_cast<PyTypeObject*>(ndarray);
 }
 
+bool is_numpy_scalar(py::handle object) {
+  static PyObject* const generic =
+      py::object(py::module_::import("numpy").attr("generic")).release().ptr();
+  return PyObject_IsInstance(object.ptr(), generic) == 1;
+}
+
 TensorView view_host_array(py::handle object, Access access, const char* argument,
                            py::object& holder) {
   PyTypeObject* type = Py_TYPE(object.ptr());
@@ -280,7 +286,9 @@ TensorView view_host_array(py::handle object, Access access, const char* argumen
   if (py::hasattr(object, "__dlpack__")) {
     return view_dlpack_object(object, access, {}, argument, holder);
   }
-  if (PyObject_CheckBuffer(object.ptr()) != 0 && !py::isinstance<py::str>(object)) {
+  const bool is_constant =
+      py::isinstance<py::str>(object) || (access == Access::kWrite && is_numpy_scalar(object));
+  if (PyObject_CheckBuffer(object.ptr()) != 0 && !is_constant) {
     // numpy understands every format of the buffer protocol and does not copy a memoryview.
     const auto view = py::reinterpret_steal<py::object>(PyMemoryView_FromObject(object.ptr()));
     if (!view) throw py::error_already_set();

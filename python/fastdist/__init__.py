@@ -20,11 +20,16 @@ from fastdist.collectives.functions import (
     broadcast,
     broadcast_object,
     gather,
+    gather_object,
     recv,
+    recv_object,
     reduce,
     reduce_scatter,
+    scan,
     scatter,
+    scatter_object,
     send,
+    send_object,
 )
 from fastdist.collectives.hints import unknown_name
 from fastdist.collectives.init import default_communicator, init, local_group
@@ -69,6 +74,7 @@ __all__ = [
     "default_communicator",
     "errors",
     "gather",
+    "gather_object",
     "get_replica_context",
     "get_strategy",
     "get_worker_index",
@@ -83,10 +89,14 @@ __all__ = [
     "nn",
     "ps",
     "recv",
+    "recv_object",
     "reduce",
     "reduce_scatter",
+    "scan",
     "scatter",
+    "scatter_object",
     "send",
+    "send_object",
 ]
 
 if TYPE_CHECKING:

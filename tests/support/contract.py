@@ -226,6 +226,30 @@ def check_parts_in_place(comm: Communicator) -> None:
         comm.barrier()
 
 
+def check_scan(comm: Communicator) -> None:
+    n, r = comm.world_size, comm.rank
+    for size in (0, 1, 70_001):
+        whole = [sample("int64", size, 5, i) for i in range(n)]
+        for op, reduce in (("sum", np.sum), ("max", np.max), ("xor", np.bitwise_xor.reduce)):
+            assert same_bits(comm.scan(whole[r], op), reduce(whole[: r + 1], axis=0))
+        assert same_bits(whole[r], sample("int64", size, 5, r))
+        expected = np.sum(whole[:r], axis=0) if r else np.zeros(size, np.int64)
+        out = whole[r].copy()
+        assert comm.scan(out, exclusive=True, out=out) is out
+        assert same_bits(out, expected)
+    assert comm.scan(np.full(2, 3.0), "prod", exclusive=True).tolist() == [3.0**r] * 2
+    ones = np.full(3, 1 + 2**-10, np.float16)
+    assert set(comm.scan(ones)) == {np.float16((r + 1) * (1 + 2**-10))}
+    for op, exclusive, words in (
+        ("mean", False, "op must be"),
+        ("max", True, "no value on rank 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            comm.scan(ones, op, exclusive=exclusive)
+    with pytest.raises(ValueError, match="scan cannot be in a group"), comm.group():
+        comm.scan(ones)
+
+
 def check_objects(comm: Communicator) -> None:
     n, r = comm.world_size, comm.rank
     objects: list[Any] = ["x" * i * 50_000 or None for i in range(n)]
@@ -665,6 +689,7 @@ class CommunicatorContract:
     def test_uneven_parts(self, ranks: Any) -> None:
         ranks.run(check_uneven_parts)
         ranks.run(check_objects)
+        ranks.run(check_scan)
 
     def test_send_recv(self, ranks: Any) -> None:
         ranks.run(check_send_recv)

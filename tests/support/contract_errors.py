@@ -190,7 +190,14 @@ def other_spellings(comm: Communicator) -> list[Bad]:
         (TypeError, r"got float; pass numpy.array\(x\)$", lambda: comm.all_reduce([1.0, 2.0])),
         (TypeError, r"got list; pass numpy.array\(x\)$", lambda: comm.all_reduce([[1], [2]])),
         (TypeError, "got generator; pass a list", lambda: comm.all_reduce(a for a in [x])),
-        (TypeError, r"pass list\(x.values\(\)\)$", lambda: comm.all_reduce({"x": x})),
+        (TypeError, r"pass list\(x.values\(\)\) if it", lambda: comm.all_reduce({"x": x})),
+        (TypeError, "objects go by broadcast_object, all", lambda: comm.broadcast({"x": 1})),
+        (TypeError, "got float64; pass numpy.array", lambda: comm.all_reduce(np.float64(3))),
+        (ValueError, 'got .*max.*; use op="max"$', lambda: comm.all_reduce(x, max)),
+        (ValueError, 'got .*maximum.*; use op="max"$', lambda: comm.all_reduce(x, np.maximum)),
+        (TypeError, "'dest'; use dst=$", lambda: comm.send(x, dest=0)),  # type: ignore[call-overload]
+        (TypeError, "'source'; use src=$", lambda: comm.recv(x, source=0)),  # type: ignore[call-overload]
+        (TypeError, "'tag'; use nothing", lambda: comm.send(x, 0, tag=1)),  # type: ignore[call-overload]
         (TypeError, r"pass x.to_numpy\(\)$", lambda: comm.all_reduce(frame)),
         (TypeError, "'src'; use root=$", lambda: comm.broadcast(x, src=0)),  # type: ignore[call-overload]
         (TypeError, "'dst'; use root=$", lambda: comm.reduce(x, dst=0)),  # type: ignore[call-overload]

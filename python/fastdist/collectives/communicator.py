@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import fastdist._core as _core
-from fastdist.collectives import hints, membership, objects, uneven
+from fastdist.collectives import hints, membership, objects, scans, uneven
 from fastdist.collectives.arguments import to_rank
 from fastdist.collectives.arrays import (
     check_parts,
@@ -595,11 +595,12 @@ class Communicator:
     def send(
         self,
         array: Arrays,
-        dst: int,
+        dst: int = -1,
         *,
         stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
+        **unknown: Any,
     ) -> Any:
         """Send to one rank, which must call `recv`. Return when the data has been received.
 
@@ -618,6 +619,8 @@ class Communicator:
             >>> work.wait().tolist()
             [1, 2]
         """
+        if unknown:
+            hints.refuse_keywords("send", unknown)
         return self._calls.send(array, dst=dst, stream=stream, timeout=timeout, async_op=async_op)
 
     @overload
@@ -629,11 +632,12 @@ class Communicator:
     def recv(
         self,
         array: Arrays,
-        src: int,
+        src: int = -1,
         *,
         stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
+        **unknown: Any,
     ) -> Any:
         """Receive from rank `src`, which must call `send`, into `array`. Return `array`.
 
@@ -645,6 +649,8 @@ class Communicator:
             >>> work.wait()
             array([1, 2])
         """
+        if unknown:
+            hints.refuse_keywords("recv", unknown)
         return self._calls.recv(array, src=src, stream=stream, timeout=timeout, async_op=async_op)
 
     @overload
@@ -661,6 +667,37 @@ class Communicator:
             >>> fd.init().barrier()
         """
         return self._calls.barrier(timeout=timeout, async_op=async_op)
+
+    def scan(
+        self,
+        array: A,
+        op: str = "sum",
+        *,
+        exclusive: bool = False,
+        out: A | None = None,
+        timeout: float | None = None,
+    ) -> A:
+        """Reduce the arrays of rank 0 to this one. Every rank must call.
+
+        Args:
+            array: any shape, the same on all ranks; is not changed.
+            op: "sum", "prod", "min", "max", "and", "or" or "xor". float16 and bfloat16 are computed
+                in float32.
+            exclusive: leave out this rank's own array. Rank 0 gets zeros, or ones of "prod"; "min",
+                "max" and "and" are an error.
+            out: the shape and dtype of `array`; may be `array`.
+            timeout: seconds; None for the communicator's.
+
+        Returns:
+            `out`, or a new array.
+
+        Examples:
+            >>> import fastdist as fd, numpy as np
+            >>> fd.init().scan(np.array([3]), exclusive=True)  # one rank
+            array([0])
+        """
+        self._refuse_in_group("scan")
+        return scans.scan(self, array, op, out, timeout, exclusive=exclusive)
 
     @contextmanager
     def group(self) -> Iterator[None]:

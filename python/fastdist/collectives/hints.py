@@ -24,10 +24,17 @@ _OTHER_KEYWORDS = {
     "communication": "options=",
     "communication_options": "options=",
     "cross_device_ops": "nothing in its place: collectives choose their way",
+    "dest": "dst=",
     "dst": "root=",
     "num_replicas": 'devices=, one for each replica, such as ["cpu:0", "cpu:1"]',
+    "source": "src=",
     "src": "root=",
+    "tag": "nothing in its place: messages of two ranks are matched in order",
 }
+_OBJECTS = (
+    "objects go by broadcast_object, all_gather_object, gather_object, scatter_object, send_object"
+)
+_WITH_SPLITS = "gather", "scatter", "all_gather", "all_to_all", "reduce_scatter"
 _IMMUTABLE = frozenset({"jax", "jaxlib", "pyarrow", "tensorflow"})
 
 
@@ -39,16 +46,18 @@ def not_an_array(argument: str, got: Any) -> str:
     elif isinstance(got, Iterator):
         hint = "; pass a list of arrays"
     elif isinstance(got, dict):
-        hint = "; pass list(x.values())"
+        hint = f"; pass list(x.values()) if it holds arrays; {_OBJECTS}"
     elif hasattr(got, "to_numpy"):
         hint = "; pass x.to_numpy()"
+    else:
+        hint = f"; {_OBJECTS}"
     name = type(got).__name__
     return f"{argument} must be a numpy, torch or other DLPack array, got {name}{hint}"
 
 
 def unknown_op(op: Any, known: Iterable[str] = REDUCE_OPS) -> str:
     """Return the message for an unknown reduction, such as `torch.distributed.ReduceOp.AVG`."""
-    name = str(op).rpartition(".")[2].lower()
+    name = str(getattr(op, "__name__", op)).rpartition(".")[2].lower()
     name = _OTHER_NAMES.get(name, name)
     *others, last = known
     hint = f'; use op="{name}"' if name in (*others, last) else ""
@@ -76,12 +85,14 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
     Returns:
         The names.
     """
-    names = {"bcast": "broadcast", "size": "world_size"}
+    public = [name for name in vars(communicator) if not name.startswith("_")]
+    names = {_squeezed(ours): ours for ours in public} | {"bcast": "broadcast"}
+    names |= {f"i{name}": f"{ours}(…, async_op=True)" for name, ours in names.items()}
+    names |= {f"{_squeezed(ours)}v": f"{ours}(…, splits=…)" for ours in _WITH_SPLITS}
     names |= {"get_rank": "rank", "get_world_size": "world_size", "get_size": "world_size"}
-    for ours in vars(communicator):
-        if "_" in ours.strip("_") and not ours.startswith("_"):
-            names[ours.replace("_", "")] = ours
+    names |= {"size": "world_size", "sendrecv": "send and recv in a group"}
     names |= {name.capitalize(): ours for name, ours in names.items()}
+    names = {name: ours for name, ours in names.items() if name not in public}
     for name, ours in names.items():
         setattr(communicator, name, _OtherName(name, ours))
     return frozenset(names)

@@ -45,6 +45,7 @@ class Ranks(Protocol):
 
     rank: int
     world_size: int
+    engine: Any
 
     def all_gather(self, *args: Any, **keywords: Any) -> Any:
         """See `Communicator.all_gather`."""

@@ -697,7 +697,8 @@ class Communicator:
             array([0])
         """
         self._refuse_in_group("scan")
-        return scans.scan(self, array, op, out, timeout, exclusive=exclusive)
+        result: A = scans.scan(self, array, op, out, timeout, exclusive=exclusive)
+        return result
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -771,6 +772,11 @@ class Communicator:
         """Return the objects of all ranks on the root, by pickle; None on the other ranks.
 
         Every rank must call.
+
+        Examples:
+            >>> import fastdist as fd
+            >>> fd.init().gather_object({"lr": 0.1})  # one rank
+            [{'lr': 0.1}]
         """
         self._refuse_in_group("gather_object")
         return objects.gather(self, value, root, timeout)
@@ -788,12 +794,28 @@ class Communicator:
         Raises:
             FastdistError: the root's list was wrong, or could not be pickled; the root raises the
                 error itself.
+
+        Examples:
+            >>> import fastdist as fd
+            >>> fd.init().scatter_object(["for rank 0"])  # one rank
+            'for rank 0'
         """
         self._refuse_in_group("scatter_object")
         return objects.scatter(self, values, root, timeout)
 
     def send_object(self, value: Any, dst: int, *, timeout: float | None = None) -> None:
-        """Send an object to one rank, by pickle; it must call `recv_object`."""
+        """Send an object to one rank, by pickle; it must call `recv_object`.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> with ThreadPoolExecutor(1) as threads:
+            ...     received = threads.submit(second.recv_object, 0)
+            ...     first.send_object({"lr": 0.1}, 1)
+            ...     received.result()
+            {'lr': 0.1}
+        """
         self._refuse_in_group("send_object")
         objects.send(self, value, dst, timeout)
 

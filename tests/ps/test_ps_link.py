@@ -19,12 +19,14 @@ from pathlib import Path
 import fastdist._core as _core
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fastdist.errors import FastdistError
 from fastdist.ps import Client, DenseSpec, Item, Keys, RuleSpec, Server
 from fastdist.ps.client.items import names_of
 from fastdist.ps.link.addresses import is_local
 from fastdist.ps.link.connections import Connections
 from fastdist.ps.link.listener import _MAX_STRANGERS, Listener
+from fastdist.ps.link.sealing import Handshake
 from fastdist.ps.link.stream import Stream
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
@@ -86,7 +88,69 @@ def test_messages(
     assert not listener.has_ahead
 
 
-def test_a_recorded_introduction_is_refused(sockets: tuple[socket.socket, socket.socket]) -> None:
+# Noise_NNpsk0_25519_AESGCM_SHA256 of the published vectors of cacophony.
+NOISE_PROLOGUE = "4a6f686e2047616c74"
+NOISE_SECRET = "54686973206973206d7920417573747269616e20706572737065637469766521"
+NOISE_KEYS = (
+    "893e28b9dc6ca8d611ab664754b8ceb7bac5117349a4439a6b0569da977c464a",
+    "bbdb4cdbd309f1a1f2e1456967fe288cadd6f712d65dc7b7793d5e63da6b375b",
+)
+NOISE_HASH = "9f3b1f9afd7767767b5b9d1069844a6154fdbdcc36dfb3e31c0fffc5c973d530"
+NOISE_MESSAGES = (
+    (
+        "4c756477696720766f6e204d69736573",
+        "ca35def5ae56cec33dc2036731ab14896bc4c75dbb07a61f879f8e3afa4c7944"
+        "7c37a89fc17813788d30df2d59501d6066f5f8aecc3406bbd9829f2d24a531b1",
+    ),
+    (
+        "4d757272617920526f746862617264",
+        "95ebc60d2b1fa672c1f46a8aa265ef51bfe38e7ccb39ec5be34069f144808843"
+        "2f29d79368ef9de4e1ae7a362fb05bf0ad668e026bf5714554497b3a720461",
+    ),
+    (
+        "462e20412e20486179656b",
+        "7c01e898a6201f36aecee532e29cd0b7f8ffa29d3366ad0dce39a6",
+    ),
+    (
+        "4361726c204d656e676572",
+        "a9ff535aace3db6a1da1a7fb00fe2de2622bb373abad9fb42c00e0",
+    ),
+    (
+        "4a65616e2d426170746973746520536179",
+        "6cfc49a3e65472edc2d0152abe5ce950170a8a47c959f30bd48b5f0aacf29adbfd",
+    ),
+    (
+        "457567656e2042f6686d20766f6e2042617765726b",
+        "9bc86e6d974ed21ba04604a94aa68de21677eb409ead070c0cd569b069ee19ba142aa4c1a9",
+    ),
+)
+
+
+def test_the_handshake_is_noise() -> None:
+    ends = [
+        Handshake(
+            bytes.fromhex(NOISE_SECRET),
+            is_initiator=number == 0,
+            prologue=bytes.fromhex(NOISE_PROLOGUE),
+            private=X25519PrivateKey.from_private_bytes(bytes.fromhex(key)),
+        )
+        for number, key in enumerate(NOISE_KEYS)
+    ]
+    pairs = [(bytes.fromhex(text), bytes.fromhex(sealed)) for text, sealed in NOISE_MESSAGES]
+    for number, (text, sealed) in enumerate(pairs[:2]):
+        assert ends[number].write(text) == sealed
+        assert ends[1 - number].read(sealed) == text
+    assert [end.hash.hex() for end in ends] == [NOISE_HASH] * 2
+    ways = [end.split() for end in ends]
+    for number, (text, sealed) in enumerate(pairs[2:]):
+        out, back = bytearray(len(sealed)), bytearray(len(text))
+        ways[number % 2][0].seal(text, out)
+        assert out == sealed
+        ways[1 - number % 2][1].open(sealed, back)
+        assert back == text
+
+
+def test_a_recorded_handshake_is_refused(sockets: tuple[socket.socket, socket.socket]) -> None:
     keys = Keys.make()
     said = bytearray()
     connector = Stream(sockets[0], keys, is_listener=False)
@@ -108,8 +172,10 @@ def test_a_recorded_introduction_is_refused(sockets: tuple[socket.socket, socket
     with pair[0], pair[1]:
         pair[1].setblocking(False)
         pair[0].sendall(said)
-        with pytest.raises(ConnectionError, match="the peer has another secret"):
-            Stream(pair[1], keys, is_listener=True).receive()
+        again = Stream(pair[1], keys, is_listener=True)
+        with pytest.raises(ConnectionError, match="a record that the peer has not made"):
+            again.receive()
+        assert not again.is_open
 
 
 @pytest.mark.parametrize("end", ["connector", "listener"])
@@ -119,12 +185,12 @@ def test_the_other_end_must_have_the_secret(
     keys, others = Keys.make(), Keys.make()
     connector = Stream(sockets[0], others if end == "connector" else keys, is_listener=False)
     listener = Stream(sockets[1], others if end == "listener" else keys, is_listener=True)
-    for _ in range(2):  # the greeting, and the public keys
-        connector.receive()
-        listener.receive()
+    connector.receive()
+    listener.receive()
+    connector.receive()
     with pytest.raises(ConnectionError, match="the peer has another secret"):
-        connector.receive()  # which has told the listener nothing that depends on the secret
-    assert listener.receive() is None
+        listener.receive()
+    assert connector.receive() is None
     assert not connector.is_open
     assert not listener.is_open
 

@@ -1,18 +1,14 @@
-"""Proof of a job's secret, and encryption: X25519, HMAC-SHA256, HKDF and AES-256-GCM.
+"""Proof of a job's secret, and encryption: the handshake Noise_NNpsk0_25519_AESGCM_SHA256.
 
-Both ends make a key pair for the connection, and prove that they have the secret by an HMAC of both
-public keys. The keys of the traffic are derived from the secret and from the key exchange, so
-anyone who learns the secret later cannot decrypt earlier traffic.
+See https://noiseprotocol.org/noise.html, revision 34; the names are those of the specification.
+Anyone who learns the secret later cannot decrypt earlier traffic.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import itertools
 from typing import Any
-
-from fastdist.ps.link.keys import Keys
 
 try:
     from cryptography.exceptions import InvalidTag
@@ -25,54 +21,13 @@ except ImportError:
         "keys need cryptography: pip install 'cryptography>=47'", name="cryptography"
     ) from None
 
-PUBLIC_BYTES = PROOF_BYTES = 32
-_ENDS = (b"connector", b"listener")
+_NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash
+_PUBLIC_BYTES = 32
+MESSAGE_BYTES = _PUBLIC_BYTES + 16  # of the handshake, without a payload
 
 
 class StrangerError(ConnectionError):
     """The peer does not have the job's secret, or its messages were changed on the way."""
-
-
-class Introduction:
-    """One end of a connection before it is encrypted.
-
-    Args:
-        keys: the job's keys.
-        is_listener: True at the end that listens.
-        greeting: the bytes of the greeting that both ends agree on.
-
-    Attributes:
-        public: this end's public key, to send to the peer.
-        proof: this end's proof of the secret, set by `take`.
-        ciphers: the ciphers for sending and for receiving, set by `take`.
-    """
-
-    def __init__(self, keys: Keys, is_listener: bool, greeting: bytes) -> None:
-        self._secret = bytes.fromhex(keys.secret)
-        self._is_listener = is_listener
-        self._greeting = greeting
-        self._private = X25519PrivateKey.generate()
-        self.public = self._private.public_key().public_bytes_raw()
-
-    def take(self, public: bytes) -> None:
-        """Take the peer's public key; raise StrangerError if it is not a public key."""
-        try:
-            shared = self._private.exchange(X25519PublicKey.from_public_bytes(public))
-        except ValueError:
-            raise StrangerError("not a public key") from None
-        pair = (public, self.public) if self._is_listener else (self.public, public)
-        said = self._greeting + b"".join(pair)
-        proofs = [hmac.digest(self._secret, end + said, hashlib.sha256) for end in _ENDS]
-        made = HKDF(SHA256(), 64, self._secret, b"fastdist " + said).derive(shared)
-        own, other = (1, 0) if self._is_listener else (0, 1)
-        ciphers = Cipher(made[:32]), Cipher(made[32:])
-        self.proof, self._expected = proofs[own], proofs[other]
-        self.ciphers = ciphers[own], ciphers[other]
-
-    def check(self, proof: bytes) -> None:
-        """Raise StrangerError unless the peer has proved that it has the secret."""
-        if not hmac.compare_digest(proof, self._expected):
-            raise StrangerError("the peer has another secret")
 
 
 class Cipher:
@@ -80,15 +35,119 @@ class Cipher:
 
     def __init__(self, key: bytes) -> None:
         self._cipher = AESGCM(key)
-        self._nonces = (number.to_bytes(12, "little") for number in itertools.count(1))
+        self._nonces = (bytes(4) + number.to_bytes(8, "big") for number in itertools.count())
 
-    def seal(self, record: Any, out: memoryview) -> None:
+    def seal(self, record: Any, out: Any, hash: bytes | None = None) -> None:
         """Encrypt a record into memory that also has room for its tag."""
-        self._cipher.encrypt_into(next(self._nonces), record, None, out)
+        self._cipher.encrypt_into(next(self._nonces), record, hash, out)
 
-    def open(self, sealed: memoryview, out: memoryview) -> None:
+    def open(self, sealed: Any, out: Any, hash: bytes | None = None) -> None:
         """Decrypt a record; raise StrangerError if it is not the peer's next record."""
         try:
-            self._cipher.decrypt_into(next(self._nonces), sealed, None, out)
+            self._cipher.decrypt_into(next(self._nonces), sealed, hash, out)
         except InvalidTag:
             raise StrangerError("a record that the peer has not made") from None
+
+
+class _SymmetricState:
+    """The hash of all that both ends have sent, and the keys that come of it."""
+
+    def __init__(self) -> None:
+        self.hash = self._chaining_key = _NAME
+        self._cipher: Cipher
+
+    def mix_hash(self, data: bytes) -> None:
+        self.hash = hashlib.sha256(self.hash + data).digest()
+
+    def mix_key(self, material: bytes) -> None:
+        self._chaining_key, key = self._derived(material, 2)
+        self._cipher = Cipher(key)
+
+    def mix_key_and_hash(self, material: bytes) -> None:
+        self._chaining_key, hashed, key = self._derived(material, 3)
+        self.mix_hash(hashed)
+        self._cipher = Cipher(key)
+
+    def encrypt_and_hash(self, text: bytes) -> bytes:
+        sealed = bytearray(len(text) + 16)
+        self._cipher.seal(text, sealed, self.hash)
+        self.mix_hash(message := bytes(sealed))
+        return message
+
+    def decrypt_and_hash(self, sealed: bytes) -> bytes:
+        text = bytearray(len(sealed) - 16)
+        self._cipher.open(sealed, text, self.hash)
+        self.mix_hash(sealed)
+        return bytes(text)
+
+    def split(self) -> tuple[Cipher, Cipher]:
+        first, second = self._derived(b"", 2)
+        return Cipher(first), Cipher(second)
+
+    def _derived(self, material: bytes, count: int) -> list[bytes]:
+        whole = HKDF(SHA256(), 32 * count, self._chaining_key, b"").derive(material)
+        return [whole[i : i + 32] for i in range(0, len(whole), 32)]
+
+
+class Handshake:
+    """One end of a connection before it is encrypted: the initiator writes first.
+
+    Args:
+        secret: 32 bytes, which both ends have.
+        is_initiator: True at the end that has connected.
+        prologue: bytes that both ends must agree on.
+        private: the key pair of this connection; a new one by default.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        is_initiator: bool,
+        prologue: bytes,
+        private: X25519PrivateKey | None = None,
+    ) -> None:
+        self._is_initiator = is_initiator
+        self._private = private or X25519PrivateKey.generate()
+        self._peer: X25519PublicKey | None = None
+        self._state = _SymmetricState()
+        self._state.mix_hash(prologue)
+        self._state.mix_key_and_hash(secret)  # psk
+
+    @property
+    def hash(self) -> bytes:
+        """The hash of the handshake."""
+        return self._state.hash
+
+    def write(self, payload: bytes = b"") -> bytes:
+        """Return this end's message."""
+        own = self._private.public_key().public_bytes_raw()
+        self._mix(own, is_second=not self._is_initiator)
+        return own + self._state.encrypt_and_hash(payload)
+
+    def read(self, message: bytes) -> bytes:
+        """Return the payload of the peer's message.
+
+        Raises:
+            StrangerError: the peer has another secret, or has agreed on another prologue.
+        """
+        public = message[:_PUBLIC_BYTES]
+        self._peer = X25519PublicKey.from_public_bytes(public)
+        try:
+            self._mix(public, is_second=self._is_initiator)
+            return self._state.decrypt_and_hash(message[_PUBLIC_BYTES:])
+        except (StrangerError, ValueError):
+            raise StrangerError("the peer has another secret") from None
+
+    def _mix(self, public: bytes, *, is_second: bool) -> None:
+        """Mix in a public key, and at the second message what both keys have in common."""
+        self._state.mix_hash(public)
+        self._state.mix_key(public)
+        if is_second:
+            assert self._peer is not None
+            self._state.mix_key(self._private.exchange(self._peer))
+
+    def split(self) -> tuple[Cipher, Cipher]:
+        """Return the ciphers for sending and for receiving, after both messages."""
+        first, second = self._state.split()
+        return (first, second) if self._is_initiator else (second, first)

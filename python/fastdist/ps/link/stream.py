@@ -274,35 +274,41 @@ class Stream:
             yield
 
     def _greet(self, keys: Keys | None, is_listener: bool) -> _Reading:
-        if not is_listener:
-            self._send([memoryview(_GREETING.pack(_MAGICS[0], keys is not None, self.purpose))])
         heard = memoryview(bytearray(_GREETING.size))
-        yield from self._fill(heard)
-        magic, has_keys, purpose = _GREETING.unpack(heard)
-        if magic != _MAGICS[not is_listener] or has_keys != (keys is not None):
+        if is_listener:
+            yield from self._fill(heard)
+            self.purpose = heard[-1]
+        first, second = (_GREETING.pack(magic, keys is not None, self.purpose) for magic in _MAGICS)
+        if not is_listener:
+            self._send([memoryview(first)])
+            yield from self._fill(heard)
+        if heard != (first if is_listener else second):
             raise ConnectionAbortedError("the peer is none of fastdist's, or only one has keys")
         if is_listener:
-            self.purpose = purpose
-            self._send([memoryview(_GREETING.pack(_MAGICS[1], has_keys, purpose))])
-        if keys is None:
-            return
-        from fastdist.ps.link.sealing import PROOF_BYTES, PUBLIC_BYTES, Introduction
+            self._send([memoryview(second)])
+        if keys is not None:
+            yield from self._shake_hands(keys, is_listener, first + second)
 
-        own = Introduction(keys, is_listener, bytes([self.purpose]))
-        public, proof = bytearray(PUBLIC_BYTES), bytearray(PROOF_BYTES)
+    def _shake_hands(self, keys: Keys, is_listener: bool, prologue: bytes) -> _Reading:
+        from fastdist.ps.link.sealing import MESSAGE_BYTES, Handshake
+
+        secret = bytes.fromhex(keys.secret)
+        own = Handshake(secret, is_initiator=not is_listener, prologue=prologue)
+        message = bytearray(MESSAGE_BYTES)
         if not is_listener:
-            self._send([memoryview(own.public)])
-        yield from self._fill(memoryview(public))
-        own.take(bytes(public))
+            self._send([memoryview(own.write())])
+        yield from self._fill(memoryview(message))
+        own.read(bytes(message))
         if is_listener:
-            self._send([memoryview(own.public + own.proof)])
-        yield from self._fill(memoryview(proof))
-        own.check(bytes(proof))
-        if not is_listener:
-            self._send([memoryview(own.proof)])
-        self._way_out, self._way_in = own.ciphers
+            self._send([memoryview(own.write())])
         self._record = _memory(_RECORD_BYTES + TAG_BYTES)
         self._room = _memory(_RECORD_BYTES)
+        self._way_out, self._way_in = own.split()
+        # A recorded first message may be sent again, the first record cannot.
+        if is_listener:
+            yield from self._fill(memoryview(bytearray(1)))
+        else:
+            self._send([memoryview(b"\0")])
 
     def _take(self, nbytes: int) -> Generator[None, None, memoryview]:
         """Receive a frame; return NO_MEMORY in its place if there is none for it."""

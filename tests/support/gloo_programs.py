@@ -23,7 +23,7 @@ STEPS = 6
 def tell(tensors: Iterable[torch.Tensor]) -> None:
     whole = hashlib.sha256()
     for tensor in tensors:
-        whole.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        whole.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
     if dist.get_rank() == 0:
         print("RESULT", type(dist.group.WORLD).__name__, whole.hexdigest()[:16], flush=True)
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from fastdist._config import replaced_backend
 from launched import Launcher, finish
 from paths import ROOT
 
@@ -84,6 +85,13 @@ def result(lines: list[str]) -> tuple[str, str]:
     return found[1], found[2]
 
 
+def test_gloo_by_name(program: Path) -> None:
+    lines = told("--replace", "gloo", program, "gloo")
+    assert result(lines)[0] == "ProcessGroupFastdist"
+    assert lines[1] == "gloo cpu:gloo,cuda:gloo"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [(), ("gloo",)])
 def test_a_program_for_gloo_gets_fastdist(program: Path, backend: tuple[str, ...]) -> None:
     by_gloo = told(program, *backend)
@@ -93,6 +101,7 @@ def test_a_program_for_gloo_gets_fastdist(program: Path, backend: tuple[str, ...
     assert by_fastdist[1] == by_gloo[1]  # it has the names that it knows
 
 
+@pytest.mark.slow
 def test_programs_that_name_other_backends(program: Path) -> None:
     """NCCL is made when a tensor on a GPU needs it."""
     mixed = told("--replace", "gloo", program, "cpu:gloo,cuda:nccl")
@@ -125,13 +134,19 @@ def test_what_cannot_be_replaced(program: Path, monkeypatch: pytest.MonkeyPatch)
     done = finish(Launcher().start("-n", 2, "--replace", "gloo", program))
     assert done.returncode == 2
     assert b"--replace needs torch to load fastdist, which TORCH_DEVICE_BACKEND_" in done.stderr
-    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD")
+    with pytest.raises(ValueError, match="FASTDIST_REPLACE must be gloo, got 'nccl'"):
+        replaced_backend({"FASTDIST_REPLACE": "nccl"})
+
+
+@pytest.mark.slow
+def test_a_variable_that_names_another_backend() -> None:
     command = [sys.executable, "-c", "import torch"]
     environ = os.environ | {"FASTDIST_REPLACE": "nccl"}
     whole = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
     assert "ValueError: FASTDIST_REPLACE must be gloo, got 'nccl'" in whole.stderr
 
 
+@pytest.mark.slow
 def test_other_programs_do_not_import_fastdist() -> None:
     names = "'fastdist' not in sys.modules and 'fastdist_replace' in sys.modules"
     code = f"import sys, torch; assert {names}"

@@ -42,7 +42,12 @@ def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
     """Return the objects of all ranks, in rank order."""
     data = _pickled(value)
     sizes = comm.all_gather(np.array([data.size]), timeout=timeout)
-    return _unpickled(comm.all_gather(data, splits=sizes, timeout=timeout), sizes)
+    if comm.engine.compiled is not None:
+        return _unpickled(comm.all_gather(data, splits=sizes, timeout=timeout), sizes)
+    padded = np.zeros(int(sizes.max()), np.uint8)  # TPUs join equal parts alone
+    padded[: data.size] = data
+    rows = comm.all_gather(padded, timeout=timeout).reshape(comm.world_size, -1)
+    return [pickle.loads(row[:size].data) for row, size in zip(rows, sizes, strict=True)]
 
 
 def gather(comm: Ranks, value: T, root: int, timeout: float | None) -> list[T] | None:

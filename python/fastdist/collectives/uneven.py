@@ -176,7 +176,7 @@ def _call_all(
 ) -> Any:
     """Call for the rows of each rank: as a group, or one by one where a group cannot be."""
     parts = _places(rows)
-    if keywords["async_op"] or keywords["stream"] is not None or comm.engine.compiled is None:
+    if keywords["async_op"] or keywords["stream"] is not None:
         works = [call(*part, keywords) for part in parts]
         return _Works(works, result) if keywords["async_op"] else result
     with comm.group():

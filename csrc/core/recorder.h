@@ -53,7 +53,15 @@ constexpr std::uint16_t kNoSite = 0;
 enum class Outcome : std::uint8_t { kRunning, kDone, kFailed };
 
 // What the process does between collectives.
-enum class Phase : std::uint8_t { kUser, kForward, kBackward, kOptimizer, kData, kSaving, kRendezvous };
+enum class Phase : std::uint8_t {
+  kUser,
+  kForward,
+  kBackward,
+  kOptimizer,
+  kData,
+  kSaving,
+  kRendezvous
+};
 
 using Word = std::atomic<std::uint64_t>;
 

@@ -9,7 +9,8 @@ from typing import Any
 import fastdist as fd
 import pytest
 from fastdist.errors import FastdistError, UnavailableError
-from ps_cluster import PsCluster, wait_for
+from launched import wait_until
+from ps_cluster import PsCluster
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def test_unreferenced_functions_are_forgotten(coordinator: Any) -> None:
     for i in range(50):
         assert coordinator.schedule(lambda i=i: i).fetch() == i
     link = coordinator._dispatcher.links[0]
-    wait_for(lambda: coordinator._dispatcher.wake() or len(link._known) < 10)
+    wait_until(lambda: coordinator._dispatcher.wake() or len(link._known) < 10)
 
 
 def test_the_first_error_is_raised_once(coordinator: Any) -> None:
@@ -122,7 +123,7 @@ def test_errors_are_raised_by(coordinator: Any, call: str) -> None:
         raise ValueError("oh")
 
     value = coordinator.schedule(fail)
-    wait_for(value.is_done)
+    wait_until(value.is_done)
     with pytest.raises(ValueError, match="oh"):
         coordinator.schedule(os.getpid) if call == "schedule" else coordinator.done()
     assert coordinator.done()
@@ -206,7 +207,7 @@ def test_workers_end_on_sigterm(cluster: PsCluster) -> None:
     assert cluster.tasks["worker", 0].wait(20) == 0
     assert coordinator.fetch(values) == [None] * 4
     cluster.start("worker", 0)
-    wait_for(lambda: coordinator.workers == [0, 1])
+    wait_until(lambda: coordinator.workers == [0, 1])
 
 
 def test_the_coordinator_cannot_be_pickled(coordinator: Any) -> None:
@@ -287,12 +288,12 @@ def test_killed_workers_lose_nothing(cluster: PsCluster) -> None:
         cluster.kill("worker", index)
         if index == 0:
             cluster.start("worker", 0)
-            wait_for(lambda: len(coordinator.workers) == 2)
+            wait_until(lambda: len(coordinator.workers) == 2)
     cluster.start("worker", 1)
     coordinator.join()
     assert coordinator.fetch(values) == list(range(200))
     assert first.fetch() == -1
-    wait_for(lambda: coordinator.workers == [0, 1])
+    wait_until(lambda: coordinator.workers == [0, 1])
 
 
 def test_exact_evaluation_with_killed_workers(cluster: PsCluster) -> None:
@@ -309,14 +310,14 @@ def test_exact_evaluation_with_killed_workers(cluster: PsCluster) -> None:
     cluster.kill("worker", 1)
     cluster.start("worker", 1)
     assert sum(coordinator.fetch(values)) == sum(data)
-    wait_for(lambda: coordinator.workers == [0, 1])
+    wait_until(lambda: coordinator.workers == [0, 1])
 
 
 def test_waiting_runs_an_incomplete_group(cluster: PsCluster) -> None:
     coordinator = cluster.coordinator(cluster.strategy(synchronous=True))
     assert coordinator.schedule(os.getpid).fetch(30) > 0
     coordinator.schedule(os.getpid)
-    wait_for(coordinator.done)
+    wait_until(coordinator.done)
     values = [coordinator.schedule(os.getpid) for _ in range(3)]
     assert len(set(coordinator.fetch(values[:2], 30))) == 2
     coordinator.join()
@@ -329,13 +330,13 @@ def test_the_latest_coordinator_gets_the_workers(
     with monkeypatch.context() as patch:
         patch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1")
         first = fd.ClusterCoordinator(one)
-    wait_for(lambda: first.workers == [0, 1])
+    wait_until(lambda: first.workers == [0, 1])
     second = cluster.coordinator(two)
     cluster.kill("worker", 0)
     cluster.start("worker", 0)
-    wait_for(lambda: second.workers == [0, 1])
+    wait_until(lambda: second.workers == [0, 1])
     assert second.schedule(os.getpid).fetch() > 0
-    wait_for(lambda: first.workers == [])
+    wait_until(lambda: first.workers == [])
     first.schedule(os.getpid)
     with pytest.raises(UnavailableError, match="it belongs to a coordinator that began later"):
         first.join()
@@ -357,7 +358,7 @@ def test_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UnavailableError, match="no worker could be reached for 2 s: tcp"):
             coordinator.join()
         cluster.start("worker", 0)  # late
-        wait_for(lambda: coordinator.workers == [0])
+        wait_until(lambda: coordinator.workers == [0])
         assert coordinator.schedule(os.getpid).fetch() > 0
     finally:
         cluster.close()

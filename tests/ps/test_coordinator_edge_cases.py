@@ -22,7 +22,7 @@ from fastdist.ps import Keys
 from fastdist.ps.coordinator import RemoteValue, dispatcher
 from fastdist.ps.coordinator.backlog import Call
 from fastdist.ps.link import connections
-from ps_cluster import wait_for
+from launched import wait_until
 from raw_link import RawServer
 
 Pair = collections.namedtuple("Pair", "first second")
@@ -246,7 +246,7 @@ def test_ended_functions_use_no_memory(coordinator: Any) -> None:
     for _ in range(3000):
         coordinator.schedule(nothing)
     coordinator.join()
-    wait_for(lambda: kept() <= before)
+    wait_until(lambda: kept() <= before)
 
 
 def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,10 +264,10 @@ def test_stopped_workers_come_back(cluster: PlainCluster, monkeypatch: pytest.Mo
     cluster.tasks[0].send_signal(signal.SIGSTOP)
     try:
         assert coordinator.fetch(values, 20) == list(range(50))
-        wait_for(lambda: coordinator.workers == [1])
+        wait_until(lambda: coordinator.workers == [1])
     finally:
         cluster.tasks[0].send_signal(signal.SIGCONT)
-    wait_for(lambda: coordinator.workers == [0, 1])
+    wait_until(lambda: coordinator.workers == [0, 1])
     pids = coordinator.fetch([coordinator.schedule(os.getpid) for _ in range(20)], 20)
     assert set(pids) == {task.pid for task in cluster.tasks.values()}
 
@@ -314,11 +314,11 @@ def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.Monke
     assert len(first.fetch([first.schedule(os.getpid) for _ in range(4)], 20)) == 4
     second = fd.ClusterCoordinator(PlainJob(cluster.addresses, cluster.keys))
     links = second._dispatcher.links
-    wait_for(lambda: any(link.is_replaced for link in links))  # while the first is there
+    wait_until(lambda: any(link.is_replaced for link in links))  # while the first is there
     assert first.schedule(os.getpid).fetch(20) > 0
     first._dispatcher.close(is_end=False)
     assert len(second.fetch([second.schedule(os.getpid) for _ in range(4)], 20)) == 4
-    wait_for(lambda: second.workers == [0, 1] and not any(link.is_replaced for link in links))
+    wait_until(lambda: second.workers == [0, 1] and not any(link.is_replaced for link in links))
 
 
 @pytest.mark.slow
@@ -376,7 +376,7 @@ def test_a_function_that_crashes_every_worker_is_given_up(
         coordinator.schedule(os._exit, (9,))
         with pytest.raises(UnavailableError, match="3 workers were lost while they ran this"):
             coordinator.join()
-        wait_for(lambda: coordinator.workers == [0, 1])
+        wait_until(lambda: coordinator.workers == [0, 1])
     finally:
         stop.set()
         keeper.join()
@@ -398,9 +398,10 @@ def test_forked_children_do_not_end_the_job(cluster: PlainCluster) -> None:
 
 CHIEF = """
 import sys, threading, time
-from coordinator_job import Keys, PlainJob, fd, wait_for
+from coordinator_job import Keys, PlainJob, fd
+from launched import wait_until
 coordinator = fd.ClusterCoordinator(PlainJob({addresses!r}, Keys.from_json({keys!r})))
-wait_for(lambda: len(coordinator.workers) == 2)
+wait_until(lambda: len(coordinator.workers) == 2)
 values = [coordinator.schedule(time.sleep, (0.2,)) for _ in range({count})]
 print("begun", flush=True)
 {then}
@@ -458,7 +459,7 @@ def test_nothing_begins_when_the_job_ends(tmp_path: Path) -> None:
         with cluster.coordinator() as coordinator:
             for i in range(2):
                 coordinator.schedule(work, (i,))
-            wait_for((tmp_path / "0").exists)
+            wait_until((tmp_path / "0").exists)
         assert cluster.tasks[0].wait(20) == 0
         assert not (tmp_path / "1").exists()
     finally:

@@ -34,7 +34,7 @@ from fastdist.ps.coordinator.messages import (
     Outcome,
     pack,
 )
-from ps_cluster import wait_for
+from launched import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_coordinators_reject_malformed_messages(
             job = PlainJob([fake.address, cluster.addresses[0]], cluster.keys)
             coordinator = fd.ClusterCoordinator(job)
             fake.be_ready()
-            wait_for(lambda known=coordinator: known.workers == [0, 1])
+            wait_until(lambda known=coordinator: known.workers == [0, 1])
             values = [coordinator.schedule(divmod, (i, 2)) for i in range(4)]
             fake.receive_until(Kind.CALL)
             fake.send(*message)
@@ -213,13 +213,13 @@ def test_a_leader_that_ends_is_not_waited_for(cluster: PlainCluster) -> None:
         coordinator = fd.ClusterCoordinator(job)
         for fake in (first, second):
             fake.be_ready()
-        wait_for(lambda: coordinator.workers == [0, 1])
+        wait_until(lambda: coordinator.workers == [0, 1])
         values = [coordinator.schedule(os.getpid) for _ in range(2)]
         numbers = [fake.receive_until(Kind.CALL)[0] for fake in (first, second)]
         for fake, number in zip((first, second), numbers, strict=True):
             fake.send(pack(Kind.STAGED, number), struct.pack("<d", 1.0))
             if fake is first:
-                wait_for(lambda: coordinator._dispatcher._group._weights)
+                wait_until(lambda: coordinator._dispatcher._group._weights)
         assert first.receive_until(Kind.COMMIT)[0] == numbers[0]
         first.send(pack(Kind.RESULT, numbers[0]), bytes(1), pickle.dumps(1), b"")
         assert second.receive_until(Kind.RESUME) == (
@@ -261,7 +261,7 @@ def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> No
         coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
         fake.receive_until(Kind.HELLO)
         fake.send(b"FDCO\x02\x00" + pack(Kind.REJECTED)[6:], b"a message of version 1, expected 2")
-        wait_for(lambda: coordinator._dispatcher.links[0].last_error != "no answer")
+        wait_until(lambda: coordinator._dispatcher.links[0].last_error != "no answer")
         coordinator.schedule(os.getpid)
         with pytest.raises(UnavailableError, match="a message of version 2, expected 1"):
             coordinator.join()
@@ -271,7 +271,7 @@ def test_other_keys_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses, Keys.make()))
     links = coordinator._dispatcher.links
-    wait_for(lambda: all(link.last_error != "no answer" for link in links))
+    wait_until(lambda: all(link.last_error != "no answer" for link in links))
     coordinator.schedule(os.getpid)
     with pytest.raises(UnavailableError, match="it has other keys, or is not a fastdist worker"):
         coordinator.join()
@@ -293,13 +293,13 @@ def test_a_worker_may_appear_on_a_foreign_port(cluster: PlainCluster, monkeypatc
     with Server((host, int(port)), Foreign) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses[1:], cluster.keys))
-        wait_for(lambda: coordinator._dispatcher.links[0].last_error != "no answer")
+        wait_until(lambda: coordinator._dispatcher.links[0].last_error != "no answer")
         coordinator.schedule(os.getpid)
         with pytest.raises(UnavailableError, match="or is not a fastdist worker"):
             coordinator.join()
         server.shutdown()
     cluster.start(1)
-    wait_for(lambda: coordinator.workers == [0])
+    wait_until(lambda: coordinator.workers == [0])
     assert coordinator.schedule(os.getpid).fetch(20) == cluster.tasks[1].pid
 
 
@@ -315,7 +315,7 @@ def test_results_of_a_lost_worker_count(cluster: PlainCluster, tmp_path: Path) -
         return 7
 
     value = coordinator.schedule(work)
-    wait_for(runs.exists)
+    wait_until(runs.exists)
     with (
         coordinator._backlog.changed
     ):  # when the dispatcher continues, it handles all events at once

@@ -22,7 +22,7 @@ from fastdist.ps.link.listener import Listener
 from fastdist.ps.server import service
 from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Op
-from ps_cluster import wait_for
+from launched import wait_until
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVE = (
@@ -122,7 +122,7 @@ def test_a_server_dies_while_it_saves(server: Process, tmp_path: Path) -> None:
         rows.push(ids, -np.ones((ids.size, 64), np.float32))
 
         def kill_in_the_middle() -> None:
-            wait_for(lambda: any(path not in before for path in tmp_path.rglob("part-*")))
+            wait_until(lambda: any(path not in before for path in tmp_path.rglob("part-*")))
             server.process.kill()
 
         killer = threading.Thread(target=kill_in_the_middle)
@@ -217,7 +217,7 @@ def test_a_worker_connects_while_a_checkpoint_is_written(
         saving = threading.Thread(target=save_checkpoint, args=(client, tmp_path, things))
         saving.start()
         try:
-            wait_for(lambda: server.stats()["requests"] >= 5)
+            wait_until(lambda: server.stats()["requests"] >= 5)
             begin = time.monotonic()
             ShardedVariable(worker, DenseSpec("a", (5,), SGD), pieces)
             assert time.monotonic() - begin < 5

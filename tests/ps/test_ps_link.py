@@ -33,7 +33,7 @@ from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Header, Op
 from fastdist.ps.wire.snapshot import Part
-from ps_cluster import wait_for
+from launched import wait_until
 from raw_link import RawClient, RawServer
 from unreliable import Unreliable
 
@@ -461,7 +461,7 @@ def test_uploads_of_a_broken_connection_are_over() -> None:
         assert upload is not None
         assert not upload.done
         plain._connections[0].lose()
-        wait_for(lambda: upload.done)
+        wait_until(lambda: upload.done)
 
 
 @pytest.mark.parametrize("change", ["push", "reset", "close"])
@@ -475,7 +475,7 @@ def test_values_on_their_way_do_not_change(server: Server, change: str) -> None:
             item = Item(0, number, np.empty(PART_SIZE, np.float32), begin=i * PART_SIZE)
             header = Header(Op.READ, i + 1, b"s" * 16)
             slow.send(header.pack(), names_of([item]))
-        wait_for(lambda: server.stats()["requests"] == 41)
+        wait_until(lambda: server.stats()["requests"] == 41)
         if change == "push":
             client.push(0, number, np.ones(size, np.float32))
         elif change == "reset":
@@ -517,7 +517,7 @@ def test_values_are_not_lent_while_another_thread_changes_them(
     monkeypatch.setattr(SendBuffers, "take", noted)
     with Client([server.address]) as client:
         number = client.create(0, DenseSpec("w", (PART_SIZE,), SGD), np.ones(PART_SIZE))
-        wait_for(is_lent)  # the creation ends after its reply
+        wait_until(is_lent)  # the creation ends after its reply
         about = {"part": asdict(Part("w", 0, 5)), "stem": str(tmp_path / "x")}
         ticket = client.submit(0, Op.SAVE, number, [json.dumps(about).encode()])
         has_begun.wait(20)

@@ -18,7 +18,8 @@ from fastdist.ps import Client
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import FixedShards
 from fastdist.ps.client.sharded import begin_pulls
-from ps_cluster import PsCluster, wait_for
+from launched import wait_until
+from ps_cluster import PsCluster
 from ps_load import CLIENTS, MOST, Job, Things
 
 seconds = pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_servers_that_are_killed(job: Job, seconds: float, tmp_path: Path) -> No
     end = time.monotonic() + seconds
     lost = np.zeros(CLIENTS, np.int64)  # acknowledged, but not in the restored checkpoint
     server = 0
-    wait_for(lambda: all(job.acked[n] > 2 for n in range(CLIENTS)))
+    wait_until(lambda: all(job.acked[n] > 2 for n in range(CLIENTS)))
     while server < 2 or time.monotonic() < end:
         with Client(job.addresses, timeout_s=60) as client:
             least = np.array(job.acked)[:CLIENTS] - lost
@@ -91,7 +92,7 @@ def test_servers_that_are_killed(job: Job, seconds: float, tmp_path: Path) -> No
                 lost[number] = job.begun[number] - kept
             job.go_on()
             before = np.array(job.acked)[:CLIENTS]
-            wait_for(lambda: (np.array(job.acked)[:CLIENTS] > before + 2).all())  # noqa: B023
+            wait_until(lambda: (np.array(job.acked)[:CLIENTS] > before + 2).all())  # noqa: B023
             job.hold()
             for number in range(CLIENTS):
                 assert things.row(number) == job.begun[number] - lost[number]
@@ -123,7 +124,7 @@ def test_workers_that_are_killed(seconds: float) -> None:
         end = time.monotonic() + seconds
         while kills < 2 or time.monotonic() < end:
             values += [coordinator.schedule(count, (len(values) + i,)) for i in range(100)]
-            wait_for(values[-90].is_done)
+            wait_until(values[-90].is_done)
             cluster.kill("worker", kills % 2)
             cluster.start("worker", kills % 2)
             kills += 1

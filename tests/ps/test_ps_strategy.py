@@ -126,18 +126,18 @@ def test_values_that_the_last_step_has_not_brought(one_worker: PsCluster, tmp_pa
         optimizers = [sgd(model.parameters()) for model in models]
     began, go_on = tmp_path / "began", tmp_path / "go_on"
 
-    def wait_for(path: Path) -> None:
+    def wait_until(path: Path) -> None:
         while not path.exists():
             time.sleep(0.05)
 
     def step_of_one() -> None:
         began.touch()
-        wait_for(go_on)
+        wait_until(go_on)
         models[0](torch.ones(1, 2)).sum().backward()
         optimizers[0].step()
 
     coordinator.schedule(step_of_one)
-    wait_for(began)
+    wait_until(began)
     strategy._models[0].sharded[1].assign(np.full((1, 2), 7.0))  # as another worker would
     seen = coordinator.schedule(lambda: models[1].weight.tolist())
     go_on.touch()

@@ -16,8 +16,9 @@ import torch
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps.client.sharded import commit_round
 from fastdist.ps.model import model as served_model
+from launched import wait_until
 from marks import slow
-from ps_cluster import PsCluster, wait_for
+from ps_cluster import PsCluster
 from served_net import Net, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
 
@@ -45,7 +46,7 @@ def test_synchronous_with_killed_workers(cluster: PsCluster) -> None:
     cluster.start("worker", 0)
     coordinator.join()
     assert len(coordinator.fetch(values)) == 30
-    wait_for(lambda: coordinator.workers == [0, 1])
+    wait_until(lambda: coordinator.workers == [0, 1])
 
 
 @pytest.mark.slow
@@ -80,7 +81,7 @@ def test_checkpoints_and_lost_servers(cluster: PsCluster, tmp_path: Path) -> Non
     with pytest.raises(UnavailableError, match="server 1"):  # fails again for the same reason
         coordinator.join()
     cluster.start("ps", 1)
-    wait_for(lambda: _restored(strategy, tmp_path))
+    wait_until(lambda: _restored(strategy, tmp_path))
     for batch in data[3:]:
         coordinator.schedule(step, (model, optimizer, *batch))
         step(other, other_optimizer, *batch)
@@ -104,10 +105,10 @@ def test_killed_workers_stop_nothing(cluster: PsCluster) -> None:
     data = batches(4)
     values = [coordinator.schedule(step, (model, optimizer, *data[i % 4])) for i in range(300)]
     for index in (0, 1):
-        wait_for(lambda: sum(value.is_done() for value in values) > 20)
+        wait_until(lambda: sum(value.is_done() for value in values) > 20)
         cluster.kill("worker", index)
         cluster.start("worker", index)
-        wait_for(lambda: len(coordinator.workers) == 2)
+        wait_until(lambda: len(coordinator.workers) == 2)
     coordinator.join()
     assert np.mean(coordinator.fetch(values)[-8:]) < 1.0
 
@@ -145,11 +146,11 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
     values = [coordinator.schedule(train, (gradient,)) for gradient in (1.0, 3.0)]
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(coordinator.join)  # starts the group
-        wait_for(lambda: begun.exists() and begun.read_text())
+        wait_until(lambda: begun.exists() and begun.read_text())
         leader = int(begun.read_text())
         victim = leader if lost == "who commits" else 1 - leader
         cluster.kill("worker", victim)
-        wait_for(lambda: victim not in coordinator.workers)
+        wait_until(lambda: victim not in coordinator.workers)
         is_over.touch()
         ended.result(60)
     assert coordinator.fetch(values) == [1.0, 3.0]
@@ -157,7 +158,7 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
     again = [1.0, 3.0][victim]
     assert [parameter.tolist() for parameter in model] == [[-2.0 - again] * 2] * 3
     cluster.start("worker", victim)
-    wait_for(lambda: len(coordinator.workers) == 2)
+    wait_until(lambda: len(coordinator.workers) == 2)
     for server in range(3):
         assert strategy.client.stats(server)["rounds"] == {"open": 0, "nbytes": 0}
 
@@ -182,7 +183,7 @@ def test_checkpoints_during_functions(
     counts, amid = [], 0
     for _ in range(4):
         values = [coordinator.schedule(train) for _ in range(20)]
-        wait_for(values[2].is_done)
+        wait_until(values[2].is_done)
         strategy.save(tmp_path)
         amid += not values[-1].is_done()
         saved = nn.ParameterList([nn.Parameter(torch.ones(1000)) for _ in range(3)])

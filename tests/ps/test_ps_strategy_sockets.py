@@ -10,7 +10,8 @@ from typing import Any
 import fastdist as fd
 import pytest
 from fastdist.errors import ClusterConfigError, UnavailableError
-from ps_cluster import PsCluster, wait_for
+from launched import wait_until
+from ps_cluster import PsCluster
 
 torch = pytest.importorskip("torch")
 
@@ -44,18 +45,18 @@ def test_tasks_are_lost_and_come_back(tmp_path: Path, monkeypatch: pytest.Monkey
         assert train(4) == -4
         strategy.save(tmp_path / "saved")
         cluster.kill("worker", 0)
-        wait_for(lambda: coordinator.workers == [1])
+        wait_until(lambda: coordinator.workers == [1])
         assert train(2) == -6
         cluster.start("worker", 0)
-        wait_for(lambda: coordinator.workers == [0, 1])
+        wait_until(lambda: coordinator.workers == [0, 1])
         cluster.kill("worker", 1)
-        wait_for(lambda: coordinator.workers == [0])
+        wait_until(lambda: coordinator.workers == [0])
         assert train(2) == -8
         cluster.kill("ps", 0)
         with pytest.raises(UnavailableError, match=r"server 0 at ipc://.* is gone"):
             train(1)
         cluster.start("ps", 0)
-        wait_for(lambda: is_restored(strategy, tmp_path / "saved"))
+        wait_until(lambda: is_restored(strategy, tmp_path / "saved"))
         assert train(2) == -6
         coordinator.close()
     finally:

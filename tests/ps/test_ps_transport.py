@@ -28,7 +28,7 @@ from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
 from fastdist.ps.wire.specs import from_json, to_json
 from hypothesis import given
 from hypothesis import strategies as st
-from ps_cluster import wait_for
+from launched import wait_until
 from raw_link import RawClient
 from unreliable import Unreliable
 
@@ -228,7 +228,7 @@ def test_a_late_reply_is_accepted(server: Server) -> None:
     with Client([server.address], timeout_s=0.3, retry_s=0.1) as client:
         client.hello(0)
         ticket = client.submit(0, Op.HELLO)
-        wait_for(lambda: server.stats()["requests"] == 2)
+        wait_until(lambda: server.stats()["requests"] == 2)
         time.sleep(0.6)
         assert b"objects" in bytes(client.wait(ticket))
 
@@ -298,13 +298,13 @@ def test_another_users_program_at_a_path_hears_nothing(tmp_path: Path) -> None:
         finally:
             os._exit(1)
     try:
-        wait_for(lambda: heard.exists() and path.exists())
+        wait_until(lambda: heard.exists() and path.exists())
         with (
             Client([f"ipc://{path}"], timeout_s=1, grace_s=0.5) as client,
             pytest.raises(UnavailableError, match="a fastdist parameter server of this user"),
         ):
             client.hello(0)
-        wait_for(lambda: heard.read_bytes() != b"")
+        wait_until(lambda: heard.read_bytes() != b"")
         assert set(heard.read_text().split()) == {"closed"}
     finally:
         os.kill(pid, signal.SIGKILL)

@@ -16,7 +16,8 @@ from fastdist.ps.coordinator.per_worker import set_worker_index
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import CallContext, Worker
 from fork_server import python
-from ps_cluster import end_all, wait_for
+from launched import wait_until
+from ps_cluster import end_all
 from raw_link import RawClient, RawServer
 
 _contexts: list[CallContext] = []
@@ -120,7 +121,7 @@ class PlainCluster:
         """Create a coordinator, and wait for all its workers."""
         job = job or PlainJob(self.addresses, self.keys)
         coordinator = fd.ClusterCoordinator(job, **options)
-        wait_for(lambda: len(coordinator.workers) == len(job.worker_addresses))
+        wait_until(lambda: len(coordinator.workers) == len(job.worker_addresses))
         return coordinator
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from fastdist.cluster import ClusterSpec, SimpleClusterResolver
 from fastdist.cluster.ports import reserve_port
 from fastdist.ps import Keys
 from fork_server import python
+from launched import wait_until
 
 _TASK = "import fastdist as fd; fd.ParameterServerStrategy()"
 
@@ -62,7 +62,7 @@ class PsCluster:
     def coordinator(self, strategy: Any, **kwargs: Any) -> Any:
         """Create a coordinator, and wait for all its workers."""
         coordinator = fd.ClusterCoordinator(strategy, **kwargs)
-        wait_for(lambda: len(coordinator.workers) == len(self.spec["worker"]))
+        wait_until(lambda: len(coordinator.workers) == len(self.spec["worker"]))
         return coordinator
 
     def close(self) -> None:
@@ -79,11 +79,3 @@ def end_all(tasks: Iterable["subprocess.Popen[bytes]"], ports: Iterable[socket.s
         task.wait(10)
     for holder in ports:
         holder.close()
-
-
-def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.01)

@@ -20,7 +20,7 @@ from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes
-from ps_cluster import wait_for
+from launched import wait_until
 from unreliable import Unreliable
 
 ADD = RuleSpec("SGD", {"lr": 1.0})
@@ -151,19 +151,19 @@ class Job:
         """Stop servers for some seconds, and kill and replace clients."""
         end = time.monotonic() + for_s
         rounds = 0
-        wait_for(lambda: all(self.acked[number] for number in self.clients))
+        wait_until(lambda: all(self.acked[number] for number in self.clients))
         while rounds < 2 or time.monotonic() < end:
             rounds += 1
             self.pause_server(rng.randrange(2), rng.choice((0.7, 1.5)))
             victim = rng.choice(list(self.clients))
-            wait_for(partial(self.acked.__getitem__, victim))
+            wait_until(partial(self.acked.__getitem__, victim))
             self.kill_client(victim)
             self.start_client()
 
     def hold(self) -> None:
         """Make clients finish their pushes, and wait."""
         self.go.value += self.go.value % 2 == 0
-        wait_for(lambda: all(self.is_out[n] for n in self.clients))
+        wait_until(lambda: all(self.is_out[n] for n in self.clients))
 
     def go_on(self) -> None:
         self.go.value += 1

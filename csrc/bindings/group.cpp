@@ -39,7 +39,13 @@ py::object Group::record(const CallArguments& given) {
     const Placement placement = gpu == kOnHost ? Placement{} : Placement{gpu};
     const Communicator& ranks = endpoint_.communicator();
     const Call call(recorded.given, ranks, placement);
-    recorded.is_to_self = gpu == kOnHost && is_between_two(given.op) && call.peer == ranks.rank();
+    if (gpu == kOnHost && is_between_two(given.op)) {
+      recorded.is_to_self = call.peer == ranks.rank();
+      for (const TensorView& view : call.inputs()) {
+        (given.op == Op::kSend ? sent_ : received_)
+            .emplace_back(view.data, view.data + view.bytes());
+      }
+    }
   }
   recorded.kept = recorded.given.own();
   calls_.push_back(std::move(recorded));
@@ -84,6 +90,17 @@ void Group::run_on_gpu(Gpu& gpu, const py::object& stream) const {
   }
 }
 
+void Group::check_apart() const {
+  for (const auto& [begin, end] : received_) {
+    for (const auto& [first, last] : sent_) {
+      if (begin < last && first < end) {
+        throw Error(ErrorCode::kValue,
+                    "a group receives into memory that it also sends; pass separate arrays");
+      }
+    }
+  }
+}
+
 void Group::copy_to_self() const {
   std::vector<Call> sent, wanted;
   for (const Recorded& call : calls_) {
@@ -116,6 +133,7 @@ void Group::copy_to_self() const {
 }
 
 void Group::run_on_hosts() const {
+  check_apart();
   copy_to_self();
   std::exception_ptr first;
   std::vector<py::object> works;

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,10 @@ class Group {
     bool is_to_self = false;  // a message of this rank to itself, on the host
   };
 
+  using Span = std::pair<const std::byte*, const std::byte*>;
+
+  // Throws if a message is received into memory that another one sends.
+  void check_apart() const;
   // Copies what this rank sends to itself; sends and receives are matched in order.
   void copy_to_self() const;
 
@@ -49,6 +54,7 @@ class Group {
   Endpoint& endpoint_;
   py::object device_of_;
   std::vector<Recorded> calls_;
+  std::vector<Span> sent_, received_;  // the memory of messages on the host
 };
 
 }  // namespace fastdist::bindings

@@ -46,6 +46,11 @@ for _ in range(5):
     optimizer.step()
 total = torch.arange(3.0) + dist.get_rank()
 dist.all_reduce(total, group=dist.new_group([0, 1]))
+parts = [torch.zeros(3) for _ in range(2)]
+for _ in range(200):
+    work = dist.all_gather(parts, total, async_op=True)
+    work.wait()
+    assert work.get_future().done() and work.get_future().value()
 if dist.get_backend() == "gloo":
     dist.monitored_barrier(timeout=datetime.timedelta(seconds=20))
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -136,6 +141,22 @@ def test_what_cannot_be_replaced(program: Path, monkeypatch: pytest.MonkeyPatch)
     assert b"--replace needs torch to load fastdist, which TORCH_DEVICE_BACKEND_" in done.stderr
     with pytest.raises(ValueError, match="FASTDIST_REPLACE must be gloo, got 'nccl'"):
         replaced_backend({"FASTDIST_REPLACE": "nccl"})
+
+
+@pytest.mark.slow
+def test_remote_calls(tmp_path: Path) -> None:
+    """torch.distributed.rpc makes a group of Gloo's own class, which stays Gloo's."""
+    program = tmp_path / "calls.py"
+    program.write_text(
+        "import os, torch\n"
+        "from torch.distributed import rpc\n"
+        "rank = int(os.environ['RANK'])\n"
+        "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2)\n"
+        "if rank == 0:\n"
+        "    print(rpc.rpc_sync('worker1', torch.add, args=(torch.ones(1), 2)).item())\n"
+        "rpc.shutdown()\n"
+    )
+    assert told("--replace", "gloo", program) == told(program) == ["3.0"]
 
 
 @pytest.mark.slow

@@ -93,6 +93,8 @@ def check_calls_as_one(comm: Communicator) -> None:
     z //= n
     with pytest.raises(ValueError, match="1 send, 0 recv"), comm.group():
         comm.send(y, comm.rank)
+    with pytest.raises(ValueError, match="receives into memory that it also sends"), comm.group():
+        (comm.send(y[:1], after if n > 1 else 0), comm.recv(y, before))
     for other in (np.zeros(3), np.zeros(2, np.float32)):
         with pytest.raises(CollectiveMismatchError, match="to itself differs"), comm.group():
             (comm.recv(other, comm.rank), comm.send(y, comm.rank))
@@ -244,6 +246,18 @@ def check_scan(comm: Communicator) -> None:
         comm.scan(ones, "mean")
     with pytest.raises(ValueError, match="no value on rank 0"):
         comm.scan(ones, "max", exclusive=True)
+    with pytest.raises(TypeError, match='op="xor" is not defined for dtype float16'):
+        comm.scan(ones, "xor")
+    for wrong in (np.ones(5, np.float16), np.ones(3, np.int64)):
+        with pytest.raises(ValueError, match="out must have the array's shape"):
+            comm.scan(ones, out=wrong)
+    if n > 1:
+        for op, array in (
+            ("sum", np.ones(3 + (r == 1))),
+            ("prod" if r == 1 else "sum", np.ones(3)),
+        ):
+            with pytest.raises(CollectiveMismatchError, match=r"rank 1: scan\(float64 of shape"):
+                comm.scan(array, op)
     with pytest.raises(ValueError, match="scan cannot be in a group"), comm.group():
         comm.scan(ones)
 
@@ -264,6 +278,13 @@ def check_objects(comm: Communicator) -> None:
     else:
         for other in range(n - 1, 0, -1):
             assert comm.recv_object(other) == {other: objects[other]}
+    if n > 1:
+        for call in (comm.all_gather_object, comm.gather_object):
+            with pytest.raises(Exception, match=r"[Pp]ickle"):
+                call((lambda: 0) if r == 1 else 1)
+        if r < 2:
+            with pytest.raises(Exception, match=r"[Pp]ickle"):
+                comm.recv_object(1) if r == 0 else comm.send_object(lambda: 0, 0)
     for name in ("gather_object", "scatter_object", "send_object", "recv_object"):
         with pytest.raises(ValueError, match=f"{name} cannot be in a group"), comm.group():
             getattr(comm, name)(*([0] * (1 + (name == "send_object"))))
@@ -293,6 +314,13 @@ def check_uneven_parts(comm: Communicator) -> None:
             given = expected if r == root else None
             assert comm.scatter(given, root, splits=rows, out=own) is own
             assert same_bits(own, data[r])
+        if n > 1 and scale == 1:
+            with pytest.raises(CollectiveMismatchError, match="root=1"):
+                comm.gather(data[r], int(r == 1), splits=rows)
+            with pytest.raises(ValueError, match="out must have float32 rows"):
+                comm.scatter(expected, r, splits=rows, out=np.ones((rows[r], 2)))
+            with pytest.raises(ValueError, match="root must be an integer"):
+                comm.gather(data[r], n, splits=rows)
         whole = [sample("int64", sum(rows), 5, i) for i in range(n)]
         part = comm.reduce_scatter(whole[r], "max", splits=rows)
         assert same_bits(part, np.max(whole, axis=0)[begin : begin + rows[r]])
@@ -467,6 +495,8 @@ def check_layouts(comm: Communicator) -> None:
     comm.all_reduce(torch.ones(3)[1:2])
     narrow = comm.scan(torch.ones(3, dtype=torch.bfloat16))
     assert (narrow.dtype, narrow.tolist()) == (torch.bfloat16, [comm.rank + 1.0] * 3)
+    summed = comm.scan(torch.ones(2, requires_grad=True))
+    assert (summed.requires_grad, summed.tolist()) == (False, [comm.rank + 1.0] * 2)
     released = torch.ones(4)
     released.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="no memory"):

@@ -101,6 +101,15 @@ def shape_of(array: Array) -> tuple[int, ...]:
         raise TypeError(not_an_array("array", array)) from None
 
 
+def dtype_name(array: Array) -> str:
+    """Return the name of an array's dtype, the same in every library; "" if it is unknown."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        with contextlib.suppress(TypeError):  # of pyarrow
+            dtype = np.asarray(memoryview(array)).dtype
+    return str(dtype or "").removeprefix("torch.")
+
+
 def _of_dlpack(array: Any) -> np.ndarray[Any, Any]:
     """View an array of a library without shapes, such as pyarrow."""
     with warnings.catch_warnings():

@@ -91,6 +91,7 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
     names |= {f"{_squeezed(ours)}v": f"{ours}(…, splits=…)" for ours in _WITH_SPLITS}
     names |= {"get_rank": "rank", "get_world_size": "world_size", "get_size": "world_size"}
     names |= {"size": "world_size", "sendrecv": "send and recv in a group"}
+    names |= {"exscan": "scan(…, exclusive=True)"}
     names |= {name.capitalize(): ours for name, ours in names.items()}
     names = {name: ours for name, ours in names.items() if name not in public}
     for name, ours in names.items():

@@ -40,8 +40,7 @@ def broadcast(comm: Ranks, value: T, root: int, timeout: float | None) -> T:
 
 def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
     """Return the objects of all ranks, in rank order."""
-    data = _pickled(value)
-    sizes = comm.all_gather(np.array([data.size]), timeout=timeout)
+    data, sizes = _prepared(comm, value, timeout)
     if comm.engine.compiled is not None:
         return _unpickled(comm.all_gather(data, splits=sizes, timeout=timeout), sizes)
     padded = np.zeros(int(sizes.max()), np.uint8)  # TPUs join equal parts alone
@@ -52,8 +51,7 @@ def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
 
 def gather(comm: Ranks, value: T, root: int, timeout: float | None) -> list[T] | None:
     """Return the objects of all ranks on the root, in rank order; None on the others."""
-    data = _pickled(value)
-    sizes = comm.all_gather(np.array([data.size]), timeout=timeout)
+    data, sizes = _prepared(comm, value, timeout)
     whole = comm.gather(data, root, splits=sizes, timeout=timeout)
     return None if whole is None else _unpickled(whole, sizes)
 
@@ -92,7 +90,11 @@ def scatter(comm: Ranks, values: Sequence[T] | None, root: int, timeout: float |
 
 def send(comm: Ranks, value: Any, dst: int, timeout: float | None) -> None:
     """Send an object to a rank, which calls `recv`."""
-    data = _pickled(value)
+    try:
+        data = _pickled(value)
+    except Exception:
+        comm.send(np.array([-1]), dst, timeout=timeout)
+        raise
     comm.send(np.array([data.size]), dst, timeout=timeout)
     comm.send(data, dst, timeout=timeout)
 
@@ -100,7 +102,30 @@ def send(comm: Ranks, value: Any, dst: int, timeout: float | None) -> None:
 def recv(comm: Ranks, src: int, timeout: float | None) -> Any:
     """Return the object that a rank sends by `send`."""
     size = comm.recv(np.zeros(1, np.int64), src, timeout=timeout)
+    _require_pickled(size, (src,))
     return pickle.loads(comm.recv(np.empty(int(size[0]), np.uint8), src, timeout=timeout).data)
+
+
+def _prepared(comm: Ranks, value: Any, timeout: float | None) -> tuple[Bytes, Bytes]:
+    """Pickle this rank's object; return it, and the sizes of all ranks' objects.
+
+    Raises:
+        FastdistError: another rank could not pickle its object; that rank raises pickle's error.
+    """
+    try:
+        data = _pickled(value)
+    except Exception:
+        comm.all_gather(np.array([-1]), timeout=timeout)
+        raise
+    sizes: Bytes = comm.all_gather(np.array([data.size]), timeout=timeout)
+    _require_pickled(sizes, range(comm.world_size))
+    return data, sizes
+
+
+def _require_pickled(sizes: Bytes, ranks: Sequence[int]) -> None:
+    failed = tuple(rank for rank, size in zip(ranks, sizes, strict=True) if size < 0)
+    if failed:
+        raise FastdistError(f"rank {failed[0]} could not pickle its object", failed)
 
 
 def _pickled(value: Any) -> Bytes:

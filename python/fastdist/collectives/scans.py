@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from fastdist.collectives.arrays import new_like, shape_of
+from fastdist.collectives.arrays import dtype_name, new_like, shape_of
 from fastdist.collectives.hints import unknown_op
 from fastdist.collectives.types import Array, Ranks
+from fastdist.collectives.uneven import require_same_call
 
-# The names of numpy, torch and cupy for each operation, and what no rank adds up to.
+# The names of numpy and cupy for each operation, and what no rank adds up to.
 _FUNCTIONS = {
     "sum": ("add", 0),
     "prod": ("multiply", 1),
@@ -22,7 +23,7 @@ _FUNCTIONS = {
     "or": ("bitwise_or", 0),
     "xor": ("bitwise_xor", 0),
 }
-_NARROW = ("float16", "bfloat16")  # computed in float32
+_NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # computed in float32
 
 
 def scan(
@@ -40,14 +41,23 @@ def scan(
     name, empty = _FUNCTIONS[op]
     if exclusive and empty is None:
         raise ValueError(f'an exclusive scan by "{op}" has no value on rank 0')
-    result = new_like(array, shape_of(array)) if out is None else out
+    shape, dtype = shape_of(array), dtype_name(array)
+    is_float = "float" in dtype or dtype == ""
+    if (name.startswith("bitwise") and (is_float or "complex" in dtype)) or (
+        op in ("min", "max") and "complex" in dtype
+    ):
+        raise TypeError(f'op="{op}" is not defined for dtype {dtype}')
+    result = new_like(array, shape) if out is None else out
+    if (shape_of(result), dtype_name(result)) != (shape, dtype):
+        raise ValueError(
+            f"out must have the array's shape {shape} and dtype {dtype}, got "
+            f"{shape_of(result)} and {dtype_name(result)}"
+        )
     own = _flat(array)
-    room = _flat(result) if _is_dense(result) else new_like(own, shape_of(own))
-    if room.dtype != own.dtype:  # it is narrow
-        room = new_like(own, shape_of(own))
     combine = getattr(_library(own), name)
+    require_same_call(comm, f'scan({dtype} of shape {shape}, "{op}", {exclusive=})', timeout)
     before: Any = None  # the reduction of the ranks before this one
-    partial, reach = own, 1
+    partial, room, reach = own, None, 1
     while reach < comm.world_size:
         to = comm.rank + reach if comm.rank + reach < comm.world_size else None
         source = comm.rank - reach if comm.rank >= reach else None
@@ -55,13 +65,10 @@ def scan(
         _exchange(comm, partial, to, earlier, source, timeout)
         if exclusive and earlier is not None:
             before = earlier if before is None else combine(earlier, before)
-        if earlier is not None:
-            partial = combine(earlier, partial, out=room)  # in place after the first round
+        if earlier is not None:  # in place after the first round
+            partial = room = combine(earlier, partial, out=room)
         reach *= 2
-    if exclusive:
-        result[...] = empty if before is None else before.reshape(shape_of(array))
-    elif partial is not room or not _is_dense(result) or room.dtype != result.dtype:
-        result[...] = partial.reshape(shape_of(array))
+    _write(result, empty if exclusive and before is None else before if exclusive else partial)
     return result
 
 
@@ -84,23 +91,33 @@ def _exchange(
             comm.recv(received, source, timeout=timeout)
 
 
-def _is_dense(array: Array) -> bool:
-    if _is_torch(array):
-        return bool(array.is_contiguous())
-    return isinstance(array, np.ndarray) and array.flags.c_contiguous
-
-
 def _flat(array: Array) -> Any:
-    """Return the elements in a row, in the dtype in which they are computed."""
+    """Return the elements in a row, in the dtype in which they are computed, of numpy or cupy.
+
+    Tensors on GPUs stay torch's.
+    """
+    is_narrow = dtype_name(array) in _NARROW
+    if _is_torch(array):
+        tensor: Any = array.detach().resolve_conj().resolve_neg()
+        tensor = (tensor.float() if is_narrow else tensor).contiguous().reshape(-1)
+        return tensor if tensor.is_cuda else tensor.numpy()
     own: Any = array if hasattr(array, "shape") else np.asarray(memoryview(array))
-    is_narrow = str(own.dtype).removeprefix("torch.") in _NARROW
-    if _is_torch(own):
-        return (own.float() if is_narrow else own).reshape(-1)
     return (own.astype(np.float32) if is_narrow else own).reshape(-1)
 
 
+def _write(result: Array, value: Any) -> None:
+    """Write the elements, or one number, into an array of any library."""
+    if _is_torch(result):
+        result = result.detach()
+        if isinstance(value, np.ndarray):
+            value = sys.modules["torch"].from_numpy(value)
+    elif not hasattr(result, "shape"):
+        result = np.asarray(memoryview(result))
+    result[...] = value if isinstance(value, int) else value.reshape(shape_of(result))
+
+
 def _is_torch(array: Array) -> bool:
-    return type(array).__module__.partition(".")[0] == "torch"
+    return type(array).__module__.partition(".")[0] == "torch" or hasattr(array, "detach")
 
 
 def _library(array: Array) -> ModuleType:

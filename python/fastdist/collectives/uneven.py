@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from fastdist.collectives.arguments import to_integers
-from fastdist.collectives.arrays import as_list, for_each, rows_like, shape_of
+from fastdist.collectives.arguments import to_integers, to_rank
+from fastdist.collectives.arrays import as_list, dtype_name, for_each, rows_like, shape_of
 from fastdist.collectives.types import Array, Arrays, Ranks, Work
+from fastdist.errors import CollectiveMismatchError
 
 
 def all_gather(
@@ -43,6 +45,28 @@ def refuse(call: str, stream: Any, async_op: bool) -> None:
         raise ValueError(f"{call} with splits takes neither stream nor async_op")
 
 
+def require_same_call(comm: Ranks, call: str, timeout: float | None) -> None:
+    """Check that all ranks make one call, which is made of messages. Every rank must call.
+
+    Raises:
+        CollectiveMismatchError: they do not; the message has the call of each rank.
+    """
+    codes = comm.all_gather(np.array([zlib.crc32(call.encode())]), timeout=timeout)
+    if (codes == codes[0]).all():
+        return
+    calls = comm.all_gather_object(call, timeout=timeout)
+    told = "".join(f"\n  rank {rank}: {each}" for rank, each in enumerate(calls))
+    others = tuple(rank for rank, each in enumerate(calls) if each != calls[0])
+    raise CollectiveMismatchError(f"ranks called different collectives:{told}", others)
+
+
+def _described(arrays: Arrays) -> str:
+    """Return dtypes and shapes without rows."""
+    return ", ".join(
+        f"{dtype_name(array)} rows of {shape_of(array)[1:]}" for array in as_list(arrays)
+    )
+
+
 def gather(
     comm: Ranks,
     arrays: Arrays,
@@ -52,14 +76,15 @@ def gather(
     timeout: float | None,
 ) -> Arrays | None:
     """Join arrays of `splits` rows each on the root, by a message from each rank."""
-    rows = _to_rows(comm, splits)
+    rows, root = _to_rows(comm, splits), to_rank(root, "root", comm.world_size)
     _check(arrays, rows[comm.rank], f"splits[{comm.rank}]", "array")
     if comm.rank != root:
         out = None
     elif out is None:
         out = rows_like(arrays, sum(rows))
     if out is not None:
-        _check(out, sum(rows), "the sum of splits", "out")
+        _check(out, sum(rows), "the sum of splits", "out", arrays)
+    require_same_call(comm, f"gather({_described(arrays)}, {root=}, splits={rows})", timeout)
     with comm.group():
         if rows[comm.rank]:
             comm.send(arrays, root, timeout=timeout)
@@ -78,13 +103,14 @@ def scatter(
     timeout: float | None,
 ) -> Arrays:
     """Give rank i `splits[i]` rows of the root's arrays, by a message to each rank."""
-    rows = _to_rows(comm, splits)
+    rows, root = _to_rows(comm, splits), to_rank(root, "root", comm.world_size)
     is_root = comm.rank == root
     if is_root:
         _check(arrays, sum(rows), "the sum of splits", "array")
     if out is None:
         out = rows_like(arrays, rows[root])
-    _check(out, rows[comm.rank], f"splits[{comm.rank}]", "out")
+    _check(out, rows[comm.rank], f"splits[{comm.rank}]", "out", arrays if is_root else None)
+    require_same_call(comm, f"scatter({_described(out)}, {root=}, splits={rows})", timeout)
     with comm.group():
         if is_root:
             for rank, part in _parts(arrays, rows):
@@ -206,11 +232,15 @@ def _to_rows(comm: Ranks, splits: Sequence[int]) -> list[int]:
     return rows
 
 
-def _check(arrays: Arrays, rows: int, expected: str, argument: str) -> None:
+def _check(
+    arrays: Arrays, rows: int, expected: str, argument: str, like: Arrays | None = None
+) -> None:
     for array in as_list(arrays):
         shape = shape_of(array) or (1,)
         if shape[0] != rows:
             raise ValueError(f"{argument} must have {rows} rows, {expected}, got shape {shape}")
+    if like is not None and _described(arrays) != _described(like):
+        raise ValueError(f"{argument} must have {_described(like)}, got {_described(arrays)}")
 
 
 def _rows(array: Array, begin: int, end: int) -> Array:

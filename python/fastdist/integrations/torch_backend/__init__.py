@@ -34,6 +34,7 @@ def register(*_: Any) -> None:
         recording: set[str] = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add(NAME)
         if replaced_backend() is not None:
+            _MakesFastdist.plain = getattr(c10d, "ProcessGroupGloo", _ProcessGroupGloo)
             c10d.ProcessGroupGloo = _ProcessGroupGloo  # type: ignore[attr-defined]
 
 
@@ -49,6 +50,8 @@ def register_with_torch() -> None:
 class _MakesFastdist(type):
     """Makes a process group of fastdist for torch's own functions, which check its class."""
 
+    plain: type  # torch's class, of which other libraries may have objects
+
     def __call__(cls, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> Any:
         from fastdist.integrations.torch_backend.group import ProcessGroupFastdist
 
@@ -56,7 +59,9 @@ class _MakesFastdist(type):
 
     def __instancecheck__(cls, instance: Any) -> bool:
         made = sys.modules.get("fastdist.integrations.torch_backend.group")
-        return made is not None and isinstance(instance, made.ProcessGroupFastdist)
+        if made is not None and isinstance(instance, made.ProcessGroupFastdist):
+            return True
+        return cls.plain is not cls and isinstance(instance, cls.plain)
 
 
 class _ProcessGroupGloo(metaclass=_MakesFastdist):

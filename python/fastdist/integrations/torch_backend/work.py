@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -83,6 +84,7 @@ class Pending(TorchWork):
     _gpu: torch.device | None = None
     _finished: torch.cuda.Event | None = None  # on the stream that `finish` ran on
     _lock: threading.Lock | None = None  # of `_finish`, if there is one
+    _is_asked = False  # for its future
 
     def __init__(
         self,
@@ -100,7 +102,7 @@ class Pending(TorchWork):
         if finish is not None:
             self._finish: Callable[[], None] | None = finish
             self._lock = threading.Lock()
-            self.get_future()  # so that `finish` is called even if nobody waits
+            self._make_future()  # so that `finish` is called even if nobody waits
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """Wait for the end of the call; for GPU tensors, make the current stream wait.
@@ -109,6 +111,8 @@ class Pending(TorchWork):
             DistBackendError: the call failed, or `timeout` has passed (0: none).
         """
         self._await(timeout.total_seconds() if timeout > _FOREVER else None)
+        if self._is_asked:
+            self._await_future()
         return True
 
     def _await(self, timeout_s: float | None, **options: bool) -> None:
@@ -149,7 +153,20 @@ class Pending(TorchWork):
         self._finished.record(stream)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of the tensors that the call writes."""
+        """Return a future of the tensors that the call writes; it has them after `wait`."""
+        future = self._make_future()
+        self._is_asked = True
+        if self._work.is_done():
+            self._await_future()
+        return future
+
+    def _await_future(self) -> None:
+        """Wait until the completer has completed the future, unless this is its thread."""
+        if self._gpu is None and self._future is not None and not self._completer.runs_here():
+            with contextlib.suppress(Exception):  # of the call, which `wait` raises
+                self._future.wait()
+
+    def _make_future(self) -> torch.futures.Future[Any]:
         with _making_future:
             if self._future is not None:
                 return self._future
@@ -239,7 +256,7 @@ class Completer:
                     target=self._run, daemon=True, name="fastdist futures"
                 )
                 self._thread.start()
-            if threading.current_thread() in self._threads():
+            if self.runs_here():
                 self._inner = inner = self._inner or Completer()
             else:
                 inner = None
@@ -247,6 +264,10 @@ class Completer:
             self._queue.put((work, future))
         else:
             inner.complete(work, future)
+
+    def runs_here(self) -> bool:
+        """Return True in a thread that completes futures."""
+        return threading.current_thread() in self._threads()
 
     def _threads(self) -> list[threading.Thread | None]:
         """Return this thread and those of inner calls."""

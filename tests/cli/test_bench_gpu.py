@@ -387,7 +387,7 @@ def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
 def test_overlapped_buckets_bring_every_tensor_back(variant: str, tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
-    from fastdist.cli.bench.torch_calls import TorchCalls
+    from fastdist.cli.bench.torch_driver import TorchCalls
 
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1

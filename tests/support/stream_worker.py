@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fastdist
-from fastdist.cli.bench import fastdist_driver, torch_nccl_driver
+from fastdist.cli.bench import fastdist_driver, torch_driver
 from fastdist.cli.bench.arrays import ArrayLibrary
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.fastdist_driver import FastdistCalls
@@ -58,5 +58,5 @@ class StreamDriver(FastdistCalls):
 
 if __name__ == "__main__":
     fastdist_driver.FastdistCudaDriver = partial(StreamDriver, True)  # type: ignore[misc]
-    torch_nccl_driver.TorchNcclDriver = partial(StreamDriver, False)  # type: ignore[misc]
+    torch_driver.TorchNcclDriver = partial(StreamDriver, False)  # type: ignore[misc]
     raise SystemExit(main())

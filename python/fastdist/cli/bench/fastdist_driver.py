@@ -18,13 +18,13 @@ from fastdist.cli.bench.arrays import (
 )
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import ROOT
-from fastdist.cli.bench.driver import Call, ring_call
+from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.gpu import Gpu, gpu_of_rank
 from fastdist.cluster.launch import detect_launch
 from fastdist.collectives.engines import nccl_library
 
 
-class FastdistCalls:
+class FastdistCalls(Driver):
     """Binds arrays on any device to calls of a communicator; the base of fastdist's drivers."""
 
     def __init__(self, comm: fastdist.Communicator) -> None:
@@ -39,7 +39,7 @@ class FastdistCalls:
         if case.collective == "barrier":
             return comm.barrier
         if case.collective == "send_recv":
-            return ring_call(comm.rank, comm.world_size, comm.send, comm.recv, (passes, gets))
+            return self.ring_call(comm.send, comm.recv, passes, gets)
         call = getattr(comm, case.collective)
         if case.collective in ("gather", "scatter"):
             return partial(call, passes, ROOT, out=gets)
@@ -58,8 +58,6 @@ class FastdistCalls:
 
 class FastdistDriver(FastdistCalls):
     """Calls go to the default communicator over all ranks."""
-
-    gpu = None
 
     def __init__(self, folder: Path) -> None:
         super().__init__(fastdist.init())
@@ -84,26 +82,26 @@ class FastdistCudaDriver(FastdistCalls):
 
     def __init__(self, folder: Path) -> None:
         launch = detect_launch()
-        self.gpu = Gpu(gpu_of_rank(0 if launch is None else launch.local_rank))
+        self.gpu = self._gpu = Gpu(gpu_of_rank(0 if launch is None else launch.local_rank))
         super().__init__(fastdist.init())
         nccl = nccl_library.load().version_text
         self.version = f"fastdist {fastdist.__version__} with NCCL {nccl}"
-        self._flag = self.gpu.arrays.make((1,), "int32")
+        self._flag = self._gpu.arrays.make((1,), "int32")
 
     def arrays(self, kind: str) -> ArrayLibrary:
-        if kind == "empty":
-            return torch_arrays(make=self._registered)
-        return self.gpu.arrays
-
-    def _registered(self, shape: Sequence[int], dtype: str) -> Array:
-        """Return a tensor from `comm.empty`. Every rank must call."""
+        if kind != "empty":
+            return self._gpu.arrays
         torch: Any = importlib.import_module("torch")
-        device = f"cuda:{self.gpu.device}"
-        return self._comm.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
+        device = f"cuda:{self._gpu.device}"
+        return torch_arrays(
+            make=lambda shape, dtype: self._comm.empty(
+                tuple(shape), dtype=getattr(torch, dtype), device=device
+            )
+        )
 
     def barrier_call(self) -> Call:
         return partial(self._comm.all_reduce, self._flag)
 
     def close(self) -> None:
-        self.gpu.synchronize()
+        self._gpu.synchronize()
         self._comm.close()

@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from functools import partial
 from time import perf_counter_ns
 
-from fastdist.cli.bench.bound_case import BoundCase
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.gpu import Gpu
-from fastdist.cli.bench.measured_call import Times
+from fastdist.cli.bench.measured_call import BoundCase, Times
 
 # The calls of a batch, with the fills of their arrays, fit into the queue of a device.
 _MOST_IN_BATCH = 32
@@ -105,51 +104,39 @@ class Batches:
         self._gpu.synchronize()
 
 
-class GpuCall:
+class GpuCall(BoundCase):
     """Times calls that enqueue work on a GPU."""
 
     def __init__(self, driver: Driver, lead: Lead, case: Case, variant: str, graph: bool) -> None:
-        self._bound = BoundCase(driver, case, variant)
+        super().__init__(driver, case, variant)
         self._gpu = gpu = lead.gpu
-        self._last_iteration = 0
-        most = max(1, _MOST_IN_BATCH // max(1, self._bound.arrays))
-        self._batches = Batches(lead, most)
-        self._bound.fill(1)
-        self._bound.barrier()
-        self._bound.call()  # engines connect in the first call, which cannot be captured
+        self._batches = Batches(lead, max(1, _MOST_IN_BATCH // max(1, len(self._passes))))
+        self._fill(1)
+        self._barrier()
+        self._call()  # engines connect in the first call, which cannot be captured
         gpu.synchronize()
-        self._replay: Call | None = None
-        self.no_graph = ""
         if graph:
             try:
-                self._replay = gpu.capture(self._bound.call)
+                self._replay = gpu.capture(self._call)
             except Exception as error:
                 self.no_graph = f"not captured: {type(error).__name__}: {error}"
             gpu.synchronize()
 
-    def time(self, iterations: int, graph: bool) -> Times:
-        bound = self._bound
-        values = bound.fill_values(iterations)
-        self._last_iteration = iterations - 1
+    def time(self, iterations: int, graph: bool = False) -> Times:
+        values = self._fill_values(iterations)
 
         def fill_and_synchronize(value: int) -> None:
-            bound.fill(value)
-            bound.barrier()
+            self._fill(value)
+            self._barrier()
 
-        bound.barrier()
+        self._barrier()
         self._gpu.synchronize()
         began = perf_counter_ns()
         prepared = [partial(fill_and_synchronize, value) for value in values]
-        host_ns = self._batches.host_ns(partial(fill_and_synchronize, 1), bound.call, iterations)
+        host_ns = self._batches.host_ns(partial(fill_and_synchronize, 1), self._call, iterations)
         graph_ns: list[int] = []
         if graph and self._replay is not None:
             graph_ns = self._batches.work_ns(prepared, self._replay)
         # Last, so that the results of these calls are checked.
-        times_ns = self._batches.work_ns(prepared, bound.call)
+        times_ns = self._batches.work_ns(prepared, self._call)
         return Times(times_ns, perf_counter_ns() - began, host_ns, graph_ns)
-
-    def wrong_elements(self, graph: bool) -> int:
-        calls = [self._bound.call]
-        if graph and self._replay is not None:
-            calls.append(self._replay)
-        return self._bound.wrong_elements(self._last_iteration, calls)

@@ -1,75 +1,149 @@
-"""The timed loop around one engine's call of one case on one rank."""
+"""One engine's call of one case on one rank: its arrays, the timed loop, the check of results."""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from time import perf_counter_ns
-from typing import Protocol
 
-from fastdist.cli.bench.bound_case import BoundCase
+from fastdist.cli.bench.arrays import Array
 from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.collectives import COLLECTIVES, ROOT, buffer_elements
 from fastdist.cli.bench.driver import Call, Driver
+from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.bench.verify import (
+    Inputs,
+    count_wrong,
+    fill_value,
+    filled_inputs,
+    patterned_inputs,
+    write_input,
+)
 
 _SPREAD_NS = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Times of one rank's calls in nanoseconds.
+    """Times of one rank's calls in nanoseconds."""
 
-    Attributes:
-        times_ns: Time of each call; on a GPU, time of the enqueued work.
-        wall_ns: Time of the whole loop.
-        host_ns: Time until each call returned, on a GPU.
-        graph_ns: Time of each replay of a graph with the call.
-    """
-
-    times_ns: list[int]
-    wall_ns: int
-    host_ns: list[int] = field(default_factory=list)
-    graph_ns: list[int] = field(default_factory=list)
+    times_ns: list[int]  # of each call; on a GPU, of the enqueued work
+    wall_ns: int  # of the whole loop
+    host_ns: list[int] = field(default_factory=list)  # until each call returned, on a GPU
+    graph_ns: list[int] = field(default_factory=list)  # of each replay of a graph with the call
 
 
-class Measured(Protocol):
+class BoundCase(ABC):
     """A case bound to arrays, on a CPU or on a GPU.
 
-    `no_graph` is the reason why the call was not captured in a graph; empty if it was captured or
-    no graph was requested.
+    Attributes:
+        no_graph: Reason why the call was not captured in a graph; empty if it was captured or no
+            graph was requested.
     """
 
-    no_graph: str
-
-    def time(self, iterations: int, graph: bool) -> Times:
-        """Time `iterations` calls, and with `graph` as many replays. Every rank must call."""
-
-    def wrong_elements(self, graph: bool) -> int:
-        """Count wrong elements of the last timed call, and of another call.
-
-        The data of the other call differs per element. Every rank must call.
-        """
-
-
-class MeasuredCall:
-    """Times calls that have ended when they return."""
-
     def __init__(self, driver: Driver, case: Case, variant: str) -> None:
-        self._bound = BoundCase(driver, case, variant)
+        self._driver = driver
+        self._case = case
+        self._library = driver.arrays(case.array)
+        self._barrier = driver.barrier_call()
+        self._passes: list[Array]
+        self._gets: list[Array] = []
+        if case.model:
+            self._passes = self._make_list(variant)
+            self._call = driver.bind_list(case, variant, self._passes)
+        else:
+            self._passes, self._gets = self._make_buffers()
+            passes, gets = next(iter(self._passes), None), next(iter(self._gets), None)
+            self._call = driver.bind(case, passes, gets)
+        self._fillers = [self._library.filler(array) for array in self._passes]
         self._last_iteration = 0
+        self._replay: Call | None = None
         self.no_graph = ""
 
+    def _make_list(self, variant: str) -> list[Array]:
+        shapes: Sequence[tuple[int, ...]] = gradient_shapes(self._case.model)
+        if variant == "one array":
+            shapes = [(sum(map(math.prod, shapes)),)]
+        return [self._library.make(shape, self._case.dtype) for shape in shapes]
+
+    def _make_buffers(self) -> tuple[list[Array], list[Array]]:
+        case, driver = self._case, self._driver
+        elements = buffer_elements(case.collective, case.count, driver.rank, driver.world_size)
+        passes, gets = (
+            [self._library.make((count,), case.dtype)] if count else [] for count in elements
+        )
+        return passes, gets
+
+    @abstractmethod
     def time(self, iterations: int, graph: bool = False) -> Times:
-        bound = self._bound
-        _spread_ranks()
-        values = bound.fill_values(iterations)
+        """Time `iterations` calls, and with `graph` as many replays. Every rank must call."""
+
+    def _fill_values(self, iterations: int) -> list[int]:
+        """Return the value that this rank writes before each of the calls to be timed."""
         self._last_iteration = iterations - 1
-        bound.barrier()
-        began = perf_counter_ns()
-        times_ns = _timed_loop(bound.fill, bound.barrier, bound.call, values)
-        return Times(times_ns, perf_counter_ns() - began)
+        rank, world_size = self._driver.rank, self._driver.world_size
+        return [fill_value(rank, i, world_size, self._case.redop) for i in range(iterations)]
+
+    def _fill(self, value: float) -> None:
+        """Set every element of the passed arrays."""
+        for fill in self._fillers:
+            fill(value)
 
     def wrong_elements(self, graph: bool = False) -> int:
-        return self._bound.wrong_elements(self._last_iteration, [self._bound.call])
+        """Count wrong elements of the last timed call, of one more, and with `graph` of a replay.
+
+        The data of the additional calls differs per element. Every rank must call.
+        """
+        case, rank, world_size = self._case, self._driver.rank, self._driver.world_size
+        if case.collective == "barrier":
+            return 0
+        wrong = self._differing(
+            filled_inputs(world_size, self._last_iteration, case.dtype, case.redop)
+        )
+        inputs = patterned_inputs(world_size, case.dtype, case.redop)
+        for call in (self._call, self._replay if graph else None):
+            if call is None:
+                continue
+            for array, phase in _with_phases(self._passes):
+                write_input(self._library, array, inputs, rank, phase)
+            for array in self._gets:
+                # No right result has 101, so that elements that are not written count as wrong.
+                self._library.filler(array)(101)
+            self._barrier()
+            call()
+            wrong += self._differing(inputs)
+        return wrong
+
+    def _differing(self, inputs: Inputs) -> int:
+        collective, rank = self._case.collective, self._driver.rank
+        if collective == "reduce" and rank != ROOT:
+            return 0  # only the root has a result
+        results = self._passes if COLLECTIVES[collective].in_place else self._gets
+        return sum(
+            count_wrong(self._library, array, collective, rank, inputs, phase)
+            for array, phase in _with_phases(results)
+        )
+
+
+def _with_phases(arrays: Sequence[Array]) -> list[tuple[Array, int]]:
+    """Pair each array with the number of elements before it, so that all arrays differ."""
+    sizes = [math.prod(array.shape) for array in arrays]
+    return list(zip(arrays, accumulate(sizes, initial=0), strict=False))
+
+
+class MeasuredCall(BoundCase):
+    """Times calls that have ended when they return."""
+
+    def time(self, iterations: int, graph: bool = False) -> Times:
+        _spread_ranks()
+        values = self._fill_values(iterations)
+        self._barrier()
+        began = perf_counter_ns()
+        times_ns = _timed_loop(self._fill, self._barrier, self._call, values)
+        return Times(times_ns, perf_counter_ns() - began)
 
 
 def _spread_ranks() -> None:

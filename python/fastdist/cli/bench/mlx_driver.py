@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import Call, ring_call
+from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cluster.ports import reserve_port
 
 _HOST = "127.0.0.1"
@@ -37,10 +37,8 @@ class _Place:
         return int(self.value.size)
 
 
-class MlxDriver:
+class MlxDriver(Driver):
     """Calls go to MLX's global group; a call ends when its result has been computed."""
-
-    gpu = None
 
     def __init__(self, folder: Path) -> None:
         hosts = folder / f"mlx.hosts.{os.environ['RANK']}"
@@ -88,7 +86,7 @@ class MlxDriver:
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         mx = self._mx
         if case.collective == "send_recv":
-            return ring_call(self.rank, self.world_size, self._send, self._recv, (passes, gets))
+            return self.ring_call(self._send, self._recv, passes, gets)
         functions = {
             ("all_reduce", "sum"): mx.distributed.all_sum,
             ("all_reduce", "min"): mx.distributed.all_min,

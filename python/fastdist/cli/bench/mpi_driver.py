@@ -14,16 +14,13 @@ from typing import Any
 import numpy as np
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError, numpy_arrays
-from fastdist.cli.bench.buckets import buckets_of, one_after_the_other
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import COLLECTIVES, ROOT
-from fastdist.cli.bench.driver import Call, ring_call
+from fastdist.cli.bench.driver import Call, Driver, buckets_of, one_after_the_other
 
 
-class MpiDriver:
+class MpiDriver(Driver):
     """Calls go to COMM_WORLD."""
-
-    gpu = None
 
     def __init__(self, folder: Path) -> None:
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
@@ -53,16 +50,11 @@ class MpiDriver:
         if case.dtype == "float16":
             passes, gets = (None if a is None else a.view(np.uint16) for a in (passes, gets))
         if case.collective == "send_recv":
-            return ring_call(
-                self.rank, self.world_size, self._comm.Send, self._comm.Recv, (passes, gets)
-            )
-        at_root = self.rank == ROOT
+            return self.ring_call(comm.Send, comm.Recv, passes, gets)
+        reduced = (in_place, passes) if self.rank == ROOT else (passes, None)
         calls: dict[str, tuple[str, tuple[Any, ...]]] = {
             "all_reduce": ("Allreduce", (in_place, passes, redop)),
-            "reduce": (
-                "Reduce",
-                (in_place, passes, redop, ROOT) if at_root else (passes, None, redop, ROOT),
-            ),
+            "reduce": ("Reduce", (*reduced, redop, ROOT)),
             "broadcast": ("Bcast", (passes, ROOT)),
             "all_gather": ("Allgather", (passes, gets)),
             "gather": ("Gather", (passes, gets, ROOT)),

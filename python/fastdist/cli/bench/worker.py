@@ -11,20 +11,20 @@ import argparse
 import os
 import socket
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any
 
 import numpy as np
 
+import fastdist._core as _core
 from fastdist.cli.bench.arrays import UnsupportedCaseError
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
-from fastdist.cli.bench.driver import Call, Driver, open_driver
+from fastdist.cli.bench.driver import Driver, open_driver
 from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
-from fastdist.cli.bench.measured_call import Measured, MeasuredCall
+from fastdist.cli.bench.measured_call import BoundCase, MeasuredCall
 from fastdist.cluster.launch import detect_launch
 
 
@@ -33,10 +33,9 @@ class Worker:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._calls: dict[str, Measured] = {}
-        self._copy_buffers: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None = None
+        self._calls: dict[str, BoundCase] = {}
         self._lead = None if driver.gpu is None else Lead(driver.gpu)
-        self._gpu_copy: tuple[int, Call] | None = None
+        self._copies_ns: Callable[[int], list[int]] | None = None
 
     def bind(self, message: Message) -> Message:
         """Bind this rank's thread to one core, but not the threads of the engine."""
@@ -45,10 +44,14 @@ class Worker:
 
     def prepare(self, message: Message) -> Message:
         """Make the arrays of a case and call once, to find out whether the engine supports it."""
-        variant = str(message["variant"])
+        case, variant = Case(**message["case"]), message["variant"]
         try:
-            call = self._measured(Case(**message["case"]), variant, bool(message["graph"]))
-            call.time(1, False)
+            call: BoundCase
+            if self._lead is None:
+                call = MeasuredCall(self._driver, case, variant)
+            else:
+                call = GpuCall(self._driver, self._lead, case, variant, message["graph"])
+            call.time(1)
         except UnsupportedCaseError as error:
             return {"unsupported": str(error)}
         except Exception as error:
@@ -56,15 +59,9 @@ class Worker:
         self._calls[variant] = call
         return {"no_graph": call.no_graph}
 
-    def _measured(self, case: Case, variant: str, graph: bool) -> Measured:
-        if self._lead is None:
-            return MeasuredCall(self._driver, case, variant)
-        return GpuCall(self._driver, self._lead, case, variant, graph)
-
     def time(self, message: Message) -> Message:
         """Time a number of calls."""
-        times = self._calls[message["variant"]].time(message["iterations"], message["graph"])
-        return asdict(times)
+        return asdict(self._calls[message["variant"]].time(message["iterations"], message["graph"]))
 
     def check(self, message: Message) -> Message:
         """Count wrong elements."""
@@ -77,29 +74,27 @@ class Worker:
 
     def copy(self, message: Message) -> Message:
         """Time copies of a buffer on all ranks at the same time, for the floor."""
+        if self._copies_ns is None:  # every message asks for the same size
+            self._copies_ns = self._bind_copies(message["bytes"])
+        return {"times_ns": self._copies_ns(message["iterations"])}
+
+    def _bind_copies(self, nbytes: int) -> Callable[[int], list[int]]:
+        barrier = self._driver.barrier_call()
         if self._lead is not None:
-            times_ns = self._copies_on_gpu(self._lead, message["bytes"], message["iterations"])
-            return {"times_ns": times_ns}
-        from fastdist import _core  # not loaded in peers' ranks
+            lead, copy = self._lead, self._lead.gpu.copy_call(nbytes)
+            return lambda count: Batches(lead, count).work_ns([barrier] * count, copy)
+        to, source = np.zeros(nbytes // 8), np.ones(nbytes // 8)
 
-        elements = message["bytes"] // 8
-        if self._copy_buffers is None or self._copy_buffers[0].size != elements:
-            self._copy_buffers = np.zeros(elements), np.ones(elements)
-        to, source = self._copy_buffers
-        barrier = self._driver.barrier_call()
-        times_ns = []
-        for _ in range(message["iterations"]):
-            barrier()
-            began = perf_counter_ns()
-            _core.stream_copy(to, source)
-            times_ns.append(perf_counter_ns() - began)
-        return {"times_ns": times_ns}
+        def copies_ns(iterations: int) -> list[int]:
+            times_ns = []
+            for _ in range(iterations):
+                barrier()
+                began = perf_counter_ns()
+                _core.stream_copy(to, source)
+                times_ns.append(perf_counter_ns() - began)
+            return times_ns
 
-    def _copies_on_gpu(self, lead: Lead, nbytes: int, iterations: int) -> list[int]:
-        if self._gpu_copy is None or self._gpu_copy[0] != nbytes:
-            self._gpu_copy = nbytes, lead.gpu.copy_call(nbytes)
-        barrier = self._driver.barrier_call()
-        return Batches(lead, iterations).work_ns([barrier] * iterations, self._gpu_copy[1])
+        return copies_ns
 
 
 def _serve(channel: Channel, driver: Driver) -> None:

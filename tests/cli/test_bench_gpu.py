@@ -16,9 +16,9 @@ import pytest
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.arrays import torch_arrays
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
+from fastdist.cli.bench.gpu import Placement, nvlink_gb_per_s, pcie_link
 from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
 from fastdist.cli.bench.peers import Engine, MissingPeer, find_package
-from fastdist.cli.bench.placement import Placement, nvlink_gb_per_s, pcie_link
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Measurement, Report, Row, link_us, median_us
 from fastdist.cli.bench.session import Effort, Session

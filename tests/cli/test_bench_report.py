@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from fastdist.cli.bench import add_parser, full_report
 from fastdist.cli.bench.cases import Case, array_case
+from fastdist.cli.bench.command import make_plan
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.full_report import last_run, measure, recorded_object, report_cases
 from fastdist.cli.bench.intervals import median_interval, ratio_interval
 from fastdist.cli.bench.machine import machine_facts
-from fastdist.cli.bench.options import make_plan
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,

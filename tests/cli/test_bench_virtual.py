@@ -11,8 +11,8 @@ import pytest
 import small_list
 from fastdist.cli.bench.cases import Case, array_case, list_case
 from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.peers import Engine
-from fastdist.cli.bench.placement import Placement
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
 from paths import SUPPORT

@@ -8,17 +8,12 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.intervals import (
-    LEAST_SAMPLES,
-    Interval,
-    median_interval,
-    ratio_interval,
-)
+from fastdist.cli.bench.intervals import LEAST_SAMPLES, Interval, median_interval, ratio_interval
 from fastdist.cli.command import UsageError
 from fastdist.processes.terminal import fitted, show
 
@@ -35,7 +30,6 @@ class RecordedRun:
     """The JSON of a report.
 
     Attributes:
-        name: File name.
         when: Date and time, in ISO 8601.
         cases: fastdist's samples of each case.
         peers: Samples of each other engine of each case.
@@ -51,7 +45,7 @@ class RecordedRun:
         self.cases: dict[Case, list[float]] = {}
         self.peers: dict[Case, dict[str, list[float]]] = {}
         for row in recorded["rows"]:
-            case = Case(**{field.name: row[field.name] for field in fields(Case)})
+            case = Case(**{name: row[name] for name in Case.__slots__})
             self.cases[case] = _samples(row)
             self.peers[case] = {
                 engine: _samples(figures)
@@ -100,16 +94,11 @@ def _samples(figures: Mapping[str, Any]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change of one case.
-
-    Attributes:
-        factor: The new time divided by the old time.
-        unstable: True if the time is unstable in either run.
-    """
+    """The change of one case."""
 
     case: Case
-    factor: Interval
-    unstable: bool
+    factor: Interval  # the new time divided by the old time
+    unstable: bool  # True if the time is unstable in either run
 
     @property
     def is_slower(self) -> bool:
@@ -121,21 +110,25 @@ class Change:
         """True if the whole interval is below 1."""
         return self.factor.high < 1
 
-    def __str__(self) -> str:
-        estimate, low, high = self.percentages()
-        if self.is_slower:
-            found = f"{estimate:.0f} % slower, 95 %: {low:.0f} to {high:.0f}"
-        elif self.is_faster:
-            found = f"{-estimate:.0f} % faster, 95 %: {-high:.0f} to {-low:.0f}"
-        else:
-            found = f"no change found, 95 %: {-low:.0f} % faster to {high:.0f} % slower"
-        return f"{self.case.title}: {found}{' (unstable)' if self.unstable else ''}"
-
-    def percentages(self) -> tuple[float, float, float]:
-        """Return estimate, low and high of the change in percent of the old time."""
+    @property
+    def percent(self) -> Interval:
+        """The change in percent of the old time."""
         factor = self.factor
-        estimate, low, high = (100 * (x - 1) for x in (factor.estimate, factor.low, factor.high))
-        return estimate, low, high
+        return Interval(*(100 * (x - 1) for x in (factor.estimate, factor.low, factor.high)))
+
+    def __str__(self) -> str:
+        change = self.percent
+        if self.is_slower:
+            found = f"{change.estimate:.0f} % slower, 95 %: {change.low:.0f} to {change.high:.0f}"
+        elif self.is_faster:
+            found = (
+                f"{-change.estimate:.0f} % faster, 95 %: {-change.high:.0f} to {-change.low:.0f}"
+            )
+        else:
+            found = (
+                f"no change found, 95 %: {-change.low:.0f} % faster to {change.high:.0f} % slower"
+            )
+        return f"{self.case.title}: {found}{' (unstable)' if self.unstable else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,25 +147,22 @@ class Comparison:
         for name, version in self.old.engines.items():
             if name == "fastdist" or self.new.engines.get(name) != version:
                 continue
+            pairs = [(self.old.peers[c.case], self.new.peers[c.case]) for c in self.changes]
             factors = [
-                statistics.median(self.new.peers[change.case][name])
-                / statistics.median(self.old.peers[change.case][name])
-                for change in self.changes
-                if all(name in run.peers[change.case] for run in (self.old, self.new))
+                statistics.median(new[name]) / statistics.median(old[name])
+                for old, new in pairs
+                if name in old and name in new
             ]
             if factors:
                 yield name, statistics.median(factors)
 
     def lines(self) -> list[str]:
         """Return the lines for a terminal: both runs, a line per case, the control."""
-        old, new = self.old, self.new
-        ends = (("from", old), ("to", new))
+        ends = (("from", self.old), ("to", self.new))
         lines = [f"{word} {run.version}, {run.when} ({run.name})" for word, run in ends]
-        if differences := old.other_machine(new):
+        if differences := self.old.other_machine(self.new):
             lines.append(f"warning: other machine: {differences}")
-        lines += map(str, self.changes)
-        lines += self.notes()
-        return lines
+        return [*lines, *map(str, self.changes), *self.notes()]
 
     def notes(self) -> Iterator[str]:
         """Yield what to keep in mind about the changes."""
@@ -182,10 +172,9 @@ class Comparison:
                 yield f"only in {run.name}: {', '.join(alone[:3])}{more}"
         if control := [f"{name} {100 * (x - 1):+.0f} %" for name, x in self.control()]:
             yield f"the time of peers, which are the same programs: {', '.join(control)}"
-        expected = _CHANCE * len(self.changes)
         yield (
-            f"without any change, chance alone would call up to {expected:.1f} of "
-            f"{len(self.changes)} cases faster or slower, on average"
+            f"without any change, chance alone would call up to {_CHANCE * len(self.changes):.1f} "
+            f"of {len(self.changes)} cases faster or slower, on average"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -198,29 +187,24 @@ class Comparison:
             "changes": [
                 {
                     "case": change.case.title,
-                    "percent": round(estimate, 2),
-                    "low": round(low, 2),
-                    "high": round(high, 2),
+                    "percent": round(change.percent.estimate, 2),
+                    "low": round(change.percent.low, 2),
+                    "high": round(change.percent.high, 2),
                     "unstable": change.unstable,
                     "word": str(change),
                 }
                 for change in self.changes
-                for estimate, low, high in [change.percentages()]
             ],
         }
 
 
 def compare(old: RecordedRun, new: RecordedRun) -> Comparison:
     """Compare fastdist's time in every case that both runs have."""
-    changes = [
-        Change(
-            case,
-            ratio_interval(before, new.cases[case]),
-            any(median_interval(x).is_unstable for x in (before, new.cases[case])),
-        )
-        for case, before in old.cases.items()
-        if case in new.cases
-    ]
+    changes = []
+    for case, before in old.cases.items():
+        if after := new.cases.get(case):
+            unstable = any(median_interval(samples).is_unstable for samples in (before, after))
+            changes.append(Change(case, ratio_interval(before, after), unstable))
     return Comparison(old, new, tuple(changes))
 
 
@@ -249,5 +233,5 @@ def run_compare(options: argparse.Namespace) -> int:
         show(fitted("\n".join(comparison.lines()) + "\n", sys.stdout))
     if options.fail_slower is None:
         return 0
-    slow = [c for c in comparison.changes if c.percentages()[1] > max(0.0, options.fail_slower)]
-    return _FAILED if slow else 0
+    limit = max(0.0, options.fail_slower)
+    return _FAILED if any(change.percent.low > limit for change in comparison.changes) else 0

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.peers import Engine
@@ -33,11 +33,7 @@ _EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception)\b")
 class EngineError(FastdistError):
     """An engine failed.
 
-    The message has the engine and the reason in its first line, then the rank and its output.
-
-    Attributes:
-        engine: name of the engine.
-        reason: one line.
+    The message has the engine and the reason, one line, then the rank and its output.
     """
 
     def __init__(self, message: str, engine: str, reason: str) -> None:
@@ -64,21 +60,19 @@ class EngineRanks:
         engine = self.engine
         arguments = ["--engine", engine.name, "--driver", engine.driver]
         command = [*engine.command, *arguments, "--socket", str(self._socket_path)]
+        environments = [{**without_rank(os.environ), **engine.environment}]
+        if engine.per_rank:
+            environments = [
+                {**environments[0], "WORLD_SIZE": str(self._ranks), "RANK": str(rank)}
+                for rank in range(self._ranks)
+            ]
         with self._log.open("wb") as log:
-            for environment in self._environments():
+            output: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
+            for environment in environments:
                 try:
-                    self._launched.start(
-                        engine.name, command, environment, stdout=log, stderr=subprocess.STDOUT
-                    )
+                    self._launched.start(engine.name, command, environment, **output)
                 except StartError as error:
                     self._fail(f"cannot run {command[0]}: {error.reason}")
-
-    def _environments(self) -> list[dict[str, str]]:
-        environment = {**without_rank(os.environ), **self.engine.environment}
-        if not self.engine.per_rank:
-            return [environment]
-        environment["WORLD_SIZE"] = str(self._ranks)
-        return [{**environment, "RANK": str(rank)} for rank in range(self._ranks)]
 
     @property
     def connected(self) -> bool:
@@ -113,40 +107,55 @@ class EngineRanks:
         with selectors.DefaultSelector() as selector:
             for rank, channel in self._channels.items():
                 selector.register(channel, selectors.EVENT_READ, rank)
-                self._take(rank, channel, received)
+                self._take(rank, received)
             while len(received) < self._ranks:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
-                    missing = sorted(set(self._channels) - set(received))
-                    self._fail_rank(missing[0], f"has not answered within {timeout_s:.0f} s")
+                    missing = min(set(self._channels) - set(received))
+                    self._fail_rank(missing, f"has not answered within {timeout_s:.0f} s")
                 for key, _ in selector.select(left_s):
-                    rank = int(key.data)
-                    channel = self._channels[rank]
                     try:
-                        channel.read()
+                        self._channels[key.data].read()
                     except ChannelClosedError:
-                        self._fail_rank(rank, "has ended")
-                    self._take(rank, channel, received)
+                        self._fail_rank(key.data, "has ended")
+                    self._take(key.data, received)
         return [received[rank] for rank in range(self._ranks)]
 
-    def _take(self, rank: int, channel: Channel, received: dict[int, Message]) -> None:
-        message = channel.take()
-        if message is None:
-            return
-        if "error" in message:
-            self._fail(f"rank {rank} raised", str(message["error"]))
-        received[rank] = message
+    def _take(self, rank: int, received: dict[int, Message]) -> None:
+        message = self._channels[rank].take()
+        if message is not None:
+            if "error" in message:
+                self._fail(f"rank {rank} raised", str(message["error"]))
+            received[rank] = message
+
+    def check_start(self, timeout_s: float, is_late: bool) -> None:
+        """Raise EngineError if a process has ended before its ranks have connected, or is late."""
+        for index, process in enumerate(self._launched.processes):
+            status = process.poll()
+            if status is not None:
+                self._raise_sent_error()
+                who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
+                when = f"before all {self._ranks} ranks had started"
+                self._fail(f"{who} ended with status {status} {when}", self._output())
+        if is_late:
+            started = f"{len(self._channels)} of {self._ranks} ranks started"
+            self._fail(f"{started} within {timeout_s:.0f} s", self._output())
+
+    def _raise_sent_error(self) -> None:
+        """Raise EngineError if a rank has sent an error."""
+        for rank, channel in self._channels.items():
+            with contextlib.suppress(ChannelClosedError):
+                while select.select([channel], [], [], 0)[0]:
+                    channel.read()
+            self._take(rank, {})
 
     def _fail_rank(self, rank: int, what: str) -> NoReturn:
         self._launched.wait(_LAST_WORDS_S)  # launchers print the reason when they end
         self._fail(f"rank {rank} {what}", self._output())
 
-    def fail_late(self, timeout_s: float) -> NoReturn:
-        """Raise EngineError because ranks have not connected in time."""
-        self._fail(
-            f"{len(self._channels)} of {self._ranks} ranks started within {timeout_s:.0f} s",
-            self._output(),
-        )
+    def _output(self) -> str:
+        """Return the output of the engine's processes."""
+        return self._log.read_text(errors="replace").strip()
 
     def _fail(self, what: str, output: str = "") -> NoReturn:
         name = self.engine.name
@@ -157,35 +166,11 @@ class EngineRanks:
         lines += output.splitlines()[-_LOG_LINES:]
         raise EngineError("\n".join(lines), name, reason)
 
-    def require_alive(self) -> None:
-        """Raise EngineError if a process has ended before its ranks have connected."""
-        for index, process in enumerate(self._launched.processes):
-            status = process.poll()
-            if status is not None:
-                self._raise_sent_error()
-                who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
-                when = f"before all {self._ranks} ranks had started"
-                self._fail(f"{who} ended with status {status} {when}", self._output())
-
-    def _raise_sent_error(self) -> None:
-        """Raise EngineError if a rank has sent an error."""
-        for rank, channel in self._channels.items():
-            with contextlib.suppress(ChannelClosedError):
-                while select.select([channel], [], [], 0)[0]:
-                    channel.read()
-            self._take(rank, channel, {})
-
-    def _output(self) -> str:
-        """Return the output of the engine's processes."""
-        return self._log.read_text(errors="replace").strip() if self._log.exists() else ""
-
     def close(self) -> None:
         """Let the ranks leave the engine; kill ranks that do not end."""
-        try:
+        with contextlib.suppress(ChannelClosedError):  # they are killed below
             for channel in self._channels.values():
                 channel.send({"command": "quit"})
-        except ChannelClosedError:
-            pass  # they are killed below
         self._launched.wait(_QUIT_S)
         self.kill()
 
@@ -211,6 +196,5 @@ def reason_in(output: str) -> str:
     """
     lines = [_PREFIX.sub("", line).strip() for line in output.splitlines()]
     exceptions = [line for line in lines if _EXCEPTION.match(line)]
-    if exceptions:
-        return exceptions[-1]
-    return next((line for line in lines if re.search(r"\w", line)), "")
+    words = [line for line in lines if re.search(r"\w", line)]
+    return next(iter([*exceptions[-1:], *words]), "")

@@ -21,12 +21,11 @@ from typing import Any
 from fastdist._version import __version__
 from fastdist.cli.bench.cases import Case, array_cases, format_size, list_case, parse_sizes
 from fastdist.cli.bench.collectives import COLLECTIVES
-from fastdist.cli.bench.command import run_planned
+from fastdist.cli.bench.command import Plan, run_planned
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.intervals import LEAST_SAMPLES
 from fastdist.cli.bench.machine import busy_cores, machine_facts, usable_cores
-from fastdist.cli.bench.options import Plan
 from fastdist.cli.bench.page import page
 from fastdist.cli.bench.peers import (
     Engine,
@@ -35,12 +34,12 @@ from fastdist.cli.bench.peers import (
     find_all_peers,
     tuned_settings,
 )
-from fastdist.cli.bench.plot import check_plot
 from fastdist.cli.bench.progress import Progress, shown_progress
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.bench.summary import peer_sentences, unstable_titles
+from fastdist.cli.plot_file import check_plot
 from fastdist.processes.terminal import fitted, show
 
 PASSES = LEAST_SAMPLES
@@ -51,14 +50,16 @@ _EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Measure and write the page and the JSON; return an exit code as `run_command` does."""
+    """Measure and write the page and the JSON; return an exit code as `run_planned` does."""
     return run_planned(lambda: _plan(options), lambda planned: _run(options, *planned))
 
 
 def report_cases(ranks: int) -> tuple[Case, ...]:
     """Return what a report measures, in its order."""
-    cases = list(array_cases("all_reduce", _ALL_REDUCE_SIZES, ranks))
-    cases.append(list_case("resnet50", "float32", "sum", "numpy"))
+    cases = [
+        *array_cases("all_reduce", _ALL_REDUCE_SIZES, ranks),
+        list_case("resnet50", "float32", "sum", "numpy"),
+    ]
     for name in COLLECTIVES:
         if name != "all_reduce":
             cases += array_cases(name, _OTHER_SIZES, ranks)
@@ -75,28 +76,27 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
         raise ValueError(f"expected --out with the suffix .html, got {out}")
     check_plot(out.with_suffix(".svg"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    engines, missing = find_all_peers(ranks, options.peers_dir)
-    engines = (fastdist_engine(ranks), *engines)
-    return Plan(ranks, report_cases(ranks), _EFFORT, engines, missing), out
+    peers, missing = find_all_peers(ranks, options.peers_dir)
+    return Plan(ranks, report_cases(ranks), _EFFORT, (fastdist_engine(ranks), *peers), missing), out
 
 
 def _run(options: argparse.Namespace, plan: Plan, out: Path) -> bool:
     began = time.monotonic()
-    steps = PASSES * len(plan.cases)
-    with shown_progress(sys.stderr, steps) as progress:
+    with shown_progress(sys.stderr, PASSES * len(plan.cases)) as progress:
         report = measure(plan.engines, plan.ranks, plan.cases, PASSES, plan.effort, progress)
     report.missing = {peer.name: peer.install for peer in plan.missing}
     recorded = recorded_object(report, time.monotonic() - began)
     json_path = out.with_suffix(".json")
     before = last_run(json_path.parent, recorded)
     change = None if before is None else compare(before, RecordedRun(str(json_path), recorded))
-    json_path.write_text(json.dumps(recorded, indent=1) + "\n")
+    text = json.dumps(recorded, indent=1) + "\n"
+    json_path.write_text(text)
     out.write_text(page(report, recorded, change), encoding="utf-8")
     file = sys.stderr if options.json else sys.stdout
     lines = [*_summary(report, change), f"wrote {out} and {json_path}", ""]
     show(fitted("\n".join(lines), file), file)
     if options.json:
-        show(json.dumps(recorded, indent=1) + "\n")
+        show(text)
     return not (report.wrong or report.failed)
 
 
@@ -169,7 +169,7 @@ def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
     """Convert a report for its JSON file; every row has the command that measures it once more."""
     recorded = report_object(report)
     for row, found in zip(report.rows, recorded["rows"], strict=True):
-        found["command"] = row_command(report, row.case)
+        found["command"] = _command(report, row.case)
     settings = {name: tuned_settings(name) for name in report.engines}
     return {
         "fastdist": __version__,
@@ -180,14 +180,18 @@ def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
     }
 
 
-def row_command(report: Report, case: Case) -> str:
+def _command(report: Report, case: Case) -> str:
     """Return the command that measures a case next to the same peers, at their defaults."""
-    what = f"--list {case.model}" if case.model else f"--sizes {format_size(case.bytes)}"
-    if case.collective == "barrier":
-        what = ""
+    words = ["fastdist bench", case.collective]
+    if case.model:
+        words.append(f"--list {case.model}")
+    elif case.collective != "barrier":
+        words.append(f"--sizes {format_size(case.bytes)}")
+    words.append(f"--ranks {report.ranks}")
     peers = [name for name in report.engines if name != "fastdist" and not tuned_settings(name)]
-    words = ["fastdist bench", case.collective, what, f"--ranks {report.ranks}"]
-    return " ".join([*filter(None, words), *([f"--vs {','.join(peers)}"] if peers else [])])
+    if peers:
+        words.append(f"--vs {','.join(peers)}")
+    return " ".join(words)
 
 
 def last_run(folder: Path, recorded: dict[str, Any]) -> RecordedRun | None:

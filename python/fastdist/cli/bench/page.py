@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from html import escape
 from string import Template
@@ -47,7 +47,7 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
         legend="".join(
             f"<span>{line}{escape(name)}</span>" for line, name in legend_svgs(all_reduces)
         ),
-        curves="".join(curves_svg(all_reduces)) if all_reduces.rows else "",
+        curves=curves_svg(all_reduces) if curves else "",
         lists="".join(_list(report, row, command) for row, command in lists),
         passes=len(report.rows[0].ours.samples_us),
         arrays=_arrays(report, arrays),
@@ -73,9 +73,12 @@ def _machine(report: Report, recorded: dict[str, Any]) -> str:
 
 def _cautions(report: Report) -> list[str]:
     cautions = [f"{name} failed and is left out: {why}" for name, why in report.failed.items()]
-    for row in report.rows:
-        wrong = [m.engine for m in (row.ours, *row.others) if m.wrong]
-        cautions += [f"{row.case.title}: {name} got wrong results" for name in wrong]
+    cautions += [
+        f"{row.case.title}: {measured.engine} got wrong results"
+        for row in report.rows
+        for measured in row.all
+        if measured.wrong
+    ]
     if unstable := unstable_titles(report):
         cautions.append(
             f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
@@ -88,34 +91,31 @@ def _change(change: Comparison | None) -> str:
         return ""
     old = change.old
     found = [str(c) for c in change.changes if c.is_slower or c.is_faster]
-    lines = found or ["No case changed."]
     return (
         f"<h2>Since the last run on this machine</h2>\n<p class='muted'>{escape(old.version)}, "
-        f"{escape(old.when)}</p>\n{_items(lines)}\n<details><summary>All cases, and what to keep "
+        f"{escape(old.when)}</p>\n{_items(found or ['No case changed.'])}\n"
+        "<details><summary>All cases, and what to keep "
         f"in mind</summary>{_items([*map(str, change.changes), *change.notes()])}</details>"
     )
 
 
 def _list(report: Report, row: Row, command: str) -> str:
-    heads = ("way", "time", "p99", "ratio")
-    body = "".join(
-        _line(escape(way.engine), [*_times(way), _ratio(row, way)])
-        for way in (row.ours, *row.others)
-    )
+    body = [[escape(way.engine), *_times(way), _ratio(row, way)] for way in row.all]
     return (
         f"<h2>{escape(row.case.title)}</h2>\n<div class='charts'>"
-        f"{bars_svg(replace(report, rows=[row]))}<div class='wide'>{_table(heads, body)}</div>"
-        f"</div>\n{_opens('the command', command)}"
+        f"{bars_svg(replace(report, rows=[row]))}<div class='wide'>"
+        f"{_table(('way', 'time', 'p99', 'ratio'), body)}</div></div>\n"
+        f"{_opens('the command', command)}"
     )
 
 
-def _arrays(report: Report, rows: Sequence[tuple[Row, str]]) -> str:
+def _arrays(report: Report, rows: Iterable[tuple[Row, str]]) -> str:
     _, *others = report.engines
-    body = ""
+    body = []
     for row, command in rows:
         floor = f"{row.floor_percent:.0f} %" if row.has_floor else "–"
         ratios = [_ratio(row, other) for other in row.others]
-        body += _line(_opens(row.case.title, command), [*_times(row.ours), floor, *ratios])
+        body.append([_opens(row.case.title, command), *_times(row.ours), floor, *ratios])
     return _table(("case", "fastdist", "p99", "floor", *others), body)
 
 
@@ -142,13 +142,10 @@ def _ratio(row: Row, other: Measurement) -> str:
     return f"<span class='{kind}'>{digits(ratio.estimate)}</span><small>{ends}</small>"
 
 
-def _table(heads: Sequence[str], body: str) -> str:
+def _table(heads: Iterable[str], body: Iterable[Iterable[str]]) -> str:
     names = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    return f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _line(first: str, cells: Sequence[str]) -> str:
-    return f"<tr><td>{first}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>\n"
+    lines = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in body)
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
 
 
 def _opens(summary: str, command: str) -> str:

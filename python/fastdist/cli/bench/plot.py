@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fastdist.cli.bench.cases import format_size
 from fastdist.cli.bench.peers import peer_of, tuned_settings
 from fastdist.cli.bench.results import Measurement, Report, Row, busbw, floor_us
 from fastdist.cli.bench.summary import format_time
+from fastdist.cli.plot_file import check_plot
 
 _COLORS = {
     "fastdist": "#d1495b",
@@ -27,27 +28,12 @@ _COLORS = {
 _FLOOR_COLOR = "#9aa0a6"
 _TEXT_COLOR = "#30343a"
 _GRID_COLOR = "#e6e8eb"
+_FLOOR_LINE = {"color": _FLOOR_COLOR, "linestyle": (0, (4, 3)), "linewidth": 1.6}
 _TICKS = 7
 _FIGURES: dict[str, tuple[str, Callable[[float, object], str]]] = {
     "p50_us": ("Latency (p50): lower is better", lambda us, _: format_time(us)),
     "busbw": ("Bus bandwidth, GB/s: higher is better", lambda speed, _: f"{speed:g}"),
 }
-
-
-def check_plot(path: Path) -> None:
-    """Check that `write_plot` can write such a file.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message has the command that installs it.
-        ValueError: matplotlib does not write files of this type.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    types = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.lstrip(".").lower() not in types:
-        raise ValueError(f"--plot {path}: expected a file type out of {', '.join(types)}")
 
 
 def write_plot(report: Report, path: Path) -> None:
@@ -63,43 +49,43 @@ def write_plot(report: Report, path: Path) -> None:
         _draw_curves(report, latency, "p50_us")
         _draw_curves(report, bandwidth, "busbw")
         handles, labels = latency.get_legend_handles_labels()
-        handles, labels = handles[::-1], labels[::-1]
         style = {"frameon": False, "labelcolor": _TEXT_COLOR, "ncols": 6}
-        figure.legend(handles, labels, loc="outside lower center", **style)
+        figure.legend(handles[::-1], labels[::-1], loc="outside lower center", **style)
     figure.suptitle(_title(report), x=0.01, ha="left", color=_TEXT_COLOR, fontsize=12)
     figure.savefig(path, dpi=150)
 
 
-def curves_svg(report: Report) -> tuple[str, str]:
+def curves_svg(report: Report) -> str:
     """Draw latency and bandwidth as two SVG elements for a page; see `_svg`."""
-    return (
-        _svg(lambda axes: _draw_curves(report, axes, "p50_us"), 3.4, "time by size"),
-        _svg(lambda axes: _draw_curves(report, axes, "busbw"), 3.4, "bus bandwidth by size"),
+    titles = {"p50_us": "time by size", "busbw": "bus bandwidth by size"}
+    return "".join(
+        _svg(partial(_draw_curves, report, figure=figure), 3.4, title)
+        for figure, title in titles.items()
     )
 
 
 def bars_svg(report: Report) -> str:
     """Draw a single case as an SVG element for a page; see `_svg`."""
-    height = 1.0 + 0.25 * (1 + len(report.rows[0].others))
-    return _svg(lambda axes: _draw_bars(report, axes), height, report.rows[0].case.title)
+    row = report.rows[0]
+    return _svg(lambda axes: _draw_bars(report, axes), 1.0 + 0.25 * len(row.all), row.case.title)
 
 
 def legend_svgs(report: Report) -> Iterator[tuple[str, str]]:
     """Yield the line and the name of each engine, and of the floor, for a page's legend."""
-    for name, version in report.engines.items():
-        if _is_tuned(name):
-            yield _line_svg(_color(name), 1.5, "2 2"), f"{version}, tuned"
-        else:
-            yield _line_svg(_color(name), 3, "none"), version
+    lines = [
+        (_COLORS[peer_of(name)], 1.5, "2 2", f"{version}, tuned")
+        if tuned_settings(name)
+        else (_COLORS[peer_of(name)], 3, "none", version)
+        for name, version in report.engines.items()
+    ]
     if any(row.has_floor for row in report.rows):
-        yield _line_svg("var(--muted)", 2, "6 4"), _floor_name(report)
-
-
-def _line_svg(color: str, width: float, dashes: str) -> str:
-    return (
-        f"<svg viewBox='0 0 32 8' aria-hidden='true'><path d='M0 4H32' stroke='{color}' "
-        f"stroke-width='{width}' stroke-dasharray='{dashes}'/></svg>"
-    )
+        lines.append(("var(--muted)", 2, "6 4", _floor_name(report)))
+    for color, width, dashes, name in lines:
+        yield (
+            f"<svg viewBox='0 0 32 8' aria-hidden='true'><path d='M0 4H32' stroke='{color}' "
+            f"stroke-width='{width}' stroke-dasharray='{dashes}'/></svg>",
+            name,
+        )
 
 
 def _svg(draw: Callable[[Any], None], height: float, label: str) -> str:
@@ -123,37 +109,32 @@ def _svg(draw: Callable[[Any], None], height: float, label: str) -> str:
 
 
 def _title(report: Report) -> str:
-    case = report.rows[0].case
-    machine = report.machine
+    case, machine, placement = report.rows[0].case, report.machine, report.placement
     what = f"{case.collective} of {case.model}'s gradients" if case.model else case.collective
     redop = f" {case.redop}" if case.redop else ""
-    if report.placement is not None:
-        return (
-            f"{what}, {case.dtype}{redop}, {report.ranks} ranks, {case.array} arrays\n"
-            f"{report.placement}, CUDA {machine['cuda driver']}, "
-            f"{report.copy_gb_per_s:.0f} GB/s copy bandwidth"
-        )
+    title = f"{what}, {case.dtype}{redop}, {report.ranks} ranks, {case.array} arrays"
+    copies = f"{report.copy_gb_per_s:.0f} GB/s copy bandwidth"
+    if placement is not None:
+        return f"{title}\n{placement}, CUDA {machine['cuda driver']}, {copies}"
     return (
-        f"{what}, {case.dtype}{redop}, {report.ranks} ranks, {case.array} arrays in Python\n"
-        f"{machine['processor']}, {machine['cores']} cores, {machine['cache']} cache, "
-        f"{report.copy_gb_per_s:.0f} GB/s copy bandwidth, Linux {machine['kernel']}"
+        f"{title} in Python\n{machine['processor']}, {machine['cores']} cores, "
+        f"{machine['cache']} cache, {copies}, Linux {machine['kernel']}"
     )
 
 
 def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     """Draw one line per engine and the floor, over the size."""
-    others = report.rows[0].others
-    for index, other in enumerate(others):
-        column = [row.others[index] for row in report.rows]
-        _draw_engine(report, axes, column, figure, other.engine)
-    _draw_engine(report, axes, [row.ours for row in report.rows], figure, "fastdist")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ours, *others = zip(*(row.all for row in report.rows), strict=True)
+    for column in (*others, ours):
+        _draw_engine(report, axes, column, figure)
     low, high = axes.get_ylim()
     rows = [row for row in report.rows if row.has_floor]
     floor = [_floor(report, row, figure) for row in rows]
     if floor:
         sizes = [row.case.bytes for row in rows]
-        style = {"color": _FLOOR_COLOR, "linestyle": (0, (4, 3)), "linewidth": 1.6, "zorder": 1}
-        axes.plot(sizes, floor, **style, label=_floor_name(report))
+        axes.plot(sizes, floor, **_FLOOR_LINE, zorder=1, label=_floor_name(report))
     axes.set_ylim(low, max(high, 1.5 * max(floor, default=0.0)))
     sizes = sorted({row.case.bytes for row in report.rows})
     shown = sizes[:: -(-len(sizes) // _TICKS)]
@@ -164,36 +145,25 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     axes.yaxis.set_major_formatter(tick)
 
 
-def _draw_engine(
-    report: Report, axes: Any, column: Sequence[Measurement], figure: str, name: str
-) -> None:
+def _draw_engine(report: Report, axes: Any, column: tuple[Measurement, ...], figure: str) -> None:
+    name = column[0].engine
+    ours = name == "fastdist"
     points = [
         (row.case.bytes, getattr(measured, figure))
         for row, measured in zip(report.rows, column, strict=True)
         if not measured.unsupported
     ]
-    ours = name == "fastdist"
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
     axes.plot(
         [size for size, _ in points],
         [value for _, value in points],
-        color=_color(name),
-        linestyle=(0, (1, 1)) if _is_tuned(name) else "-",
+        color=_COLORS[peer_of(name)],
+        linestyle=(0, (1, 1)) if tuned_settings(name) else "-",
         linewidth=2.8 if ours else 1.5,
         marker="o",
         markersize=5.5 if ours else 3,
         zorder=3 if ours else 2,
         label=report.engines[name],
     )
-
-
-def _color(engine: str) -> str:
-    return _COLORS[peer_of(engine)]
-
-
-def _is_tuned(engine: str) -> bool:
-    return bool(tuned_settings(engine))
 
 
 def _floor(report: Report, row: Row, figure: str) -> float:
@@ -225,18 +195,12 @@ def _style(axes: Any, title: str) -> None:
 def _draw_bars(report: Report, axes: Any) -> None:
     """Draw the times of a single case, such as a list's or a barrier's."""
     row = report.rows[0]
-    ways = [way for way in (row.ours, *row.others) if not way.unsupported]
-    ways.reverse()
-    names = [way.engine for way in ways]
-    bars = axes.barh(
-        names,
-        [way.p50_us for way in ways],
-        color=[_color(name) for name in names],
-        height=0.65,
-    )
+    times_us = {way.engine: way.p50_us for way in reversed(row.all) if not way.unsupported}
+    colors = [_COLORS[peer_of(name)] for name in times_us]
+    bars = axes.barh(list(times_us), list(times_us.values()), color=colors, height=0.65)
     axes.bar_label(bars, fmt=format_time, padding=4, color=_TEXT_COLOR)
     if row.has_floor:
-        axes.axvline(row.floor_us, color=_FLOOR_COLOR, linestyle=(0, (4, 3)), linewidth=1.6)
+        axes.axvline(row.floor_us, **_FLOOR_LINE)
         at = {"xycoords": ("data", "axes fraction"), "va": "bottom", "color": _TEXT_COLOR}
         axes.annotate(f" {_floor_name(report)}", (row.floor_us, 1.0), **at)
     _style(axes, "")

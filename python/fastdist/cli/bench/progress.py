@@ -7,66 +7,44 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TextIO
+from typing import Any, TextIO
 
 from fastdist.processes.terminal import fitted, show
 
 
-class Progress(Protocol):
-    """Output of the table's lines and of the progress between them."""
+class Progress:
+    """Prints the table's lines, and the progress between them, with or without a bar of rich."""
+
+    def __init__(self, file: TextIO, bar: Any = None) -> None:
+        self._file = file
+        self._bar = bar
 
     def line(self, text: str) -> None:
         """Print a line."""
+        text = fitted(text, self._file)
+        if self._bar is None:
+            show(f"{text}\n", self._file)
+        else:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print lines."""
+        for text in texts:
+            self.line(text)
 
     def begin(self, label: str) -> None:
         """Start the measurement with this label."""
-
-    def step(self) -> None:
-        """Count a finished step."""
-
-
-class _PlainProgress:
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def line(self, text: str) -> None:
-        show(fitted(f"{text}\n", self._file), self._file)
-
-    def begin(self, label: str) -> None:
-        if self._file.isatty():
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=label, refresh=True)
+        elif self._file.isatty():
             print(f"measuring {label} ...", file=sys.stderr, flush=True)
 
     def step(self) -> None:
-        pass
-
-
-class _BarProgress:
-    def __init__(self, file: TextIO, steps: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
-
-        self.bar = RichProgress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TimeRemainingColumn(),
-            console=Console(file=file),
-            auto_refresh=False,
-            transient=True,
-        )
-        self._task = self.bar.add_task("starting", total=steps)
-
-    def line(self, text: str) -> None:
-        text = fitted(text, self.bar.console.file)
-        self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def begin(self, label: str) -> None:
-        self.bar.update(self._task, description=label, refresh=True)
-
-    def step(self) -> None:
-        self.bar.update(self._task, advance=1, refresh=True)
+        """Count a finished step."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, refresh=True)
 
 
 @contextmanager
@@ -76,8 +54,13 @@ def shown_progress(file: TextIO, steps: int) -> Iterator[Progress]:
     Without rich, a terminal gets a line per size on stderr instead.
     """
     if not file.isatty() or importlib.util.find_spec("rich") is None:
-        yield _PlainProgress(file)
-    else:
-        progress = _BarProgress(file, steps)
-        with progress.bar:
-            yield progress
+        yield Progress(file)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(file=file), auto_refresh=False, transient=True) as bar:
+        bar.add_task("starting", total=steps)
+        yield Progress(file, bar)

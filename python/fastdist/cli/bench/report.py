@@ -9,24 +9,13 @@ from typing import Any
 
 from fastdist.cli.bench.results import Measurement, Report, Row
 
-_COLUMNS = (
-    ("bytes", "", 11),
-    ("count", "", 11),
-    ("type", "", 9),
-    ("redop", "", 6),
-    ("p50", "us", 10),
-    ("p99", "us", 10),
-    ("algbw", "GB/s", 7),
-    ("busbw", "GB/s", 7),
-    ("wrong", "", 6),
-    ("floor", "%", 6),
-)
-# Additional columns on GPUs.
-_GPU_COLUMNS = (("host", "us", 9), ("graph", "us", 10))
-_LIST_COLUMNS = (
-    *(("p50", "us", 11), ("p99", "us", 11), ("algbw", "", 8), ("busbw", "", 8)),
-    *(("wrong", "", 7), ("floor", "%", 9)),
-)
+# Width of each column.
+_COLUMNS = {"bytes": 11, "count": 11, "type": 9, "redop": 6, "p50": 10, "p99": 10, "algbw": 7}
+_COLUMNS |= {"busbw": 7, "wrong": 6, "floor": 6}
+_LIST_COLUMNS = {"p50": 11, "p99": 11, "algbw": 8, "busbw": 8, "wrong": 7, "floor": 9}
+_GPU_COLUMNS = {"host": 9, "graph": 10}  # additional columns on GPUs
+_UNITS = {"p50": "us", "p99": "us", "host": "us", "graph": "us", "floor": "%"}
+_SPEED_UNITS = {"algbw": "GB/s", "busbw": "GB/s"}
 # Columns that a narrow terminal does not show, in the order in which they are left out.
 _SPARE = ("count", "redop", "type")
 _LIST_SPARE = ("algbw", "busbw", "floor", "wrong")
@@ -60,71 +49,91 @@ def column_lines(
 
     Peers are on the right, or below each row if the terminal's `width` is too small.
     """
-    shown = _shown(_columns(on_gpu), _SPARE, width)
-    names = "".join(name.rjust(size) for name, _, size in shown)
-    units = "".join(unit.rjust(size) for _, unit, size in shown)
-    host = "host".rjust(_GPU_COLUMNS[0][-1]) if on_gpu else ""
-    if not _fits_beside(names, others, host, width):
-        return [names, units, _below(shown, "peer", "us", "ratio", host)]
+    shown, is_beside = _layout(others, on_gpu, width)
+    names, units = (
+        _aligned(shown, {name: name for name in shown}),
+        _aligned(shown, _UNITS | _SPEED_UNITS),
+    )
+    cells = ("us", "ratio", *(["host"] if on_gpu else []))
+    if not is_beside:
+        return [names, units, _below(shown, "peer", cells)]
     for other in others:
-        room = _other_width(other)
-        names += "  " + other.center(room + len(host))
-        units += "  " + "us".rjust(room - _RATIO_WIDTH) + "ratio".rjust(_RATIO_WIDTH) + host
+        peer = _beside(other, cells)
+        names += "  " + other.center(len(peer) - 2)
+        units += peer
     return [names.rstrip(), units.rstrip()]
 
 
 def row_lines(row: Row, width: int | None = None) -> list[str]:
     """Format a row of the table: one line, or one more for each peer as in `column_lines`."""
-    case, ours = row.case, row.ours
-    shown = _shown(_columns(ours.host_us is not None), _SPARE, width)
+    case, on_gpu = row.case, row.ours.host_us is not None
+    shown, is_beside = _layout([other.engine for other in row.others], on_gpu, width)
     cells = {"bytes": str(case.bytes), "count": str(case.count), "type": case.dtype}
-    cells |= {"redop": case.redop or "none", **_cells(row, ours)}
-    lines = ["".join(cells[name].rjust(size) for name, _, size in shown)]
-    host_width = 0 if ours.host_us is None else _GPU_COLUMNS[0][-1]
-    names = [other.engine for other in row.others]
-    is_beside = _fits_beside(lines[0], names, " " * host_width, width)
+    cells |= {"redop": case.redop or "none", **_cells(row, row.ours)}
+    lines = [_aligned(shown, cells)]
     for other in row.others:
-        ratio = row.times_as_fast(other)
-        time = _time(other.p50_us) if ratio else "n/a"
-        times = f"{_three_digits(ratio)}x" if ratio else ""
-        host = _time(other.host_us).rjust(host_width) if host_width else ""
+        time = "n/a" if other.unsupported else _time(other.p50_us)
+        peer = (time, _times_as_fast(row, other), *([_time(other.host_us)] if on_gpu else []))
         if is_beside:
-            room = _other_width(other.engine) - _RATIO_WIDTH
-            lines[0] += "  " + time.rjust(room) + times.rjust(_RATIO_WIDTH) + host
+            lines[0] += _beside(other.engine, peer)
         else:
-            lines.append(_below(shown, other.engine, time, times, host))
+            lines.append(_below(shown, other.engine, peer))
     return [line.rstrip() for line in lines]
 
 
-def _columns(on_gpu: bool) -> tuple[tuple[str, str, int], ...]:
-    return (*_COLUMNS, *_GPU_COLUMNS) if on_gpu else _COLUMNS
+def list_lines(row: Row, width: int | None = None) -> list[str]:
+    """Format a table of the ways to reduce one list, one line per way."""
+    columns = _LIST_COLUMNS | ({} if row.ours.host_us is None else _GPU_COLUMNS)
+    room = None if width is None else width - _WAY_WIDTH - _LIST_RATIO_WIDTH
+    shown = _shown(columns, _LIST_SPARE, room)
+    names = _aligned(shown, {name: f"{name} {_UNITS.get(name, '')}".strip() for name in shown})
+    lines = ["# engine and way".ljust(_WAY_WIDTH) + names + "ratio".rjust(_LIST_RATIO_WIDTH)]
+    for way in row.all:
+        cells = "n/a".rjust(11) if way.unsupported else _aligned(shown, _cells(row, way))
+        ratio = "" if way is row.ours else _times_as_fast(row, way)
+        line = way.engine.ljust(_WAY_WIDTH) + cells + ratio.rjust(_LIST_RATIO_WIDTH)
+        lines.append(line.rstrip())
+    return lines
 
 
-def _shown(
-    columns: Sequence[tuple[str, str, int]], spare: Sequence[str], room: int | None
-) -> list[tuple[str, str, int]]:
+def _layout(others: Sequence[str], on_gpu: bool, width: int | None) -> tuple[dict[str, int], bool]:
+    """Return the columns that fit, and whether the peers fit beside them."""
+    shown = _shown(_COLUMNS | (_GPU_COLUMNS if on_gpu else {}), _SPARE, width)
+    cells = ("us", "ratio", *(["host"] if on_gpu else []))
+    needed = sum(shown.values()) + sum(len(_beside(other, cells)) for other in others)
+    return shown, width is None or needed <= width
+
+
+def _shown(columns: dict[str, int], spare: Sequence[str], room: int | None) -> dict[str, int]:
     """Return the columns that fit: leave out those in `spare` until the others do."""
-    shown = list(columns)
+    shown = dict(columns)
     for name in spare:
-        if room is None or sum(width for *_, width in shown) <= room:
-            break
-        shown = [column for column in shown if column[0] != name]
+        if room is not None and sum(shown.values()) > room:
+            del shown[name]
     return shown
 
 
-def _fits_beside(line: str, others: Sequence[str], host: str, width: int | None) -> bool:
-    needed = sum(2 + _other_width(other) + len(host) for other in others)
-    return width is None or len(line) + needed <= width
+def _aligned(columns: dict[str, int], cells: dict[str, str]) -> str:
+    return "".join(cells.get(name, "").rjust(width) for name, width in columns.items())
 
 
-def _below(
-    shown: Sequence[tuple[str, str, int]], name: str, time: str, ratio: str, host: str
-) -> str:
-    """Format a peer's line below a row: its time is below fastdist's."""
-    names = [name for name, *_ in shown]
-    widths = [width for *_, width in shown]
-    p50 = names.index("p50")
-    return name.rjust(sum(widths[:p50])) + time.rjust(widths[p50]) + ratio.rjust(widths[p50]) + host
+def _beside(name: str, cells: Sequence[str]) -> str:
+    """Format a peer's time, ratio and time of the host beside a row."""
+    time, ratio, *host = cells
+    room = max(_PEER_WIDTH, len(name) - _RATIO_WIDTH)
+    return f"  {time:>{room}}{ratio:>{_RATIO_WIDTH}}{_host(host)}"
+
+
+def _below(columns: dict[str, int], name: str, cells: Sequence[str]) -> str:
+    """Format the same below a row, where the peer's time is below fastdist's."""
+    time, ratio, *host = cells
+    p50 = list(columns).index("p50")
+    before, width = sum(list(columns.values())[:p50]), columns["p50"]
+    return f"{name:>{before}}{time:>{width}}{ratio:>{width}}{_host(host)}"
+
+
+def _host(cells: Sequence[str]) -> str:
+    return "".join(cell.rjust(_GPU_COLUMNS["host"]) for cell in cells)
 
 
 def _cells(row: Row, measured: Measurement) -> dict[str, str]:
@@ -142,30 +151,23 @@ def _cells(row: Row, measured: Measurement) -> dict[str, str]:
     }
 
 
-def list_lines(row: Row, width: int | None = None) -> list[str]:
-    """Format a table of the ways to reduce one list, one line per way."""
-    ours = row.ours
-    columns = (*_LIST_COLUMNS, *(() if ours.host_us is None else _GPU_COLUMNS))
-    room = None if width is None else width - _WAY_WIDTH - _LIST_RATIO_WIDTH
-    shown = _shown(columns, _LIST_SPARE, room)
-    names = "".join(f"{name} {unit}".strip().rjust(size) for name, unit, size in shown)
-    lines = ["# engine and way".ljust(_WAY_WIDTH) + names + "ratio".rjust(_LIST_RATIO_WIDTH)]
-    for way in (ours, *row.others):
-        if way.unsupported:
-            lines.append(way.engine.ljust(_WAY_WIDTH) + "n/a".rjust(11))
-            continue
-        cells = _cells(row, way)
-        ratio = row.times_as_fast(way)
-        line = way.engine.ljust(_WAY_WIDTH)
-        line += "".join(cells[name].rjust(size) for name, _, size in shown)
-        times = f"{_three_digits(ratio)}x" if ratio and way is not ours else ""
-        lines.append((line + times.rjust(_LIST_RATIO_WIDTH)).rstrip())
-    return lines
+def _time(us: float | None) -> str:
+    if us is None:
+        return "-"
+    return f"{us:.2f}" if us < 1000 else f"{us:.1f}" if us < 1e5 else f"{us:.0f}"
+
+
+def _times_as_fast(row: Row, other: Measurement) -> str:
+    """Format a ratio with three digits: `1.39x`; empty without figures."""
+    ratio = row.times_as_fast(other)
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
 
 
 def row_notes(row: Row) -> Iterator[str]:
     """Yield reasons for missing figures, and engines with wrong results."""
-    for measured in (row.ours, *row.others):
+    for measured in row.all:
         if measured.no_graph:
             yield f"# {measured.engine}: {measured.no_graph}"
     for other in row.others:
@@ -194,17 +196,14 @@ def _floor_lines(report: Report) -> list[str]:
         f"# {report.ranks} ranks copying at once move {report.copy_gb_per_s:.1f} GB/s (read and "
         "written)"
     )
+    with_floor = f"{copies}; floor: % of the speed at this bandwidth"
     placement = report.placement
     if placement is None:
-        lines = [f"{copies}; floor: % of the speed at this bandwidth"]
         if any(row.fits_caches for row in report.rows):
-            lines.append("# floor -: the caches hold the buffers of all ranks")
-        return lines
+            return [with_floor, "# floor -: the caches hold the buffers of all ranks"]
+        return [with_floor]
     if placement.is_shared:
-        return [
-            f"# {placement.sharing}: not comparable with one rank per GPU",
-            f"{copies}; floor: % of the speed at this bandwidth",
-        ]
+        return [f"# {placement.sharing}: not comparable with one rank per GPU", with_floor]
     if not placement.link_gb_per_s:
         return [copies, "# floor -: the links between the GPUs are unknown"]
     return [
@@ -212,20 +211,6 @@ def _floor_lines(report: Report) -> list[str]:
         f"# each GPU sends {placement.link_gb_per_s:.0f} GB/s over {placement.link}; floor: busbw "
         "as % of that",
     ]
-
-
-def _other_width(name: str) -> int:
-    return max(_PEER_WIDTH + _RATIO_WIDTH, len(name))
-
-
-def _time(us: float | None) -> str:
-    if us is None:
-        return "-"
-    return f"{us:.2f}" if us < 1000 else f"{us:.1f}" if us < 1e5 else f"{us:.0f}"
-
-
-def _three_digits(ratio: float) -> str:
-    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
 def _figures(measured: Measurement) -> dict[str, Any]:
@@ -246,35 +231,32 @@ def _figures(measured: Measurement) -> dict[str, Any]:
     return figures
 
 
+def _peer_figures(row: Row, other: Measurement) -> dict[str, Any]:
+    ratio, host_ratio = row.times_as_fast(other), row.host_times_as_fast(other)
+    if ratio is None:
+        return {"unsupported": other.unsupported}
+    figures = _figures(other) | {"times_as_fast": round(ratio, 3)}
+    return figures | ({"host_times_as_fast": round(host_ratio, 3)} if host_ratio else {})
+
+
 def row_object(row: Row) -> dict[str, Any]:
     """Convert a row for JSON."""
-    peers: dict[str, Any] = {}
-    for other in row.others:
-        ratio = row.times_as_fast(other)
-        if ratio is None:
-            peers[other.engine] = {"unsupported": other.unsupported}
-        else:
-            peers[other.engine] = {**_figures(other), "times_as_fast": round(ratio, 3)}
-            if host_ratio := row.host_times_as_fast(other):
-                peers[other.engine]["host_times_as_fast"] = round(host_ratio, 3)
     return {
         **asdict(row.case),
         **_figures(row.ours),
         "floor_us": round(row.floor_us, 3),
         "floor_percent": round(row.floor_percent, 1) if row.has_floor else None,
-        "peers": peers,
+        "peers": {other.engine: _peer_figures(row, other) for other in row.others},
     }
 
 
 def report_object(report: Report) -> dict[str, Any]:
     """Convert a report for JSON; `peers` has every peer and every other way to reduce a list."""
     placement = report.placement
-    on_gpus = {}
-    if placement is not None:
-        on_gpus["gpus"] = {**asdict(placement), "shared": placement.sharing}
+    gpus = None if placement is None else {**asdict(placement), "shared": placement.sharing}
     return {
         "ranks": report.ranks,
-        **on_gpus,
+        **({"gpus": gpus} if gpus else {}),
         "machine": report.machine,
         "engines": report.engines,
         "missing": report.missing,

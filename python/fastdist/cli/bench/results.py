@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from fastdist.cli.bench.cases import DTYPE_BYTES, Case
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
+from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.machine import usable_cores
-from fastdist.cli.bench.placement import Placement
 
 # Quiet machines give ratios of p99 to p50 from 1.1 to 3.
 _WIDE_SPREAD = 5.0
@@ -20,38 +20,21 @@ _MOST_BUSY_CORES = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One engine's figures for one case.
+    """One engine's figures for one case: times in µs of the slowest rank, bandwidths in GB/s."""
 
-    Attributes:
-        engine: The engine, or `engine: variant` for one of several ways to reduce a list.
-        p50_us: Median over iterations of the slowest rank's time, in microseconds.
-        p99_us: 99th percentile of the same times.
-        algbw: bytes / p50, GB/s.
-        busbw: algbw times the collective's bus factor, GB/s.
-        iterations: Number of timed calls.
-        wrong: Wrong elements over all ranks; None if nothing was checked.
-        unsupported: Reason for missing figures, which are then 0; else empty.
-        host_us: Median time until the call returns, on the slowest rank, on GPUs; else None.
-        host_p99_us: 99th percentile of the same times.
-        graph_us: Median time of a replay of a graph with the call, on GPUs; None without a graph.
-        no_graph: Reason why the call could not be captured in a graph.
-        samples_us: The p50 of each pass of a report, of which `p50_us` is the median; empty if the
-            case was measured once.
-    """
-
-    engine: str
+    engine: str  # or `engine: variant` for one of several ways to reduce a list
     p50_us: float = 0.0
     p99_us: float = 0.0
-    algbw: float = 0.0
-    busbw: float = 0.0
+    algbw: float = 0.0  # bytes / p50
+    busbw: float = 0.0  # algbw times the collective's bus factor
     iterations: int = 0
-    wrong: int | None = None
-    unsupported: str = ""
-    host_us: float | None = None
+    wrong: int | None = None  # wrong elements over all ranks; None if nothing was checked
+    unsupported: str = ""  # reason for missing figures, which are then 0
+    host_us: float | None = None  # median time until the call returns, on GPUs
     host_p99_us: float | None = None
-    graph_us: float | None = None
-    no_graph: str = ""
-    samples_us: tuple[float, ...] = ()
+    graph_us: float | None = None  # median time of a replay of a graph with the call, on GPUs
+    no_graph: str = ""  # reason why the call could not be captured in a graph
+    samples_us: tuple[float, ...] = ()  # of a report: p50 of each pass; `p50_us` is their median
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +44,7 @@ class Row:
     Attributes:
         floor_us: Minimum time of the memory traffic, or of the traffic on the links between GPUs;
             0 for a barrier, and if the speed is unknown.
-        ours: Figures of fastdist.
-        others: Figures of peers, and of other ways to reduce a list.
+        others: Figures of peers, and of fastdist's other ways to reduce a list.
         fits_caches: True if the caches hold the buffers of all ranks; the floor, which follows from
             the speed of the memory, does not apply then.
     """
@@ -72,6 +54,11 @@ class Row:
     ours: Measurement
     others: tuple[Measurement, ...]
     fits_caches: bool = False
+
+    @property
+    def all(self) -> tuple[Measurement, ...]:
+        """The figures of fastdist, then of the others."""
+        return (self.ours, *self.others)
 
     @property
     def has_floor(self) -> bool:
@@ -96,29 +83,17 @@ class Row:
 
 @dataclass(slots=True)
 class Report:
-    """A run: the machine, the engines, and a row per case.
-
-    Attributes:
-        ranks: World size.
-        machine: Facts by name.
-        engines: Version by engine.
-        missing: Requested peers that are not installed, each with its pip command.
-        copy_gb_per_s: GB/s that all ranks read and write when they copy at the same time.
-        rows: A row per case.
-        placement: The ranks' GPUs; None on CPUs.
-        failed: Peers that failed to start, each with the reason.
-        busy_cores: Cores that other programs kept busy before the run.
-    """
+    """A run: the machine, the engines, and a row per case."""
 
     ranks: int
-    machine: dict[str, str]
-    engines: dict[str, str]
-    missing: dict[str, str]
-    copy_gb_per_s: float = 0.0
+    machine: dict[str, str]  # facts by name
+    engines: dict[str, str]  # version by engine
+    missing: dict[str, str]  # pip command by requested peer that is not installed
+    copy_gb_per_s: float = 0.0  # that all ranks read and write when they copy at the same time
     rows: list[Row] = field(default_factory=list)
-    placement: Placement | None = None
-    failed: dict[str, str] = field(default_factory=dict)
-    busy_cores: float = 0.0
+    placement: Placement | None = None  # the ranks' GPUs; None on CPUs
+    failed: dict[str, str] = field(default_factory=dict)  # reason by peer that failed to start
+    busy_cores: float = 0.0  # that other programs kept busy before the run
 
     @property
     def busy_warnings(self) -> list[str]:
@@ -170,7 +145,14 @@ def p99_ns(times_ns: Sequence[int]) -> int:
 
 
 def measurement(
-    engine: str, case: Case, world_size: int, times_ns: Sequence[int], wrong: int | None
+    engine: str,
+    case: Case,
+    world_size: int,
+    times_ns: Sequence[int],
+    wrong: int | None,
+    host_ns: Sequence[int] = (),
+    graph_ns: Sequence[int] = (),
+    no_graph: str = "",
 ) -> Measurement:
     """Compute the figures of one engine from the slowest rank's times."""
     p50_ns = statistics.median(times_ns)
@@ -182,6 +164,10 @@ def measurement(
         busbw=busbw(case, world_size, p50_ns),
         iterations=len(times_ns),
         wrong=wrong,
+        host_us=median_us(host_ns),
+        host_p99_us=p99_ns(host_ns) / 1e3 if host_ns else None,
+        graph_us=median_us(graph_ns),
+        no_graph=no_graph,
     )
 
 
@@ -193,19 +179,19 @@ def combined(rows: Sequence[Row], world_size: int) -> Row:
     last = rows[-1]
 
     def combine(name: str) -> Measurement:
-        passes = [m for row in rows for m in (row.ours, *row.others) if m.engine == name]
-        if unsupported := next((m for m in passes if m.unsupported), None):
+        passes = [figures for row in rows for figures in row.all if figures.engine == name]
+        if unsupported := next((figures for figures in passes if figures.unsupported), None):
             return unsupported
-        samples_us = tuple(m.p50_us for m in passes)
+        samples_us = tuple(figures.p50_us for figures in passes)
         p50_us = statistics.median(samples_us)
-        checked = [m.wrong for m in passes if m.wrong is not None]
+        checked = [figures.wrong for figures in passes if figures.wrong is not None]
         return Measurement(
             engine=name,
             p50_us=p50_us,
-            p99_us=statistics.median(m.p99_us for m in passes),
+            p99_us=statistics.median(figures.p99_us for figures in passes),
             algbw=last.case.bytes / p50_us / 1e3,
             busbw=busbw(last.case, world_size, 1e3 * p50_us),
-            iterations=sum(m.iterations for m in passes),
+            iterations=sum(figures.iterations for figures in passes),
             wrong=sum(checked) if checked else None,
             samples_us=samples_us,
         )
@@ -231,7 +217,7 @@ def median_us(times_ns: Sequence[int]) -> float | None:
 def link_us(case: Case, world_size: int, link_gb_per_s: float) -> float:
     """Return the time of a case in µs if its bus bandwidth is that of a GPU's links.
 
-    Returns 0 if the speed of the links is unknown.
+    0 if the speed of the links is unknown.
     """
     factor = COLLECTIVES[case.collective].bus_factor(world_size)
     return factor * case.bytes / link_gb_per_s / 1e3 if link_gb_per_s else 0.0
@@ -247,8 +233,6 @@ def buffer_bytes(case: Case, world_size: int) -> int:
     """Return the total size of all ranks' buffers."""
     if case.model:
         return world_size * case.bytes
-    elements = sum(
-        sum(buffer_elements(case.collective, case.count, rank, world_size))
-        for rank in range(world_size)
-    )
-    return elements * DTYPE_BYTES[case.dtype]
+    ranks = range(world_size)
+    elements = (buffer_elements(case.collective, case.count, rank, world_size) for rank in ranks)
+    return sum(map(sum, elements)) * DTYPE_BYTES[case.dtype]

@@ -14,19 +14,20 @@ import selectors
 import shutil
 import signal
 import socket
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
+from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.machine import largest_cache_bytes, total_cache_bytes
 from fastdist.cli.bench.peers import Engine
-from fastdist.cli.bench.placement import Placement
 from fastdist.cli.bench.results import (
     Measurement,
     Row,
@@ -34,8 +35,6 @@ from fastdist.cli.bench.results import (
     floor_us,
     link_us,
     measurement,
-    median_us,
-    p99_ns,
     slowest_rank,
 )
 
@@ -51,27 +50,16 @@ _MOST_ITERATIONS = 20_000  # per round
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """The effort per case and engine.
+    """The effort per case and engine."""
 
-    Attributes:
-        time_s: Seconds to spend, if `iterations` is None.
-        iterations: Number of timed calls; None: as many as fit in `time_s`.
-        warmup: Number of calls before the timed calls.
-        rounds: Number of turns of each engine.
-        check: Verify results.
-        bind: Bind each rank to a core of its own, if there are enough cores.
-        timeout_s: Seconds to wait for an answer of an engine.
-        graph: On GPUs: also replay a graph with the call.
-    """
-
-    time_s: float = 1.0
-    iterations: int | None = None
-    warmup: int = 5
-    rounds: int = ROUNDS
-    check: bool = True
-    bind: bool = True
-    timeout_s: float = 300.0
-    graph: bool = False
+    time_s: float = 1.0  # to spend, if `iterations` is None
+    iterations: int | None = None  # timed calls; None: as many as fit in `time_s`
+    warmup: int = 5  # calls before the timed calls
+    rounds: int = ROUNDS  # turns of each engine
+    check: bool = True  # verify results
+    bind: bool = True  # each rank to a core of its own, if there are enough cores
+    timeout_s: float = 300.0  # to wait for an answer of an engine
+    graph: bool = False  # on GPUs: also replay a graph with the call
 
 
 @dataclass(slots=True)
@@ -80,10 +68,11 @@ class _Contender:
 
     processes: EngineRanks
     variant: str
+    effort: Effort
     iterations: int = 0
-    times_ns: list[int] = field(default_factory=list)
-    host_ns: list[int] = field(default_factory=list)
-    graph_ns: list[int] = field(default_factory=list)
+    times_ns: dict[str, list[int]] = field(
+        default_factory=lambda: {"times_ns": [], "host_ns": [], "graph_ns": []}
+    )
     wrong: int | None = None
     unsupported: str = ""
     no_graph: str = ""
@@ -93,14 +82,57 @@ class _Contender:
         engine = self.processes.engine.name
         return f"{engine}: {self.variant}" if self.variant else engine
 
+    def command(self, command: str, **arguments: object) -> list[Message]:
+        graph = self.effort.graph and not self.no_graph
+        message = {"command": command, "variant": self.variant, "graph": graph, **arguments}
+        return self.processes.command(message, self.effort.timeout_s)
+
+    def prepare(self, case: Case) -> None:
+        """Make the arrays, warm up, and find the number of iterations per round."""
+        replies = self.command("prepare", case=asdict(case))
+        self.unsupported = next((r["unsupported"] for r in replies if "unsupported" in r), "")
+        if self.unsupported:
+            return
+        self.no_graph = next((r["no_graph"] for r in replies if r["no_graph"]), "")
+        self.command("time", iterations=max(1, self.effort.warmup))
+        if self.effort.iterations is not None:
+            self.iterations = max(1, -(-self.effort.iterations // self.effort.rounds))
+            return
+        round_s = self.effort.time_s / self.effort.rounds
+        trial = 1
+        while (trial_s := self._wall_s(trial)) < round_s / 4 and trial < _MOST_ITERATIONS:
+            trial *= 4
+        self.iterations = min(_MOST_ITERATIONS, max(2, int(trial * round_s / trial_s)))
+
+    def _wall_s(self, iterations: int) -> float:
+        replies = self.command("time", iterations=iterations)
+        return max(int(reply["wall_ns"]) for reply in replies) / 1e9
+
+    def time(self) -> None:
+        """Take a turn."""
+        # Before the first calls of a turn, the caches hold the data of another engine.
+        settle = min(self.effort.warmup, self.iterations)
+        replies = self.command("time", iterations=settle + self.iterations)
+        for name, times_ns in self.times_ns.items():
+            times_ns += slowest_rank([reply[name] for reply in replies])[settle:]
+
+    def check(self) -> None:
+        """Count the wrong elements of all ranks."""
+        self.wrong = sum(int(reply["wrong"]) for reply in self.command("check"))
+
+    def measurement(self, case: Case, world_size: int) -> Measurement:
+        """Return the figures of all turns."""
+        if self.unsupported:
+            return Measurement(self.name, unsupported=self.unsupported)
+        return measurement(
+            self.name, case, world_size, wrong=self.wrong, no_graph=self.no_graph, **self.times_ns
+        )
+
 
 class Session:
     """All engines' ranks, from start to end; use it in a `with` statement.
 
-    The first engine is fastdist. Peers that fail to start are left out.
-
-    Attributes:
-        failures: errors of the peers that failed to start.
+    The first engine is fastdist. Peers that fail to start are left out; `failures` has the errors.
     """
 
     def __init__(
@@ -117,13 +149,12 @@ class Session:
         self._folder = Path(tempfile.mkdtemp(prefix="fastdist-bench-"))
         self._socket_path = self._folder / "socket"
         self._engines = [EngineRanks(engine, ranks, self._socket_path) for engine in engines]
-        self._copy_bytes = (
-            max(_LEAST_COPY_BYTES, 4 * largest_cache_bytes() // ranks)
-            if placement is None
-            else _GPU_COPY_BYTES
-        )
         self._copies_ns: list[int] = []
-        self._cache_bytes = total_cache_bytes() if placement is None else 0
+        if placement is None:
+            self._copy_bytes = max(_LEAST_COPY_BYTES, 4 * largest_cache_bytes() // ranks)
+            self._cache_bytes = total_cache_bytes()
+        else:
+            self._copy_bytes, self._cache_bytes = _GPU_COPY_BYTES, 0
         self.failures: list[EngineError] = []
 
     def __enter__(self) -> Session:
@@ -146,13 +177,12 @@ class Session:
                     engine.launch()
             self._accept(listener)
         cores = sorted(os.sched_getaffinity(0))
-        bind = {"command": "bind", "cores": cores}
         for engine in list(self._engines):
             with self._may_fail(engine):
                 ready = engine.replies(_START_TIMEOUT_S)
                 engine.version = str(ready[0]["ready"])
                 if self._effort.bind and self._ranks <= len(cores):
-                    engine.command(bind, self._effort.timeout_s)
+                    engine.command({"command": "bind", "cores": cores}, self._effort.timeout_s)
 
     @contextlib.contextmanager
     def _may_fail(self, engine: EngineRanks) -> Iterator[None]:
@@ -178,9 +208,7 @@ class Session:
                     continue
                 for engine in missing:
                     with self._may_fail(engine):
-                        engine.require_alive()
-                        if time.monotonic() > deadline:
-                            engine.fail_late(_START_TIMEOUT_S)
+                        engine.check_start(_START_TIMEOUT_S, time.monotonic() > deadline)
 
     def _adopt(self, connection: socket.socket) -> None:
         """Give the connection of a rank to its engine."""
@@ -220,8 +248,7 @@ class Session:
         return self._bandwidth(self._copies_ns)
 
     def _bandwidth(self, copies_ns: Sequence[int]) -> float:
-        ordered = sorted(copies_ns)
-        return 2 * self._ranks * self._copy_bytes / ordered[len(ordered) // 2]
+        return 2 * self._ranks * self._copy_bytes / statistics.median_high(copies_ns)
 
     def measure(self, case: Case, on_round: Callable[[], None] = lambda: None) -> Row:
         """Measure one case on every engine.
@@ -234,16 +261,16 @@ class Session:
             EngineError: A rank failed, or fastdist does not support the case.
         """
         contenders = [
-            _Contender(engine, variant)
+            _Contender(engine, variant, self._effort)
             for engine in self._engines
             for variant in (LIST_VARIANTS[engine.engine.driver] if case.model else ("",))
         ]
-        running = [contender for contender in contenders if self._prepare(contender, case)]
-        if contenders[0].unsupported:
-            reason = contenders[0].unsupported
-            raise EngineError(
-                f"fastdist {case.collective} of {case.label}: {reason}", "fastdist", reason
-            )
+        for contender in contenders:
+            contender.prepare(case)
+        if reason := contenders[0].unsupported:
+            message = f"fastdist {case.collective} of {case.label}: {reason}"
+            raise EngineError(message, "fastdist", reason)
+        running = [contender for contender in contenders if not contender.unsupported]
         fits_caches = 0 < buffer_bytes(case, self._ranks) <= self._cache_bytes
         needs_copies = not fits_caches or not self._copies_ns  # no floor is shown, once is enough
         copies_ns: list[int] = []
@@ -251,90 +278,24 @@ class Session:
             if needs_copies:
                 copies_ns += self._time_copies()
             for contender in running:
-                self._time(contender)
+                contender.time()
             on_round()
-        for contender in running:
-            if self._effort.check:
-                replies = self._command(contender, "check", graph=self._graphs(contender))
-                contender.wrong = sum(int(reply["wrong"]) for reply in replies)
+        if self._effort.check:
+            for contender in running:
+                contender.check()
         for engine in self._engines:
             engine.command({"command": "release"}, self._effort.timeout_s)
         self._copies_ns += copies_ns
-        ours, *others = (self._measurement(contender, case) for contender in contenders)
+        ours, *others = (contender.measurement(case, self._ranks) for contender in contenders)
         floor = self._floor_us(case, copies_ns or self._copies_ns)
         return Row(case, floor, ours, tuple(others), fits_caches)
-
-    def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
-        if self._placement is not None and not self._placement.is_shared:
-            return link_us(case, self._ranks, self._placement.link_gb_per_s)
-        return floor_us(case, self._ranks, self._bandwidth(copies_ns))
-
-    def _graphs(self, contender: _Contender) -> bool:
-        return self._effort.graph and not contender.no_graph
-
-    def _command(self, contender: _Contender, command: str, **arguments: object) -> list[Message]:
-        message = {"command": command, "variant": contender.variant, **arguments}
-        return contender.processes.command(message, self._effort.timeout_s)
-
-    def _prepare(self, contender: _Contender, case: Case) -> bool:
-        fields = {name: getattr(case, name) for name in case.__slots__}
-        replies = self._command(contender, "prepare", case=fields, graph=self._effort.graph)
-        reasons = [str(reply["unsupported"]) for reply in replies if "unsupported" in reply]
-        if reasons:
-            contender.unsupported = reasons[0]
-            return False
-        contender.no_graph = next(filter(None, (str(reply["no_graph"]) for reply in replies)), "")
-        contender.iterations = self._iterations(contender)
-        return True
-
-    def _iterations(self, contender: _Contender) -> int:
-        """Warm up; return the number of iterations per round."""
-        effort = self._effort
-        self._timed(contender, max(1, effort.warmup))
-        if effort.iterations is not None:
-            return max(1, -(-effort.iterations // effort.rounds))
-        round_s = effort.time_s / effort.rounds
-        trial = 1
-        while (trial_s := self._wall_s(contender, trial)) < round_s / 4:
-            if trial >= _MOST_ITERATIONS:
-                break
-            trial *= 4
-        return min(_MOST_ITERATIONS, max(2, int(trial * round_s / trial_s)))
-
-    def _wall_s(self, contender: _Contender, iterations: int) -> float:
-        replies = self._timed(contender, iterations)
-        return max(int(reply["wall_ns"]) for reply in replies) / 1e9
-
-    def _time(self, contender: _Contender) -> None:
-        # Before the first calls of a turn, the caches hold the data of another engine.
-        settle = min(self._effort.warmup, contender.iterations)
-        replies = self._timed(contender, settle + contender.iterations)
-        for name, times_ns in (
-            ("times_ns", contender.times_ns),
-            ("host_ns", contender.host_ns),
-            ("graph_ns", contender.graph_ns),
-        ):
-            times_ns += slowest_rank([reply[name] for reply in replies])[settle:]
-
-    def _timed(self, contender: _Contender, iterations: int) -> list[Message]:
-        graph = self._graphs(contender)
-        return self._command(contender, "time", iterations=iterations, graph=graph)
 
     def _time_copies(self) -> list[int]:
         message = {"command": "copy", "bytes": self._copy_bytes, "iterations": _COPIES}
         replies = self._engines[0].command(message, self._effort.timeout_s)
         return slowest_rank([reply["times_ns"] for reply in replies])[1:]
 
-    def _measurement(self, contender: _Contender, case: Case) -> Measurement:
-        if contender.unsupported:
-            return Measurement(contender.name, unsupported=contender.unsupported)
-        figures = measurement(
-            contender.name, case, self._ranks, contender.times_ns, contender.wrong
-        )
-        return replace(
-            figures,
-            host_us=median_us(contender.host_ns),
-            host_p99_us=p99_ns(contender.host_ns) / 1e3 if contender.host_ns else None,
-            graph_us=median_us(contender.graph_ns),
-            no_graph=contender.no_graph,
-        )
+    def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
+        if self._placement is not None and not self._placement.is_shared:
+            return link_us(case, self._ranks, self._placement.link_gb_per_s)
+        return floor_us(case, self._ranks, self._bandwidth(copies_ns))

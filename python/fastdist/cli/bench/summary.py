@@ -16,36 +16,36 @@ def ratio_of(row: Row, other: Measurement) -> Interval:
     return median_interval([theirs / ours for theirs, ours in pairs])
 
 
-def best_of(row: Row, peer: str) -> Measurement | None:
-    """Return the fastest of a peer's engines and of its ways to reduce a list, if any."""
-    ways = [m for m in row.others if peer_of(m.engine) == peer and not m.unsupported]
-    return min(ways, key=lambda way: way.p50_us, default=None)
-
-
 def peer_sentences(report: Report) -> Iterator[str]:
-    """Yield a sentence per peer, at its best in each case."""
-    for peer in dict.fromkeys(map(peer_of, report.engines)):
-        if peer == "fastdist":
-            continue
-        version = next(v for name, v in report.engines.items() if peer_of(name) == peer)
-        pairs = [(row, best) for row in report.rows if (best := best_of(row, peer)) is not None]
-        if not pairs:
-            yield f"{version} supports none of the cases."
-            continue
-        ratios = {row.case.title: ratio_of(row, best) for row, best in pairs}
-        estimates = {title: ratio.estimate for title, ratio in ratios.items()}
-        least, most = (f(estimates, key=lambda title: estimates[title]) for f in (min, max))
-        slower = [title for title, ratio in ratios.items() if ratio.high < 1]
-        faster = sum(ratio.low > 1 for ratio in ratios.values())
-        named = f" ({', '.join(slower)})" if slower else ""
-        undecided = len(ratios) - faster - len(slower)
-        yield (
-            f"{version} takes {digits(statistics.median(estimates.values()))} times "
-            f"as long as fastdist in the median of {len(ratios)} cases, from "
-            f"{digits(estimates[least])} ({least}) to {digits(estimates[most])} ({most}); fastdist "
-            f"is faster in {faster}, slower in {len(slower) or 'none'}{named}"
-            + (f", and the intervals of {undecided} leave it open." if undecided else ".")
-        )
+    """Yield a sentence per peer, with the fastest of its engines and ways in each case."""
+    versions: dict[str, str] = {}
+    for name, version in report.engines.items():
+        versions.setdefault(peer_of(name), version)
+    del versions["fastdist"]
+    for peer, version in versions.items():
+        ratios: dict[str, Interval] = {}
+        for row in report.rows:
+            ways = [m for m in row.others if peer_of(m.engine) == peer and not m.unsupported]
+            if ways:
+                best = min(ways, key=lambda way: way.p50_us)
+                ratios[row.case.title] = ratio_of(row, best)
+        yield f"{version} {_compared(ratios) if ratios else 'supports none of the cases.'}"
+
+
+def _compared(ratios: dict[str, Interval]) -> str:
+    estimates = {title: ratio.estimate for title, ratio in ratios.items()}
+    least, most = (f(estimates, key=lambda title: estimates[title]) for f in (min, max))
+    slower = [title for title, ratio in ratios.items() if ratio.high < 1]
+    faster = sum(ratio.low > 1 for ratio in ratios.values())
+    named = f" ({', '.join(slower)})" if slower else ""
+    undecided = len(ratios) - faster - len(slower)
+    return (
+        f"takes {digits(statistics.median(estimates.values()))} times as long as fastdist in the "
+        f"median of {len(ratios)} cases, from {digits(estimates[least])} ({least}) to "
+        f"{digits(estimates[most])} ({most}); fastdist is faster in {faster}, slower in "
+        f"{len(slower) or 'none'}{named}"
+        + (f", and the intervals of {undecided} leave it open." if undecided else ".")
+    )
 
 
 def unstable_titles(report: Report) -> list[str]:

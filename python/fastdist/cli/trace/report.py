@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdist.cli.bench.plot import check_plot
+from fastdist.cli.plot_file import check_plot
 from fastdist.processes.terminal import fitted, show
 from fastdist.recorder.flight_recorder import write_flight_records
 from fastdist.recorder.timeline import RankTimeline, align, find_late

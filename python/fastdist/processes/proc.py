@@ -1,5 +1,6 @@
-"""Reads what Linux tells of a process in /proc/PID/stat."""
+"""Reads what Linux tells of processes and of the processor in /proc."""
 
+import os
 from collections.abc import Iterator
 
 
@@ -22,3 +23,13 @@ def ancestors(process: int | str) -> Iterator[int]:
     """Yield the processes from which a process descends, its parent first; raises as `stat`."""
     while (process := int(stat(process)[1])) > 0:
         yield process
+
+
+def processor() -> str:
+    """Return the model of the processor."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model"):
+                return value.strip()
+    return os.uname().machine

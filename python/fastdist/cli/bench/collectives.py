@@ -30,47 +30,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One row of the table above; functions are of the world size."""
+
+    bus_factor: Callable[[int], float]  # busbw / algbw, as in nccl-tests
+    floor_buffers: Callable[[int], int]  # floor traffic in units of N
+    reduces: bool = False  # takes a reduce op
+    blocks: bool = False  # the larger buffer consists of one block per rank
+    in_place: bool = False  # the result replaces the input
+
+
+def _one(world_size: int) -> float:
+    return 1.0
+
+
 def _others(world_size: int) -> float:
     return (world_size - 1) / world_size
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One row of the table above.
-
-    Attributes:
-        name: The method of `Communicator`; `send_recv` is a send to the next rank and a receive
-            from the previous rank.
-        bus_factor: Function from the world size to busbw / algbw, as in nccl-tests.
-        floor_buffers: Function from the world size to the floor traffic in units of N.
-        reduces: True if the collective takes a reduce op.
-        blocks: True if the larger buffer consists of one block per rank.
-        in_place: True if the result replaces the input.
-    """
-
-    name: str
-    bus_factor: Callable[[int], float]
-    floor_buffers: Callable[[int], int]
-    reduces: bool = False
-    blocks: bool = False
-    in_place: bool = False
-
-
-_TABLE = (
-    Collective(
-        "all_reduce", lambda n: 2 * _others(n), lambda n: 2 * n, reduces=True, in_place=True
+# By method of `Communicator`; `send_recv` sends to the next rank and receives from the previous.
+COLLECTIVES = {
+    "all_reduce": Collective(
+        lambda n: 2 * _others(n), lambda n: 2 * n, reduces=True, in_place=True
     ),
-    Collective("reduce", lambda n: 1.0, lambda n: n + 1, reduces=True, in_place=True),
-    Collective("broadcast", lambda n: 1.0, lambda n: n, in_place=True),
-    Collective("all_gather", _others, lambda n: n + 1, blocks=True),
-    Collective("gather", _others, lambda n: 2, blocks=True),
-    Collective("scatter", _others, lambda n: 2, blocks=True),
-    Collective("reduce_scatter", _others, lambda n: n + 1, reduces=True, blocks=True),
-    Collective("all_to_all", _others, lambda n: 2 * n, blocks=True),
-    Collective("send_recv", lambda n: 1.0, lambda n: 2 * n),
-    Collective("barrier", lambda n: 1.0, lambda n: 0),
-)
-COLLECTIVES = {collective.name: collective for collective in _TABLE}
+    "reduce": Collective(_one, lambda n: n + 1, reduces=True, in_place=True),
+    "broadcast": Collective(_one, lambda n: n, in_place=True),
+    "all_gather": Collective(_others, lambda n: n + 1, blocks=True),
+    "gather": Collective(_others, lambda n: 2, blocks=True),
+    "scatter": Collective(_others, lambda n: 2, blocks=True),
+    "reduce_scatter": Collective(_others, lambda n: n + 1, reduces=True, blocks=True),
+    "all_to_all": Collective(_others, lambda n: 2 * n, blocks=True),
+    "send_recv": Collective(_one, lambda n: 2 * n),
+    "barrier": Collective(_one, lambda n: 0),
+}
 
 ROOT = 0
 

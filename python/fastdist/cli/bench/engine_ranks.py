@@ -22,6 +22,7 @@ from fastdist.errors import FastdistError
 from fastdist.processes.process import StartError
 from fastdist.processes.sessions import Sessions
 
+_POLL_S = 0.2
 _QUIT_S = 10.0
 _LAST_WORDS_S = 1.0
 _TERMINATE_S = 2.0
@@ -50,16 +51,18 @@ class EngineRanks:
         self.version = ""
         self._ranks = ranks
         self._socket_path = socket_path
-        self._log = socket_path.with_name(f"{engine.name}.log")
+        self._log = socket_path.with_suffix(".log")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._launched = Sessions()
         self._channels: dict[int, Channel] = {}
         self._workers: list[int] = []  # pidfds: a launcher's ranks need not be in its group
 
     def launch(self) -> None:
         """Start the engine's processes; they connect to the socket."""
+        self._listener.bind(str(self._socket_path))
+        self._listener.listen(self._ranks)
         engine = self.engine
-        arguments = ["--engine", engine.name, "--driver", engine.driver]
-        command = [*engine.command, *arguments, "--socket", str(self._socket_path)]
+        worker = ["--driver", engine.driver, "--socket", str(self._socket_path)]
         environments = [{**without_rank(os.environ), **engine.environment}]
         if engine.per_rank:
             environments = [
@@ -70,22 +73,53 @@ class EngineRanks:
             output: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
             for environment in environments:
                 try:
+                    command = [*engine.command, *worker]
                     self._launched.start(engine.name, command, environment, **output)
                 except StartError as error:
-                    self._fail(f"cannot run {command[0]}: {error.reason}")
+                    self._fail(f"cannot run {engine.command[0]}: {error.reason}")
 
-    @property
-    def connected(self) -> bool:
-        """True if every rank has a channel."""
-        return len(self._channels) == self._ranks
+    def connect(self, timeout_s: float, deadline: float) -> None:
+        """Wait until every rank has connected, and has started the engine.
 
-    def adopt(self, rank: int, connection: socket.socket, channel: Channel) -> None:
-        """Take over the channel of a connected rank."""
+        Raises:
+            EngineError: A rank failed, ended, or was not there by the deadline, after `timeout_s`.
+        """
+        while len(self._channels) < self._ranks:
+            # Connections first: a rank that has ended may have sent its error.
+            if select.select([self._listener], [], [], _POLL_S)[0]:
+                self._accept()
+                continue
+            for index, process in enumerate(self._launched.processes):
+                if (status := process.poll()) is not None:
+                    self._raise_sent_error()
+                    who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
+                    when = f"before all {self._ranks} ranks had started"
+                    self._fail(f"{who} ended with status {status} {when}", self._output())
+            if time.monotonic() > deadline:
+                started = f"{len(self._channels)} of {self._ranks} ranks started"
+                self._fail(f"{started} within {timeout_s:.0f} s", self._output())
+        self.version = self.replies(timeout_s)[0]["ready"]
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        channel = Channel(connection)
+        try:
+            rank = int(channel.receive()["rank"])
+        except ChannelClosedError:
+            return  # its launcher reports the error
         with contextlib.suppress(ProcessLookupError):  # it has ended
             self._workers.append(os.pidfd_open(peer_pid(connection)))
         if rank in self._channels or not 0 <= rank < self._ranks:
             self._fail(f"expected ranks 0 to {self._ranks - 1} once each, got another rank {rank}")
         self._channels[rank] = channel
+
+    def _raise_sent_error(self) -> None:
+        """Raise EngineError if a rank has sent an error."""
+        for rank, channel in self._channels.items():
+            with contextlib.suppress(ChannelClosedError):
+                while select.select([channel], [], [], 0)[0]:
+                    channel.read()
+            self._take(rank, {})
 
     def command(self, message: Message, timeout_s: float) -> list[Message]:
         """Send a message to every rank; return the replies in the order of ranks, as `replies`."""
@@ -128,27 +162,6 @@ class EngineRanks:
                 self._fail(f"rank {rank} raised", str(message["error"]))
             received[rank] = message
 
-    def check_start(self, timeout_s: float, is_late: bool) -> None:
-        """Raise EngineError if a process has ended before its ranks have connected, or is late."""
-        for index, process in enumerate(self._launched.processes):
-            status = process.poll()
-            if status is not None:
-                self._raise_sent_error()
-                who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
-                when = f"before all {self._ranks} ranks had started"
-                self._fail(f"{who} ended with status {status} {when}", self._output())
-        if is_late:
-            started = f"{len(self._channels)} of {self._ranks} ranks started"
-            self._fail(f"{started} within {timeout_s:.0f} s", self._output())
-
-    def _raise_sent_error(self) -> None:
-        """Raise EngineError if a rank has sent an error."""
-        for rank, channel in self._channels.items():
-            with contextlib.suppress(ChannelClosedError):
-                while select.select([channel], [], [], 0)[0]:
-                    channel.read()
-            self._take(rank, {})
-
     def _fail_rank(self, rank: int, what: str) -> NoReturn:
         self._launched.wait(_LAST_WORDS_S)  # launchers print the reason when they end
         self._fail(f"rank {rank} {what}", self._output())
@@ -185,6 +198,7 @@ class EngineRanks:
                 signal.pidfd_send_signal(worker, signal.SIGKILL)
             os.close(worker)
         self._launched.close()
+        self._listener.close()
         self._channels.clear()
         self._workers.clear()
 

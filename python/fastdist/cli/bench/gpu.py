@@ -21,10 +21,12 @@ _PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 class Gpu:
-    """The GPU of this rank and a torch stream, both made current in this thread."""
+    """The GPU of this rank and a torch stream, both made current in this thread.
+
+    Events record the time; work is enqueued on the stream.
+    """
 
     def __init__(self, device: int) -> None:
-        """Raise RuntimeError if torch sees no GPU."""
         torch: Any = importlib.import_module("torch")
         if not torch.cuda.is_available():
             raise RuntimeError(
@@ -82,19 +84,12 @@ def gpu_of_rank(rank: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The GPUs of a run on one machine.
+    """The GPUs of a run on one machine."""
 
-    Attributes:
-        names: Names of all GPUs.
-        of_rank: GPU of each rank.
-        link: Kind of the links between GPUs, for messages; empty if unknown.
-        link_gb_per_s: Speed of a GPU's links in one direction; 0 if unknown.
-    """
-
-    names: tuple[str, ...]
-    of_rank: tuple[int, ...]
-    link: str = ""
-    link_gb_per_s: float = 0.0
+    names: tuple[str, ...]  # of all GPUs
+    of_rank: tuple[int, ...]  # GPU of each rank
+    link: str = ""  # kind of the links between GPUs, for messages; empty if unknown
+    link_gb_per_s: float = 0.0  # speed of a GPU's links in one direction; 0 if unknown
 
     @property
     def is_shared(self) -> bool:

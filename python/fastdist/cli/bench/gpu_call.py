@@ -12,7 +12,8 @@ Before each timed call this rank writes its data, and the streams of all ranks w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from time import perf_counter_ns
 
@@ -67,13 +68,12 @@ class Batches:
         gpu = self._gpu
         for first in range(0, len(prepare), self._most):
             batch = prepare[first : first + self._most]
-            began = self._begin()
-            for before, (start, end) in zip(batch, self._events, strict=False):
-                before()
-                gpu.record(start)
-                call()
-                gpu.record(end)
-            self._end(began)
+            with self._batch():
+                for before, (start, end) in zip(batch, self._events, strict=False):
+                    before()
+                    gpu.record(start)
+                    call()
+                    gpu.record(end)
             times_ns += [gpu.elapsed_ns(start, end) for start, end in self._events[: len(batch)]]
         return times_ns
 
@@ -81,23 +81,24 @@ class Batches:
         """Return the time until each call returns in ns; `prepare` precedes each batch."""
         times_ns: list[int] = []
         while len(times_ns) < number:
-            began = self._begin()
-            prepare()
-            for _ in range(min(self._most, number - len(times_ns))):
-                called = perf_counter_ns()
-                call()
-                times_ns.append(perf_counter_ns() - called)
-            self._end(began)
+            with self._batch():
+                prepare()
+                for _ in range(min(self._most, number - len(times_ns))):
+                    called = perf_counter_ns()
+                    call()
+                    times_ns.append(perf_counter_ns() - called)
         return times_ns
 
-    def _begin(self) -> int:
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
+        """Keep the stream busy while calls are enqueued inside; then wait for them.
+
+        The next lead is longer if this lead was too short.
+        """
         began = perf_counter_ns()
         self._lead.enqueue(self._lead_ns)
         self._gpu.record(self._behind)
-        return began
-
-    def _end(self, began: int) -> None:
-        """Wait for the batch; make the next lead longer if this lead was too short."""
+        yield
         took_ns = perf_counter_ns() - began
         if self._gpu.is_over(self._behind):
             self._lead_ns = min(_MOST_LEAD_NS, 2 * max(self._lead_ns, took_ns))

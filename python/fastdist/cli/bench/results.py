@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fastdist.cli.bench.cases import DTYPE_BYTES, Case
@@ -109,23 +109,25 @@ class Report:
     @property
     def call_warnings(self) -> list[str]:
         """Warnings if the machine was busy during the run, or timed calls were few."""
+        wide = [row for row in self.rows if row.ours.p99_us > _WIDE_SPREAD * row.ours.p50_us]
+        few = [row for row in self.rows if row.ours.iterations < _FEW_CALLS]
         warnings = []
-        if wide := self._titles(lambda ours: ours.p99_us > _WIDE_SPREAD * ours.p50_us):
+        if wide:
             warnings.append(
-                f"busy machine: p99 is more than {_WIDE_SPREAD:g} times p50 at {wide}; other "
-                "programs took the cores during calls"
+                f"busy machine: p99 is more than {_WIDE_SPREAD:g} times p50 at "
+                f"{self._titles(wide)}; other programs took the cores during calls"
             )
-        if few := self._titles(lambda ours: ours.iterations < _FEW_CALLS):
+        if few:
             warnings.append(
-                f"too few calls: fewer than {_FEW_CALLS} at {few}; --time-s or --iters gives more"
+                f"too few calls: fewer than {_FEW_CALLS} at {self._titles(few)}; --time-s or "
+                "--iters gives more"
             )
         return warnings
 
-    def _titles(self, is_named: Callable[[Measurement], bool]) -> str:
-        named = [row.case.title for row in self.rows if is_named(row.ours)]
-        if len(named) == len(self.rows) > 1:
+    def _titles(self, rows: Sequence[Row]) -> str:
+        if len(rows) == len(self.rows) > 1:
             return "all of them"
-        return ", ".join(dict.fromkeys(named))
+        return ", ".join(dict.fromkeys(row.case.title for row in rows))
 
     @property
     def wrong(self) -> int:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import shutil
 import signal
-import socket
 import statistics
 import tempfile
 import time
@@ -22,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
+from fastdist.cli.bench.channel import Message
 from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
 from fastdist.cli.bench.gpu import Placement
@@ -41,7 +39,6 @@ from fastdist.cli.bench.results import (
 ROUNDS = 5
 
 _START_TIMEOUT_S = 120.0
-_POLL_S = 0.2
 _COPIES = 4  # per round; the first is not counted
 _LEAST_COPY_BYTES = 64 << 20
 _GPU_COPY_BYTES = 512 << 20  # several times the cache of any GPU
@@ -147,8 +144,10 @@ class Session:
         self._placement = placement
         self._ranks = ranks
         self._folder = Path(tempfile.mkdtemp(prefix="fastdist-bench-"))
-        self._socket_path = self._folder / "socket"
-        self._engines = [EngineRanks(engine, ranks, self._socket_path) for engine in engines]
+        self._engines = [
+            EngineRanks(engine, ranks, self._folder / f"socket{number}")
+            for number, engine in enumerate(engines)
+        ]
         self._copies_ns: list[int] = []
         if placement is None:
             self._copy_bytes = max(_LEAST_COPY_BYTES, 4 * largest_cache_bytes() // ranks)
@@ -169,18 +168,14 @@ class Session:
         self._end(kill=kind is not None)
 
     def _start(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(self._socket_path))
-            listener.listen(self._ranks * len(self._engines))
-            for engine in list(self._engines):
-                with self._may_fail(engine):
-                    engine.launch()
-            self._accept(listener)
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        for engine in list(self._engines):
+            with self._may_fail(engine):
+                engine.launch()
         cores = sorted(os.sched_getaffinity(0))
         for engine in list(self._engines):
             with self._may_fail(engine):
-                ready = engine.replies(_START_TIMEOUT_S)
-                engine.version = str(ready[0]["ready"])
+                engine.connect(_START_TIMEOUT_S, deadline)
                 if self._effort.bind and self._ranks <= len(cores):
                     engine.command({"command": "bind", "cores": cores}, self._effort.timeout_s)
 
@@ -195,34 +190,6 @@ class Session:
             engine.kill()
             self._engines.remove(engine)
             self.failures.append(error)
-
-    def _accept(self, listener: socket.socket) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            while missing := [engine for engine in self._engines if not engine.connected]:
-                # Connections first: a rank that has ended may have sent its error.
-                if selector.select(_POLL_S):
-                    connection, _ = listener.accept()
-                    self._adopt(connection)
-                    continue
-                for engine in missing:
-                    with self._may_fail(engine):
-                        engine.check_start(_START_TIMEOUT_S, time.monotonic() > deadline)
-
-    def _adopt(self, connection: socket.socket) -> None:
-        """Give the connection of a rank to its engine."""
-        channel = Channel(connection)
-        try:
-            hello = channel.receive()
-        except ChannelClosedError:
-            return  # its launcher reports the error
-        for engine in list(self._engines):
-            if engine.engine.name == hello["engine"]:
-                with self._may_fail(engine):
-                    engine.adopt(int(hello["rank"]), connection, channel)
-                return
-        channel.close()  # the engine has failed since
 
     def _end(self, kill: bool) -> None:
         try:

@@ -111,12 +111,7 @@ def _pieces(
 
 
 def count_wrong(
-    library: ArrayLibrary,
-    array: Array,
-    collective: str,
-    rank: int,
-    inputs: Inputs,
-    phase: int = 0,
+    library: ArrayLibrary, array: Array, collective: str, rank: int, inputs: Inputs, phase: int = 0
 ) -> int:
     """Count the wrong elements of a rank's result."""
     flat = library.flat(array)

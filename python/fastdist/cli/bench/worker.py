@@ -1,6 +1,6 @@
 """The program of each rank of each engine; it executes the commands of the bench.
 
-    python -m fastdist.cli.bench.worker --engine NAME --driver KIND --socket PATH
+    python -m fastdist.cli.bench.worker --driver KIND --socket PATH
 
 Exits with 1 after an error, which it sends to the bench, or if the bench has ended.
 """
@@ -97,18 +97,9 @@ class Worker:
         return copies_ns
 
 
-def _serve(channel: Channel, driver: Driver) -> None:
-    worker = Worker(driver)
-    channel.send({"ready": driver.version, "rank": driver.rank})
-    while (message := channel.receive())["command"] != "quit":
-        channel.send(getattr(worker, message["command"])(message))
-    driver.close()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank until the command `quit`; return an exit code."""
     parser = argparse.ArgumentParser(prog="python -m fastdist.cli.bench.worker")
-    parser.add_argument("--engine", required=True)
     parser.add_argument("--driver", required=True)
     parser.add_argument("--socket", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -117,9 +108,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     channel = Channel(connection)
     try:
         launch = detect_launch()
-        rank = 0 if launch is None else launch.rank
-        channel.send({"engine": options.engine, "rank": rank})
-        _serve(channel, open_driver(options.driver, options.socket.parent))
+        channel.send({"rank": 0 if launch is None else launch.rank})
+        driver = open_driver(options.driver, options.socket.parent)
+        worker = Worker(driver)
+        channel.send({"ready": driver.version})
+        while (message := channel.receive())["command"] != "quit":
+            channel.send(getattr(worker, message["command"])(message))
+        driver.close()
     except ChannelClosedError:
         os._exit(1)  # leaving the engine could wait for ranks that have ended
     except BaseException:

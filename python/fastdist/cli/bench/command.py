@@ -60,12 +60,9 @@ def run_command(options: argparse.Namespace) -> int:
 def run_planned(make: Callable[[], _T], run: Callable[[_T], bool]) -> int:
     """Make a plan of the options and run it. SIGTERM is handled like Ctrl-C.
 
-    Args:
-        make: Function that raises ValueError or ImportError for bad options or missing libraries.
-        run: Function that returns False if an engine failed or fastdist's results were wrong.
-
     Returns:
-        0; 1 if `run` returned False or failed; 2 if `make` failed; 130 if interrupted.
+        0; 1 if `run` returned False or failed; 2 if `make` raised ValueError or ImportError; 130 if
+        interrupted.
     """
     try:
         plan = make()

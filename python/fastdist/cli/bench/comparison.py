@@ -117,17 +117,15 @@ class Change:
         return Interval(*(100 * (x - 1) for x in (factor.estimate, factor.low, factor.high)))
 
     def __str__(self) -> str:
-        change = self.percent
+        percent = self.percent
+        estimate, low, high = (f"{x:.0f}" for x in (percent.estimate, percent.low, percent.high))
+        less, least, most = (f"{-x:.0f}" for x in (percent.estimate, percent.high, percent.low))
         if self.is_slower:
-            found = f"{change.estimate:.0f} % slower, 95 %: {change.low:.0f} to {change.high:.0f}"
+            found = f"{estimate} % slower, 95 %: {low} to {high}"
         elif self.is_faster:
-            found = (
-                f"{-change.estimate:.0f} % faster, 95 %: {-change.high:.0f} to {-change.low:.0f}"
-            )
+            found = f"{less} % faster, 95 %: {least} to {most}"
         else:
-            found = (
-                f"no change found, 95 %: {-change.low:.0f} % faster to {change.high:.0f} % slower"
-            )
+            found = f"no change found, 95 %: {most} % faster to {high} % slower"
         return f"{self.case.title}: {found}{' (unstable)' if self.unstable else ''}"
 
 

@@ -33,16 +33,12 @@ LIST_VARIANTS = {kind: variants for kind, (_, variants) in _DRIVERS.items()}
 
 
 class Driver(ABC):
-    """One rank's side of an engine.
-
-    Attributes:
-        gpu: The GPU on which the calls run, in the order of its stream; None for the CPU.
-    """
+    """One rank's side of an engine."""
 
     rank: int
     world_size: int
     version: str
-    gpu: Gpu | None = None
+    gpu: Gpu | None = None  # on which the calls run, in the order of its stream; None for the CPU
 
     @abstractmethod
     def arrays(self, kind: str) -> ArrayLibrary:
@@ -99,8 +95,7 @@ class Driver(ABC):
 def open_driver(kind: str, folder: Path) -> Driver:
     """Start a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call.
 
-    Args:
-        folder: Folder of this run, the same for all ranks, for engines with a rendezvous in a file.
+    Ranks may meet in files of the run's `folder`.
     """
     driver: Driver = pkgutil.resolve_name(f"fastdist.cli.bench.{_DRIVERS[kind][0]}")(folder)
     return driver

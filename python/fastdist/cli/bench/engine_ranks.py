@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
-import selectors
 import signal
 import socket
 import subprocess
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,7 +85,7 @@ class EngineRanks:
         """
         while len(self._channels) < self._ranks:
             # Connections first: a rank that has ended may have sent its error.
-            if select.select([self._listener], [], [], _POLL_S)[0]:
+            if wait([self._listener], _POLL_S):
                 self._accept()
                 continue
             for index, process in enumerate(self._launched.processes):
@@ -117,7 +116,7 @@ class EngineRanks:
         """Raise EngineError if a rank has sent an error."""
         for rank, channel in self._channels.items():
             with contextlib.suppress(ChannelClosedError):
-                while select.select([channel], [], [], 0)[0]:
+                while wait([channel.fileno()], 0):
                     channel.read()
             self._take(rank, {})
 
@@ -138,21 +137,20 @@ class EngineRanks:
         """
         received: dict[int, Message] = {}
         deadline = time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
+        sockets = [channel.fileno() for channel in self._channels.values()]
+        for rank in self._channels:
+            self._take(rank, received)
+        while missing := set(self._channels) - set(received):
+            ready = wait(sockets, deadline - time.monotonic())
+            if not ready:
+                self._fail_rank(min(missing), f"has not answered within {timeout_s:.0f} s")
             for rank, channel in self._channels.items():
-                selector.register(channel, selectors.EVENT_READ, rank)
-                self._take(rank, received)
-            while len(received) < self._ranks:
-                left_s = deadline - time.monotonic()
-                if left_s <= 0:
-                    missing = min(set(self._channels) - set(received))
-                    self._fail_rank(missing, f"has not answered within {timeout_s:.0f} s")
-                for key, _ in selector.select(left_s):
+                if channel.fileno() in ready:
                     try:
-                        self._channels[key.data].read()
+                        channel.read()
                     except ChannelClosedError:
-                        self._fail_rank(key.data, "has ended")
-                    self._take(key.data, received)
+                        self._fail_rank(rank, "has ended")
+                    self._take(rank, received)
         return [received[rank] for rank in range(self._ranks)]
 
     def _take(self, rank: int, received: dict[int, Message]) -> None:

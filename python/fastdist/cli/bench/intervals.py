@@ -19,12 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LEAST_SAMPLES = 6
-"""Number of samples from which on the interval of a median is finite."""
+Values = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-UNSTABLE_WIDTH = 0.2
-"""Width of an interval, as a fraction of its estimate, above which a figure is unstable."""
-
+LEAST_SAMPLES = 6  # from which on the interval of a median is finite
+UNSTABLE_WIDTH = 0.2  # of an interval, as a fraction of its estimate
 _TAIL = 0.025
 
 
@@ -56,14 +54,10 @@ def ratio_interval(old: Sequence[float], new: Sequence[float]) -> Interval:
     return _between(ratios, (ways / ways.sum()).tolist())
 
 
-def _between(
-    ordered: np.ndarray[tuple[int], np.dtype[np.float64]], chances: list[float]
-) -> Interval:
-    """Return the narrowest interval between two of the ordered values.
+def _between(ordered: Values, chances: list[float]) -> Interval:
+    """Return the narrowest interval between two of the values in ascending order.
 
-    Args:
-        ordered: The values in ascending order.
-        chances: Chance, by k, that exactly k values are below the true value.
+    `chances` has the chance, by k, that exactly k values are below the true value.
     """
     estimate = float(np.median(ordered))
     cut, chance = 0, chances[0]
@@ -75,7 +69,7 @@ def _between(
     return Interval(estimate, float(ordered[cut - 1]), float(ordered[-cut]))
 
 
-def _rank_sums(old: int, new: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def _rank_sums(old: int, new: int) -> Values:
     """Count, for each U, the orders of `old` and `new` samples in which U pairs are new > old."""
     # ways[n, s]: how n of the ranks so far have the sum s
     ways = np.zeros((new + 1, (old + new) * (old + new + 1) // 2 + 1))
@@ -84,5 +78,5 @@ def _rank_sums(old: int, new: int) -> np.ndarray[tuple[int], np.dtype[np.float64
         without = ways.copy()
         ways[1:, rank:] += without[:-1, :-rank]
     least = new * (new + 1) // 2
-    counts: np.ndarray[tuple[int], np.dtype[np.float64]] = ways[new, least : least + old * new + 1]
+    counts: Values = ways[new, least : least + old * new + 1]
     return counts

@@ -49,33 +49,24 @@ class BoundCase(ABC):
         self._case = case
         self._library = driver.arrays(case.array)
         self._barrier = driver.barrier_call()
-        self._passes: list[Array]
         self._gets: list[Array] = []
         if case.model:
-            self._passes = self._make_list(variant)
+            shapes: Sequence[tuple[int, ...]] = gradient_shapes(case.model)
+            if variant == "one array":
+                shapes = [(case.count,)]
+            self._passes = [self._library.make(shape, case.dtype) for shape in shapes]
             self._call = driver.bind_list(case, variant, self._passes)
         else:
-            self._passes, self._gets = self._make_buffers()
+            elements = buffer_elements(case.collective, case.count, driver.rank, driver.world_size)
+            self._passes, self._gets = (
+                [self._library.make((count,), case.dtype)] if count else [] for count in elements
+            )
             passes, gets = next(iter(self._passes), None), next(iter(self._gets), None)
             self._call = driver.bind(case, passes, gets)
         self._fillers = [self._library.filler(array) for array in self._passes]
         self._last_iteration = 0
         self._replay: Call | None = None
         self.no_graph = ""
-
-    def _make_list(self, variant: str) -> list[Array]:
-        shapes: Sequence[tuple[int, ...]] = gradient_shapes(self._case.model)
-        if variant == "one array":
-            shapes = [(sum(map(math.prod, shapes)),)]
-        return [self._library.make(shape, self._case.dtype) for shape in shapes]
-
-    def _make_buffers(self) -> tuple[list[Array], list[Array]]:
-        case, driver = self._case, self._driver
-        elements = buffer_elements(case.collective, case.count, driver.rank, driver.world_size)
-        passes, gets = (
-            [self._library.make((count,), case.dtype)] if count else [] for count in elements
-        )
-        return passes, gets
 
     @abstractmethod
     def time(self, iterations: int, graph: bool = False) -> Times:

@@ -7,7 +7,7 @@ originals.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 Shape = tuple[int, ...]
 
@@ -63,11 +63,7 @@ def _bert() -> Iterator[Shape]:
     yield from dense(width, width)
 
 
-_MODELS: dict[str, Callable[[], Iterator[Shape]]] = {
-    "resnet50": _resnet50,
-    "gpt2": _gpt2,
-    "bert": _bert,
-}
+_MODELS = {"resnet50": _resnet50, "gpt2": _gpt2, "bert": _bert}
 MODEL_NAMES = tuple(_MODELS)
 
 

@@ -41,19 +41,15 @@ class Measurement:
 class Row:
     """All engines' figures for one case.
 
-    Attributes:
-        floor_us: Minimum time of the memory traffic, or of the traffic on the links between GPUs;
-            0 for a barrier, and if the speed is unknown.
-        others: Figures of peers, and of fastdist's other ways to reduce a list.
-        fits_caches: True if the caches hold the buffers of all ranks; the floor, which follows from
-            the speed of the memory, does not apply then.
+    The floor is the minimum time of the memory traffic, or of the traffic on the links between
+    GPUs; 0 for a barrier, and if the speed is unknown.
     """
 
     case: Case
     floor_us: float
     ours: Measurement
-    others: tuple[Measurement, ...]
-    fits_caches: bool = False
+    others: tuple[Measurement, ...]  # peers, and fastdist's other ways to reduce a list
+    fits_caches: bool = False  # all ranks' buffers; the memory's speed is then no floor
 
     @property
     def all(self) -> tuple[Measurement, ...]:
@@ -178,32 +174,29 @@ def combined(rows: Sequence[Row], world_size: int) -> Row:
 
     Engines that the last row lacks are left out.
     """
-    last = rows[-1]
+    case = rows[-1].case
 
     def combine(name: str) -> Measurement:
-        passes = [figures for row in rows for figures in row.all if figures.engine == name]
-        if unsupported := next((figures for figures in passes if figures.unsupported), None):
+        passes = [way for row in rows for way in row.all if way.engine == name]
+        if unsupported := next((way for way in passes if way.unsupported), None):
             return unsupported
-        samples_us = tuple(figures.p50_us for figures in passes)
+        samples_us = tuple(way.p50_us for way in passes)
         p50_us = statistics.median(samples_us)
-        checked = [figures.wrong for figures in passes if figures.wrong is not None]
+        checked = [way.wrong for way in passes if way.wrong is not None]
         return Measurement(
             engine=name,
             p50_us=p50_us,
-            p99_us=statistics.median(figures.p99_us for figures in passes),
-            algbw=last.case.bytes / p50_us / 1e3,
-            busbw=busbw(last.case, world_size, 1e3 * p50_us),
-            iterations=sum(figures.iterations for figures in passes),
+            p99_us=statistics.median(way.p99_us for way in passes),
+            algbw=case.bytes / p50_us / 1e3,
+            busbw=busbw(case, world_size, 1e3 * p50_us),
+            iterations=sum(way.iterations for way in passes),
             wrong=sum(checked) if checked else None,
             samples_us=samples_us,
         )
 
-    return replace(
-        last,
-        floor_us=statistics.median(row.floor_us for row in rows),
-        ours=combine(last.ours.engine),
-        others=tuple(combine(other.engine) for other in last.others),
-    )
+    ours, *others = (combine(way.engine) for way in rows[-1].all)
+    floor_us = statistics.median(row.floor_us for row in rows)
+    return replace(rows[-1], floor_us=floor_us, ours=ours, others=tuple(others))
 
 
 def busbw(case: Case, world_size: int, time_ns: float) -> float:

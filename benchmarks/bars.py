@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastdist.cli.bench.cases import Case, array_cases, format_size, list_case, parse_size
+from fastdist.cli.bench.cases import Case, array_cases, list_case
 from fastdist.cli.bench.machine import machine_facts
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
@@ -32,6 +32,7 @@ from fastdist.cli.bench.peers import (
 from fastdist.cli.bench.report import row_lines, row_object
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
+from fastdist.cli.sizes import format_size, parse_size
 from fastdist.errors import FastdistError
 
 _FOLDER = Path(__file__).parent

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 from bars import Bar
-from fastdist.cli.bench.cases import format_size, parse_size
 from fastdist.cli.bench.machine import machine_facts
+from fastdist.cli.sizes import format_size, parse_size
 
 _TIMED_S = 3.0
 _LEAST_CALLS, _MOST_CALLS = 5, 200

@@ -24,7 +24,7 @@ sys.path.insert(0, str(_FOLDER.parent))
 
 from bars import Bar, printed, with_failure, write_results  # noqa: E402
 from fastdist import _core  # noqa: E402
-from fastdist.cli.bench.cases import Case, array_cases, list_case, parse_sizes  # noqa: E402
+from fastdist.cli.bench.cases import Case, array_cases, list_case  # noqa: E402
 from fastdist.cli.bench.collectives import COLLECTIVES  # noqa: E402
 from fastdist.cli.bench.gpu import Placement, place_ranks  # noqa: E402
 from fastdist.cli.bench.machine import gpu_facts, machine_facts  # noqa: E402
@@ -32,6 +32,7 @@ from fastdist.cli.bench.peers import Engine, fastdist_engine, find_package  # no
 from fastdist.cli.bench.report import list_lines, row_lines, row_object  # noqa: E402
 from fastdist.cli.bench.results import Row  # noqa: E402
 from fastdist.cli.bench.session import Effort, Session  # noqa: E402
+from fastdist.cli.sizes import parse_sizes  # noqa: E402
 
 _RANKS = 2
 _SIZES = "8:256M"

@@ -18,15 +18,7 @@ import numpy as np
 import pytest
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.arrays import ArrayLibrary, numpy_arrays
-from fastdist.cli.bench.cases import (
-    Case,
-    array_case,
-    array_cases,
-    format_size,
-    list_case,
-    parse_size,
-    parse_sizes,
-)
+from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
 from fastdist.cli.bench.channel import Channel, ChannelClosedError
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.driver import Call
@@ -49,6 +41,7 @@ from fastdist.cli.bench.results import (
     slowest_rank,
 )
 from fastdist.cli.bench.verify import count_wrong, patterned_inputs, write_input
+from fastdist.cli.sizes import format_size, parse_size, parse_sizes
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,14 +1,14 @@
-"""Message sizes, dtypes, and the cases of a command line."""
+"""The cases of a command line, and their dtypes, reduce ops and arrays."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.sizes import format_size
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -24,52 +24,6 @@ DTYPE_BYTES = {
 REDUCE_OPS = ("sum", "mean", "prod", "min", "max")
 # The kinds of arrays of each device; the first is the default.
 DEVICE_ARRAYS = {"cpu": ("numpy", "torch", "empty"), "cuda": ("torch", "empty")}
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-_FACTOR = 4  # from a size of a range to the next
-_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Parse a size in bytes: `8`, `64K`, `1M`, `2GiB` (powers of 1024).
-
-    Raises:
-        ValueError: The text is not a positive size.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    size = int(match[1]) * _UNITS[match[2].upper()] if match else 0
-    if size < 1:
-        raise ValueError(f"expected a size in bytes like 8, 64K or 1M, got {text!r}")
-    return size
-
-
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Parse a range `8:256M` or a list `8,1K,64K` of sizes.
-
-    In a range each size is 4 times the previous size; the end is always included.
-
-    Raises:
-        ValueError: A size is malformed, or the range is descending.
-    """
-    if ":" not in text:
-        return tuple(parse_size(part) for part in text.split(","))
-    first, _, last = text.partition(":")
-    size, end = parse_size(first), parse_size(last)
-    if end < size:
-        raise ValueError(f"expected a range from small to large, got {text!r}")
-    sizes = []
-    while size < end:
-        sizes.append(size)
-        size *= _FACTOR
-    return (*sizes, end)
-
-
-def format_size(size_bytes: int) -> str:
-    """Return the shortest text that `parse_size` parses as this size."""
-    for unit in ("G", "M", "K"):
-        if size_bytes and size_bytes % _UNITS[unit] == 0:
-            return f"{size_bytes // _UNITS[unit]}{unit}"
-    return str(size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

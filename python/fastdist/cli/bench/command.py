@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import fastdist._core as _core
 from fastdist.cli.bench import report as text
-from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case, parse_sizes
+from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.gpu import Placement, place_ranks
 from fastdist.cli.bench.machine import busy_cores, gpu_facts, machine_facts, usable_cores
@@ -24,6 +24,7 @@ from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
 from fastdist.cli.plot_file import check_plot
+from fastdist.cli.sizes import parse_sizes
 from fastdist.processes.terminal import fitted, note, show, width_of
 
 _T = TypeVar("_T")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist._version import __version__
-from fastdist.cli.bench.cases import Case, array_cases, format_size, list_case, parse_sizes
+from fastdist.cli.bench.cases import Case, array_cases, list_case
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.command import Plan, run_planned
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
@@ -40,6 +40,7 @@ from fastdist.cli.bench.results import Report, Row, combined
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.bench.summary import peer_sentences, unstable_titles
 from fastdist.cli.plot_file import check_plot
+from fastdist.cli.sizes import format_size, parse_sizes
 from fastdist.processes.terminal import fitted, show
 
 PASSES = LEAST_SAMPLES

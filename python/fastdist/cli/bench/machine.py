@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.cli.bench.cases import format_size, parse_size
+from fastdist.cli.sizes import format_size, parse_size
 from fastdist.processes.proc import processor
 
 _CPUS = Path("/sys/devices/system/cpu")

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastdist.cli.bench.cases import format_size
 from fastdist.cli.bench.peers import peer_of, tuned_settings
 from fastdist.cli.bench.results import Measurement, Report, Row, busbw, floor_us
 from fastdist.cli.bench.summary import format_time
 from fastdist.cli.plot_file import check_plot
+from fastdist.cli.sizes import format_size
 
 _COLORS = {
     "fastdist": "#d1495b",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import fastdist._core as _core
 from fastdist.cli.bench import report as text
@@ -26,8 +26,6 @@ from fastdist.cli.bench.session import ROUNDS, Effort, Session
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import parse_sizes
 from fastdist.processes.terminal import fitted, note, show, width_of
-
-_T = TypeVar("_T")
 
 _FAILED = 1
 _USAGE = 2
@@ -58,7 +56,7 @@ def run_command(options: argparse.Namespace) -> int:
     return run_planned(lambda: make_plan(options), run)
 
 
-def run_planned(make: Callable[[], _T], run: Callable[[_T], bool]) -> int:
+def run_planned(make: Callable[[], Any], run: Callable[[Any], bool]) -> int:
     """Make a plan of the options and run it. SIGTERM is handled like Ctrl-C.
 
     Returns:

@@ -27,23 +27,17 @@ class RunFileError(UsageError):
 
 
 class RecordedRun:
-    """The JSON of a report.
-
-    Attributes:
-        when: Date and time, in ISO 8601.
-        cases: fastdist's samples of each case.
-        peers: Samples of each other engine of each case.
-    """
+    """The JSON of a report."""
 
     def __init__(self, name: str, recorded: Mapping[str, Any]) -> None:
         self.name = name
-        self.when = str(recorded["when"])
+        self.when = str(recorded["when"])  # in ISO 8601
         self.version = f"fastdist {recorded['fastdist']}"
         self.machine: dict[str, str] = {key: recorded["machine"][key] for key in _MACHINE}
         self.engines: dict[str, str] = dict(recorded["engines"])
         self.ranks = int(recorded["ranks"])
-        self.cases: dict[Case, list[float]] = {}
-        self.peers: dict[Case, dict[str, list[float]]] = {}
+        self.cases: dict[Case, list[float]] = {}  # fastdist's samples
+        self.peers: dict[Case, dict[str, list[float]]] = {}  # those of each other engine
         for row in recorded["rows"]:
             case = Case(**{name: row[name] for name in Case.__slots__})
             self.cases[case] = _samples(row)

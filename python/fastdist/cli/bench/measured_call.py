@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from time import perf_counter_ns
 
+from fastdist.cli.bench import verify
 from fastdist.cli.bench.arrays import Array
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import COLLECTIVES, ROOT, buffer_elements
 from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.models import gradient_shapes
-from fastdist.cli.bench.verify import (
-    Inputs,
-    count_wrong,
-    fill_value,
-    filled_inputs,
-    patterned_inputs,
-    write_input,
-)
 
 _SPREAD_NS = 10_000_000
 
@@ -76,7 +69,7 @@ class BoundCase(ABC):
         """Return the value that this rank writes before each of the calls to be timed."""
         self._last_iteration = iterations - 1
         rank, world_size = self._driver.rank, self._driver.world_size
-        return [fill_value(rank, i, world_size, self._case.redop) for i in range(iterations)]
+        return [verify.fill_value(rank, i, world_size, self._case.redop) for i in range(iterations)]
 
     def _fill(self, value: float) -> None:
         """Set every element of the passed arrays."""
@@ -92,14 +85,14 @@ class BoundCase(ABC):
         if case.collective == "barrier":
             return 0
         wrong = self._differing(
-            filled_inputs(world_size, self._last_iteration, case.dtype, case.redop)
+            verify.filled_inputs(world_size, self._last_iteration, case.dtype, case.redop)
         )
-        inputs = patterned_inputs(world_size, case.dtype, case.redop)
+        inputs = verify.patterned_inputs(world_size, case.dtype, case.redop)
         for call in (self._call, self._replay if graph else None):
             if call is None:
                 continue
             for array, phase in _with_phases(self._passes):
-                write_input(self._library, array, inputs, rank, phase)
+                verify.write_input(self._library, array, inputs, rank, phase)
             for array in self._gets:
                 # No right result has 101, so that elements that are not written count as wrong.
                 self._library.filler(array)(101)
@@ -108,13 +101,13 @@ class BoundCase(ABC):
             wrong += self._differing(inputs)
         return wrong
 
-    def _differing(self, inputs: Inputs) -> int:
+    def _differing(self, inputs: verify.Inputs) -> int:
         collective, rank = self._case.collective, self._driver.rank
         if collective == "reduce" and rank != ROOT:
             return 0  # only the root has a result
         results = self._passes if COLLECTIVES[collective].in_place else self._gets
         return sum(
-            count_wrong(self._library, array, collective, rank, inputs, phase)
+            verify.count_wrong(self._library, array, collective, rank, inputs, phase)
             for array, phase in _with_phases(results)
         )
 
@@ -130,11 +123,18 @@ class MeasuredCall(BoundCase):
 
     def time(self, iterations: int, graph: bool = False) -> Times:
         _spread_ranks()
+        fill, barrier, call = self._fill, self._barrier, self._call
         values = self._fill_values(iterations)
-        self._barrier()
-        began = perf_counter_ns()
-        times_ns = _timed_loop(self._fill, self._barrier, self._call, values)
-        return Times(times_ns, perf_counter_ns() - began)
+        times_ns = []
+        barrier()
+        loop_began = perf_counter_ns()
+        for value in values:
+            fill(value)  # leaves the data in this rank's cache, as a computation does
+            barrier()
+            began = perf_counter_ns()
+            call()
+            times_ns.append(perf_counter_ns() - began)
+        return Times(times_ns, perf_counter_ns() - loop_began)
 
 
 def _spread_ranks() -> None:
@@ -146,16 +146,3 @@ def _spread_ranks() -> None:
     end = perf_counter_ns() + _SPREAD_NS
     while perf_counter_ns() < end:
         pass
-
-
-def _timed_loop(
-    fill: Callable[[float], object], barrier: Call, call: Call, values: Sequence[int]
-) -> list[int]:
-    times_ns = []
-    for value in values:
-        fill(value)  # leaves the data in this rank's cache, as a computation does
-        barrier()
-        began = perf_counter_ns()
-        call()
-        times_ns.append(perf_counter_ns() - began)
-    return times_ns

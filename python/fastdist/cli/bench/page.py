@@ -32,6 +32,7 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
         recorded: The same as JSON; the page holds it.
         change: The comparison with the last run, if there is one.
     """
+    when = recorded["when"][:16].replace("T", " ")
     commands = [row["command"] for row in recorded["rows"]]
     arrays = [pair for pair in zip(report.rows, commands, strict=True) if not pair[0].case.model]
     lists = [pair for pair in zip(report.rows, commands, strict=True) if pair[0].case.model]
@@ -40,7 +41,7 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
     template = importlib.resources.files(__package__).joinpath("page.html")
     return Template(template.read_text(encoding="utf-8")).substitute(
         title=f"fastdist {escape(recorded['fastdist'])} next to its peers",
-        machine=escape(_machine(report, recorded)),
+        machine=escape(f"{when} UTC, {report.ranks} ranks; {report.machine_text}"),
         cautions=_items(_cautions(report), "caution"),
         sentences=_items(peer_sentences(report)),
         change=_change(change),
@@ -62,21 +63,12 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
     )
 
 
-def _machine(report: Report, recorded: dict[str, Any]) -> str:
-    machine = report.machine
-    return (
-        f"{recorded['when'][:16].replace('T', ' ')} UTC, {report.ranks} ranks; "
-        f"{machine['processor']}, {machine['cores']} cores, {machine['cache']} cache, "
-        f"{machine['memory']}; Linux {machine['kernel']}, Python {machine['python']}"
-    )
-
-
 def _cautions(report: Report) -> list[str]:
     cautions = [f"{name} failed and is left out: {why}" for name, why in report.failed.items()]
     cautions += [
         f"{row.case.title}: {measured.engine} got wrong results"
         for row in report.rows
-        for measured in row.all
+        for measured in row.measurements
         if measured.wrong
     ]
     if unstable := unstable_titles(report):
@@ -100,7 +92,7 @@ def _change(change: Comparison | None) -> str:
 
 
 def _list(report: Report, row: Row, command: str) -> str:
-    body = [[escape(way.engine), *_times(way), _ratio(row, way)] for way in row.all]
+    body = [[escape(way.engine), *_times(way), _ratio(row, way)] for way in row.measurements]
     return (
         f"<h2>{escape(row.case.title)}</h2>\n<div class='charts'>"
         f"{bars_svg(replace(report, rows=[row]))}<div class='wide'>"

@@ -67,7 +67,9 @@ def curves_svg(report: Report) -> str:
 def bars_svg(report: Report) -> str:
     """Draw a single case as an SVG element for a page; see `_svg`."""
     row = report.rows[0]
-    return _svg(lambda axes: _draw_bars(report, axes), 1.0 + 0.25 * len(row.all), row.case.title)
+    return _svg(
+        lambda axes: _draw_bars(report, axes), 1.0 + 0.25 * len(row.measurements), row.case.title
+    )
 
 
 def legend_svgs(report: Report) -> Iterator[tuple[str, str]]:
@@ -126,7 +128,7 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     """Draw one line per engine and the floor, over the size."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ours, *others = zip(*(row.all for row in report.rows), strict=True)
+    ours, *others = zip(*(row.measurements for row in report.rows), strict=True)
     for column in (*others, ours):
         _draw_engine(report, axes, column, figure)
     low, high = axes.get_ylim()
@@ -195,7 +197,7 @@ def _style(axes: Any, title: str) -> None:
 def _draw_bars(report: Report, axes: Any) -> None:
     """Draw the times of a single case, such as a list's or a barrier's."""
     row = report.rows[0]
-    times_us = {way.engine: way.p50_us for way in reversed(row.all) if not way.unsupported}
+    times_us = {way.engine: way.p50_us for way in reversed(row.measurements) if not way.unsupported}
     colors = [_COLORS[peer_of(name)] for name in times_us]
     bars = axes.barh(list(times_us), list(times_us.values()), color=colors, height=0.65)
     axes.bar_label(bars, fmt=format_time, padding=4, color=_TEXT_COLOR)

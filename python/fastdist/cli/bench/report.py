@@ -19,6 +19,7 @@ _SPEED_UNITS = {"algbw": "GB/s", "busbw": "GB/s"}
 # Columns that a narrow terminal does not show, in the order in which they are left out.
 _SPARE = ("count", "redop", "type")
 _LIST_SPARE = ("algbw", "busbw", "floor", "wrong")
+_PEER_UNITS = ("us", "ratio", "host")  # the host's time is shown on GPUs
 _PEER_WIDTH = 10
 _RATIO_WIDTH = 7
 _WAY_WIDTH = 26
@@ -27,15 +28,13 @@ _LIST_RATIO_WIDTH = 9
 
 def heading(report: Report, title: str) -> list[str]:
     """Return the lines above the table: machine, engines, warnings."""
-    machine = report.machine
     lines = [
         f"# fastdist bench {title}, {report.ranks} ranks",
-        f"# {machine['processor']}, {machine['cores']} cores, {machine['cache']} cache, "
-        f"{machine['memory']}; Linux {machine['kernel']}, Python {machine['python']}",
+        f"# {report.machine_text}",
         f"# {', '.join(report.engines.values())}",
     ]
     if report.placement is not None:
-        lines.insert(2, f"# {report.placement}; CUDA {machine['cuda driver']}")
+        lines.insert(2, f"# {report.placement}; CUDA {report.machine['cuda driver']}")
     lines += [f"# {name} is not installed: {install}" for name, install in report.missing.items()]
     lines += [f"# {name} failed to start: {reason}" for name, reason in report.failed.items()]
     lines += [f"# warning: {warning}" for warning in report.busy_warnings]
@@ -50,11 +49,9 @@ def column_lines(
     Peers are on the right, or below each row if the terminal's `width` is too small.
     """
     shown, is_beside = _layout(others, on_gpu, width)
-    names, units = (
-        _aligned(shown, {name: name for name in shown}),
-        _aligned(shown, _UNITS | _SPEED_UNITS),
-    )
-    cells = ("us", "ratio", *(["host"] if on_gpu else []))
+    names = _aligned(shown, {name: name for name in shown})
+    units = _aligned(shown, _UNITS | _SPEED_UNITS)
+    cells = _PEER_UNITS[: 3 if on_gpu else 2]
     if not is_beside:
         return [names, units, _below(shown, "peer", cells)]
     for other in others:
@@ -73,7 +70,7 @@ def row_lines(row: Row, width: int | None = None) -> list[str]:
     lines = [_aligned(shown, cells)]
     for other in row.others:
         time = "n/a" if other.unsupported else _time(other.p50_us)
-        peer = (time, _times_as_fast(row, other), *([_time(other.host_us)] if on_gpu else []))
+        peer = (time, _times_as_fast(row, other), _time(other.host_us))[: 3 if on_gpu else 2]
         if is_beside:
             lines[0] += _beside(other.engine, peer)
         else:
@@ -88,7 +85,7 @@ def list_lines(row: Row, width: int | None = None) -> list[str]:
     shown = _shown(columns, _LIST_SPARE, room)
     names = _aligned(shown, {name: f"{name} {_UNITS.get(name, '')}".strip() for name in shown})
     lines = ["# engine and way".ljust(_WAY_WIDTH) + names + "ratio".rjust(_LIST_RATIO_WIDTH)]
-    for way in row.all:
+    for way in row.measurements:
         cells = "n/a".rjust(11) if way.unsupported else _aligned(shown, _cells(row, way))
         ratio = "" if way is row.ours else _times_as_fast(row, way)
         line = way.engine.ljust(_WAY_WIDTH) + cells + ratio.rjust(_LIST_RATIO_WIDTH)
@@ -99,7 +96,7 @@ def list_lines(row: Row, width: int | None = None) -> list[str]:
 def _layout(others: Sequence[str], on_gpu: bool, width: int | None) -> tuple[dict[str, int], bool]:
     """Return the columns that fit, and whether the peers fit beside them."""
     shown = _shown(_COLUMNS | (_GPU_COLUMNS if on_gpu else {}), _SPARE, width)
-    cells = ("us", "ratio", *(["host"] if on_gpu else []))
+    cells = _PEER_UNITS[: 3 if on_gpu else 2]
     needed = sum(shown.values()) + sum(len(_beside(other, cells)) for other in others)
     return shown, width is None or needed <= width
 
@@ -167,7 +164,7 @@ def _times_as_fast(row: Row, other: Measurement) -> str:
 
 def row_notes(row: Row) -> Iterator[str]:
     """Yield reasons for missing figures, and engines with wrong results."""
-    for measured in row.all:
+    for measured in row.measurements:
         if measured.no_graph:
             yield f"# {measured.engine}: {measured.no_graph}"
     for other in row.others:

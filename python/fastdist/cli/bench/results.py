@@ -52,7 +52,7 @@ class Row:
     fits_caches: bool = False  # all ranks' buffers; the memory's speed is then no floor
 
     @property
-    def all(self) -> tuple[Measurement, ...]:
+    def measurements(self) -> tuple[Measurement, ...]:
         """The figures of fastdist, then of the others."""
         return (self.ours, *self.others)
 
@@ -90,6 +90,15 @@ class Report:
     placement: Placement | None = None  # the ranks' GPUs; None on CPUs
     failed: dict[str, str] = field(default_factory=dict)  # reason by peer that failed to start
     busy_cores: float = 0.0  # that other programs kept busy before the run
+
+    @property
+    def machine_text(self) -> str:
+        """The processor, the memory and the versions, in a line."""
+        facts = self.machine
+        return (
+            f"{facts['processor']}, {facts['cores']} cores, {facts['cache']} cache, "
+            f"{facts['memory']}; Linux {facts['kernel']}, Python {facts['python']}"
+        )
 
     @property
     def busy_warnings(self) -> list[str]:
@@ -177,7 +186,7 @@ def combined(rows: Sequence[Row], world_size: int) -> Row:
     case = rows[-1].case
 
     def combine(name: str) -> Measurement:
-        passes = [way for row in rows for way in row.all if way.engine == name]
+        passes = [way for row in rows for way in row.measurements if way.engine == name]
         if unsupported := next((way for way in passes if way.unsupported), None):
             return unsupported
         samples_us = tuple(way.p50_us for way in passes)
@@ -194,7 +203,7 @@ def combined(rows: Sequence[Row], world_size: int) -> Row:
             samples_us=samples_us,
         )
 
-    ours, *others = (combine(way.engine) for way in rows[-1].all)
+    ours, *others = (combine(way.engine) for way in rows[-1].measurements)
     floor_us = statistics.median(row.floor_us for row in rows)
     return replace(rows[-1], floor_us=floor_us, ours=ours, others=tuple(others))
 

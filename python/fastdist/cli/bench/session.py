@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.channel import Message
 from fastdist.cli.bench.driver import LIST_VARIANTS
@@ -26,15 +27,7 @@ from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
 from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.machine import largest_cache_bytes, total_cache_bytes
 from fastdist.cli.bench.peers import Engine
-from fastdist.cli.bench.results import (
-    Measurement,
-    Row,
-    buffer_bytes,
-    floor_us,
-    link_us,
-    measurement,
-    slowest_rank,
-)
+from fastdist.cli.bench.results import Measurement, Row
 
 ROUNDS = 5
 
@@ -67,9 +60,9 @@ class _Contender:
     variant: str
     effort: Effort
     iterations: int = 0
-    times_ns: dict[str, list[int]] = field(
-        default_factory=lambda: {"times_ns": [], "host_ns": [], "graph_ns": []}
-    )
+    times_ns: list[int] = field(default_factory=list)
+    host_ns: list[int] = field(default_factory=list)
+    graph_ns: list[int] = field(default_factory=list)
     wrong: int | None = None
     unsupported: str = ""
     no_graph: str = ""
@@ -110,8 +103,10 @@ class _Contender:
         # Before the first calls of a turn, the caches hold the data of another engine.
         settle = min(self.effort.warmup, self.iterations)
         replies = self.command("time", iterations=settle + self.iterations)
-        for name, times_ns in self.times_ns.items():
-            times_ns += slowest_rank([reply[name] for reply in replies])[settle:]
+        for name in ("times_ns", "host_ns", "graph_ns"):
+            getattr(self, name).extend(
+                results.slowest_rank([reply[name] for reply in replies])[settle:]
+            )
 
     def check(self) -> None:
         """Count the wrong elements of all ranks."""
@@ -121,9 +116,8 @@ class _Contender:
         """Return the figures of all turns."""
         if self.unsupported:
             return Measurement(self.name, unsupported=self.unsupported)
-        return measurement(
-            self.name, case, world_size, wrong=self.wrong, no_graph=self.no_graph, **self.times_ns
-        )
+        times = (self.times_ns, self.wrong, self.host_ns, self.graph_ns, self.no_graph)
+        return results.measurement(self.name, case, world_size, *times)
 
 
 class Session:
@@ -193,9 +187,8 @@ class Session:
 
     def _end(self, kill: bool) -> None:
         try:
-            for engine in self._engines:
-                if not kill:
-                    engine.close()
+            for engine in [] if kill else self._engines:
+                engine.close()
         finally:
             stops = {signal.SIGINT, signal.SIGTERM}
             before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # a second Ctrl-C waits
@@ -218,11 +211,7 @@ class Session:
         return 2 * self._ranks * self._copy_bytes / statistics.median_high(copies_ns)
 
     def measure(self, case: Case, on_round: Callable[[], None] = lambda: None) -> Row:
-        """Measure one case on every engine.
-
-        Args:
-            case: Case to measure.
-            on_round: Function to call after each of `Effort.rounds` rounds.
+        """Measure one case on every engine; call `on_round` after each of `Effort.rounds` rounds.
 
         Raises:
             EngineError: A rank failed, or fastdist does not support the case.
@@ -238,7 +227,7 @@ class Session:
             message = f"fastdist {case.collective} of {case.label}: {reason}"
             raise EngineError(message, "fastdist", reason)
         running = [contender for contender in contenders if not contender.unsupported]
-        fits_caches = 0 < buffer_bytes(case, self._ranks) <= self._cache_bytes
+        fits_caches = 0 < results.buffer_bytes(case, self._ranks) <= self._cache_bytes
         needs_copies = not fits_caches or not self._copies_ns  # no floor is shown, once is enough
         copies_ns: list[int] = []
         for _ in range(self._effort.rounds):
@@ -260,9 +249,9 @@ class Session:
     def _time_copies(self) -> list[int]:
         message = {"command": "copy", "bytes": self._copy_bytes, "iterations": _COPIES}
         replies = self._engines[0].command(message, self._effort.timeout_s)
-        return slowest_rank([reply["times_ns"] for reply in replies])[1:]
+        return results.slowest_rank([reply["times_ns"] for reply in replies])[1:]
 
     def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
         if self._placement is not None and not self._placement.is_shared:
-            return link_us(case, self._ranks, self._placement.link_gb_per_s)
-        return floor_us(case, self._ranks, self._bandwidth(copies_ns))
+            return results.link_us(case, self._ranks, self._placement.link_gb_per_s)
+        return results.floor_us(case, self._ranks, self._bandwidth(copies_ns))

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import Case, array_cases, list_case
-from fastdist.cli.bench.machine import machine_facts
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,
@@ -32,6 +31,7 @@ from fastdist.cli.bench.peers import (
 from fastdist.cli.bench.report import row_lines, row_object
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
+from fastdist.cli.machine_facts import machine_facts
 from fastdist.cli.sizes import format_size, parse_size
 from fastdist.errors import FastdistError
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import fastdist as fd
 import torch
-from fastdist.cli.bench.machine import machine_facts
+from fastdist.cli.machine_facts import machine_facts
 from torch import nn
 
 _INSIDE = "FASTDIST_BENCHMARK_INSIDE"

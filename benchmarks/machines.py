@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 from bars import Bar
-from fastdist.cli.bench.machine import machine_facts
+from fastdist.cli.machine_facts import machine_facts
 from fastdist.cli.sizes import format_size, parse_size
 
 _TIMED_S = 3.0

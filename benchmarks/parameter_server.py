@@ -52,7 +52,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fastdist.cli.bench.machine import machine_facts
+from fastdist.cli.machine_facts import machine_facts
 from fastdist.ps import Client, DenseSpec, Item, Keys, RowsSpec, RuleSpec, Server
 from fastdist.ps.wire.protocol import Op
 from torch.distributed import rpc

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import numpy as np
-from fastdist.cli.bench.machine import machine_facts
+from fastdist.cli.machine_facts import machine_facts
 from fastdist.ps import Client, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import ShardedRows

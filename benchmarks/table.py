@@ -26,7 +26,7 @@ import fastdist._core as _core
 import numpy as np
 import numpy.typing as npt
 import torch
-from fastdist.cli.bench.machine import machine_facts
+from fastdist.cli.machine_facts import machine_facts
 
 ROWS, DIM, REQUEST = 1_000_000, 64, 4096
 RULES = {"SGD": {"lr": 0.1}, "Adagrad": {"lr": 0.1}, "Adam": {"lr": 0.1}}

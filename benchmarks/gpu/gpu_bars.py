@@ -27,11 +27,11 @@ from fastdist import _core  # noqa: E402
 from fastdist.cli.bench.cases import Case, array_cases, list_case  # noqa: E402
 from fastdist.cli.bench.collectives import COLLECTIVES  # noqa: E402
 from fastdist.cli.bench.gpu import Placement, place_ranks  # noqa: E402
-from fastdist.cli.bench.machine import gpu_facts, machine_facts  # noqa: E402
 from fastdist.cli.bench.peers import Engine, fastdist_engine, find_package  # noqa: E402
 from fastdist.cli.bench.report import list_lines, row_lines, row_object  # noqa: E402
 from fastdist.cli.bench.results import Row  # noqa: E402
 from fastdist.cli.bench.session import Effort, Session  # noqa: E402
+from fastdist.cli.machine_facts import gpu_facts, machine_facts  # noqa: E402
 from fastdist.cli.sizes import parse_sizes  # noqa: E402
 
 _RANKS = 2

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import fastdist._core as _core
-from fastdist.cli.bench.machine import gpu_facts, machine_facts
+from fastdist.cli.machine_facts import gpu_facts, machine_facts
 
 ROOT = Path(__file__).parents[2]
 SUPPORT = ROOT / "tests" / "support"

@@ -23,7 +23,6 @@ from fastdist.cli.bench.channel import Channel, ChannelClosedError
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.driver import Call
 from fastdist.cli.bench.engine_ranks import reason_in
-from fastdist.cli.bench.machine import busy_cores, total_cache_bytes
 from fastdist.cli.bench.measured_call import MeasuredCall
 from fastdist.cli.bench.models import gradient_shapes
 from fastdist.cli.bench.peers import (
@@ -41,6 +40,7 @@ from fastdist.cli.bench.results import (
     slowest_rank,
 )
 from fastdist.cli.bench.verify import count_wrong, patterned_inputs, write_input
+from fastdist.cli.machine_facts import busy_cores, total_cache_bytes
 from fastdist.cli.sizes import format_size, parse_size, parse_sizes
 from hypothesis import given
 from hypothesis import strategies as st

@@ -23,7 +23,6 @@ from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.full_report import last_run, measure, recorded_object, report_cases
 from fastdist.cli.bench.intervals import median_interval, ratio_interval
-from fastdist.cli.bench.machine import machine_facts
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,
@@ -35,6 +34,7 @@ from fastdist.cli.bench.peers import (
 from fastdist.cli.bench.results import Measurement, Report, Row, combined
 from fastdist.cli.bench.session import Effort
 from fastdist.cli.bench.summary import peer_sentences, unstable_titles
+from fastdist.cli.machine_facts import machine_facts
 from fastdist.cli.main import main
 
 has_matplotlib = importlib.util.find_spec("matplotlib") is not None

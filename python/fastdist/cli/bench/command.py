@@ -17,12 +17,12 @@ from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.gpu import Placement, place_ranks
-from fastdist.cli.bench.machine import busy_cores, gpu_facts, machine_facts, usable_cores
 from fastdist.cli.bench.peers import Engine, MissingPeer, fastdist_engine, find_peer, parse_peers
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
+from fastdist.cli.machine_facts import busy_cores, gpu_facts, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import parse_sizes
 from fastdist.processes.terminal import fitted, note, show, width_of

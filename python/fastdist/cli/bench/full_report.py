@@ -25,7 +25,6 @@ from fastdist.cli.bench.command import Plan, run_planned
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.intervals import LEAST_SAMPLES
-from fastdist.cli.bench.machine import busy_cores, machine_facts, usable_cores
 from fastdist.cli.bench.page import page
 from fastdist.cli.bench.peers import (
     Engine,
@@ -39,6 +38,7 @@ from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.bench.summary import peer_sentences, unstable_titles
+from fastdist.cli.machine_facts import busy_cores, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size, parse_sizes
 from fastdist.processes.terminal import fitted, show

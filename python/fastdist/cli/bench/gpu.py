@@ -10,7 +10,7 @@ from typing import Any
 
 import fastdist._core as _core
 from fastdist.cli.bench.arrays import torch_arrays
-from fastdist.cli.bench.machine import output_of
+from fastdist.cli.machine_facts import output_of
 
 Event = Any
 Call = Callable[[], object]

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from fastdist.cli.bench.machine import output_of, usable_cores
+from fastdist.cli.machine_facts import output_of, usable_cores
 
 _WORKER = ("-m", "fastdist.cli.bench.worker")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from fastdist.cli.bench.cases import DTYPE_BYTES, Case
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.gpu import Placement
-from fastdist.cli.bench.machine import usable_cores
+from fastdist.cli.machine_facts import usable_cores
 
 # Quiet machines give ratios of p99 to p50 from 1.1 to 3.
 _WIDE_SPREAD = 5.0

@@ -25,9 +25,9 @@ from fastdist.cli.bench.channel import Message
 from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
 from fastdist.cli.bench.gpu import Placement
-from fastdist.cli.bench.machine import largest_cache_bytes, total_cache_bytes
 from fastdist.cli.bench.peers import Engine
 from fastdist.cli.bench.results import Measurement, Row
+from fastdist.cli.machine_facts import largest_cache_bytes, total_cache_bytes
 
 ROUNDS = 5
 

@@ -10,32 +10,24 @@ from html import escape
 from string import Template
 from typing import Any
 
+from fastdist.cli.bench import summary
 from fastdist.cli.bench.comparison import Comparison
 from fastdist.cli.bench.intervals import UNSTABLE_WIDTH, median_interval
 from fastdist.cli.bench.peers import peer_of
 from fastdist.cli.bench.plot import bars_svg, curves_svg, legend_svgs
 from fastdist.cli.bench.results import Measurement, Report, Row
-from fastdist.cli.bench.summary import (
-    digits,
-    format_time,
-    peer_sentences,
-    ratio_of,
-    unstable_titles,
-)
 
 
 def page(report: Report, recorded: dict[str, Any], change: Comparison | None) -> str:
-    """Return the page.
+    """Return the page of a report, which holds the same as JSON, `recorded`.
 
-    Args:
-        report: The measurements.
-        recorded: The same as JSON; the page holds it.
-        change: The comparison with the last run, if there is one.
+    `change` is the comparison with the last run, if there is one.
     """
     when = recorded["when"][:16].replace("T", " ")
-    commands = [row["command"] for row in recorded["rows"]]
-    arrays = [pair for pair in zip(report.rows, commands, strict=True) if not pair[0].case.model]
-    lists = [pair for pair in zip(report.rows, commands, strict=True) if pair[0].case.model]
+    commands = (row["command"] for row in recorded["rows"])
+    rows = list(zip(report.rows, commands, strict=True))
+    arrays = [(row, command) for row, command in rows if not row.case.model]
+    lists = [(row, command) for row, command in rows if row.case.model]
     curves = [row for row, _ in arrays if row.case.collective == "all_reduce"]
     all_reduces = replace(report, rows=curves)
     template = importlib.resources.files(__package__).joinpath("page.html")
@@ -43,7 +35,7 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
         title=f"fastdist {escape(recorded['fastdist'])} next to its peers",
         machine=escape(f"{when} UTC, {report.ranks} ranks; {report.machine_text}"),
         cautions=_items(_cautions(report), "caution"),
-        sentences=_items(peer_sentences(report)),
+        sentences=_items(summary.peer_sentences(report)),
         change=_change(change),
         legend="".join(
             f"<span>{line}{escape(name)}</span>" for line, name in legend_svgs(all_reduces)
@@ -71,7 +63,7 @@ def _cautions(report: Report) -> list[str]:
         for measured in row.measurements
         if measured.wrong
     ]
-    if unstable := unstable_titles(report):
+    if unstable := summary.unstable_titles(report):
         cautions.append(
             f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
         )
@@ -117,8 +109,8 @@ def _times(measured: Measurement) -> tuple[str, str]:
         return "n/a", ""
     time = median_interval(measured.samples_us)
     flag = "<small class='caution'>unstable</small>" if time.is_unstable else ""
-    p50, low, high = map(format_time, (time.estimate, time.low, time.high))
-    return f"{p50}<small>{low} to {high}</small>{flag}", format_time(measured.p99_us)
+    p50, low, high = map(summary.format_time, (time.estimate, time.low, time.high))
+    return f"{p50}<small>{low} to {high}</small>{flag}", summary.format_time(measured.p99_us)
 
 
 def _ratio(row: Row, other: Measurement) -> str:
@@ -126,12 +118,12 @@ def _ratio(row: Row, other: Measurement) -> str:
         return f"<span class='open' title='{escape(other.unsupported)}'>n/a</span>"
     if other is row.ours:
         return "1"
-    ratio = ratio_of(row, other)
+    ratio = summary.ratio_of(row, other)
     kind = "good" if ratio.low > 1 else "slow" if ratio.high < 1 else "open"
     if peer_of(other.engine) == "fastdist":  # another way to reduce a list
         kind = ""
-    ends = f"{digits(ratio.low)} to {digits(ratio.high)}"
-    return f"<span class='{kind}'>{digits(ratio.estimate)}</span><small>{ends}</small>"
+    ends = f"{summary.digits(ratio.low)} to {summary.digits(ratio.high)}"
+    return f"<span class='{kind}'>{summary.digits(ratio.estimate)}</span><small>{ends}</small>"
 
 
 def _table(heads: Iterable[str], body: Iterable[Iterable[str]]) -> str:
@@ -140,8 +132,8 @@ def _table(heads: Iterable[str], body: Iterable[Iterable[str]]) -> str:
     return f"<table><thead><tr>{names}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def _opens(summary: str, command: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary><code>{escape(command)}</code></details>"
+def _opens(title: str, command: str) -> str:
+    return f"<details><summary>{escape(title)}</summary><code>{escape(command)}</code></details>"
 
 
 def _items(lines: Iterable[str], kind: str = "") -> str:

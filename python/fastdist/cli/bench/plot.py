@@ -67,27 +67,26 @@ def curves_svg(report: Report) -> str:
 def bars_svg(report: Report) -> str:
     """Draw a single case as an SVG element for a page; see `_svg`."""
     row = report.rows[0]
-    return _svg(
-        lambda axes: _draw_bars(report, axes), 1.0 + 0.25 * len(row.measurements), row.case.title
-    )
+    height = 1.0 + 0.25 * len(row.measurements)
+    return _svg(partial(_draw_bars, report), height, row.case.title)
 
 
 def legend_svgs(report: Report) -> Iterator[tuple[str, str]]:
     """Yield the line and the name of each engine, and of the floor, for a page's legend."""
-    lines = [
-        (_COLORS[peer_of(name)], 1.5, "2 2", f"{version}, tuned")
-        if tuned_settings(name)
-        else (_COLORS[peer_of(name)], 3, "none", version)
-        for name, version in report.engines.items()
-    ]
+    for name, version in report.engines.items():
+        if tuned_settings(name):
+            yield _line_svg(_COLORS[peer_of(name)], 1.5, "2 2"), f"{version}, tuned"
+        else:
+            yield _line_svg(_COLORS[peer_of(name)], 3, "none"), version
     if any(row.has_floor for row in report.rows):
-        lines.append(("var(--muted)", 2, "6 4", _floor_name(report)))
-    for color, width, dashes, name in lines:
-        yield (
-            f"<svg viewBox='0 0 32 8' aria-hidden='true'><path d='M0 4H32' stroke='{color}' "
-            f"stroke-width='{width}' stroke-dasharray='{dashes}'/></svg>",
-            name,
-        )
+        yield _line_svg("var(--muted)", 2, "6 4"), _floor_name(report)
+
+
+def _line_svg(color: str, width: float, dashes: str) -> str:
+    return (
+        f"<svg viewBox='0 0 32 8' aria-hidden='true'><path d='M0 4H32' stroke='{color}' "
+        f"stroke-width='{width}' stroke-dasharray='{dashes}'/></svg>"
+    )
 
 
 def _svg(draw: Callable[[Any], None], height: float, label: str) -> str:

@@ -124,8 +124,8 @@ def _beside(name: str, cells: Sequence[str]) -> str:
 def _below(columns: dict[str, int], name: str, cells: Sequence[str]) -> str:
     """Format the same below a row, where the peer's time is below fastdist's."""
     time, ratio, *host = cells
-    p50 = list(columns).index("p50")
-    before, width = sum(list(columns.values())[:p50]), columns["p50"]
+    width = columns["p50"]
+    before = sum(list(columns.values())[: list(columns).index("p50")])
     return f"{name:>{before}}{time:>{width}}{ratio:>{width}}{_host(host)}"
 
 

@@ -103,10 +103,13 @@ class _Contender:
         # Before the first calls of a turn, the caches hold the data of another engine.
         settle = min(self.effort.warmup, self.iterations)
         replies = self.command("time", iterations=settle + self.iterations)
-        for name in ("times_ns", "host_ns", "graph_ns"):
-            getattr(self, name).extend(
-                results.slowest_rank([reply[name] for reply in replies])[settle:]
-            )
+
+        def slowest(name: str) -> list[int]:
+            return results.slowest_rank([reply[name] for reply in replies])[settle:]
+
+        self.times_ns += slowest("times_ns")
+        self.host_ns += slowest("host_ns")
+        self.graph_ns += slowest("graph_ns")
 
     def check(self) -> None:
         """Count the wrong elements of all ranks."""

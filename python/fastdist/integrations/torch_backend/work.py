@@ -111,7 +111,7 @@ class Pending(TorchWork):
             DistBackendError: the call failed, or `timeout` has passed (0: none).
         """
         self._await(timeout.total_seconds() if timeout > _FOREVER else None)
-        if self._is_asked:
+        if self._is_asked and self._gpu is None:
             self._await_future()
         return True
 
@@ -156,13 +156,13 @@ class Pending(TorchWork):
         """Return a future of the tensors that the call writes; it has them after `wait`."""
         future = self._make_future()
         self._is_asked = True
-        if self._work.is_done():
+        if self._gpu is None and self._work.is_done():
             self._await_future()
         return future
 
     def _await_future(self) -> None:
         """Wait until the completer has completed the future, unless this is its thread."""
-        if self._gpu is None and self._future is not None and not self._completer.runs_here():
+        if self._future is not None and not self._completer.runs_here():
             with contextlib.suppress(Exception):  # of the call, which `wait` raises
                 self._future.wait()
 

@@ -677,7 +677,7 @@ class Communicator:
         out: A | None = None,
         timeout: float | None = None,
     ) -> A:
-        """Reduce the arrays of rank 0 to this one. Every rank must call.
+        """Reduce the arrays of the ranks up to this one. Every rank must call.
 
         Args:
             array: any shape, the same on all ranks; is not changed.

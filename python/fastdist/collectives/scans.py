@@ -35,7 +35,7 @@ def scan(
     *,
     exclusive: bool,
 ) -> Array:
-    """Reduce the arrays of ranks 0 to this one, or to the one before if `exclusive`."""
+    """Reduce the arrays of the ranks up to this one, or up to the one before if `exclusive`."""
     if op not in _FUNCTIONS:
         raise ValueError(unknown_op(op, _FUNCTIONS))
     name, empty = _FUNCTIONS[op]
@@ -68,7 +68,8 @@ def scan(
         if earlier is not None:  # in place after the first round
             partial = room = combine(earlier, partial, out=room)
         reach *= 2
-    _write(result, empty if exclusive and before is None else before if exclusive else partial)
+    value = before if exclusive else partial
+    _write(result, empty if value is None else value)
     return result
 
 
@@ -117,7 +118,7 @@ def _write(result: Array, value: Any) -> None:
 
 
 def _is_torch(array: Array) -> bool:
-    return type(array).__module__.partition(".")[0] == "torch" or hasattr(array, "detach")
+    return hasattr(array, "detach")
 
 
 def _library(array: Array) -> ModuleType:

@@ -6,6 +6,7 @@ The functions run on each rank, check against numpy and return values for the te
 from __future__ import annotations
 
 import itertools
+import pickle
 import threading
 import time
 import weakref
@@ -271,7 +272,7 @@ def check_objects(comm: Communicator) -> None:
         assert comm.gather_object(objects[r], root) == (objects if r == root else None)
         assert comm.scatter_object(objects if r == root else None, root) == objects[r]
         for wrong in ([1] * (n + 1), [], None, [lambda: 0] * n):
-            with pytest.raises(Exception, match=r"needs one object|[Pp]ickle|could not scatter"):
+            with pytest.raises(Exception, match=r"needs one object|could not (pickle|scatter)"):
                 comm.scatter_object(wrong if r == root else None, root)
     if r > 0:
         comm.send_object({r: objects[r]}, 0)
@@ -280,10 +281,10 @@ def check_objects(comm: Communicator) -> None:
             assert comm.recv_object(other) == {other: objects[other]}
     if n > 1:
         for call in (comm.all_gather_object, comm.gather_object):
-            with pytest.raises(Exception, match=r"[Pp]ickle"):
+            with pytest.raises(Exception, match="could not pickle"):
                 call((lambda: 0) if r == 1 else 1)
         if r < 2:
-            with pytest.raises(Exception, match=r"[Pp]ickle"):
+            with pytest.raises(Exception, match="could not pickle"):
                 comm.recv_object(1) if r == 0 else comm.send_object(lambda: 0, 0)
     for name in ("gather_object", "scatter_object", "send_object", "recv_object"):
         with pytest.raises(ValueError, match=f"{name} cannot be in a group"), comm.group():
@@ -588,7 +589,7 @@ def check_groups(comm: Communicator) -> None:
         with pytest.raises(CollectiveMismatchError, match=r"different ranks"):
             comm.subgroup([0] if r == 0 else [0, 1])
     if r == n - 1:
-        with pytest.raises(TypeError, match="cannot pickle"):
+        with pytest.raises(pickle.PicklingError, match="could not pickle lock"):
             comm.broadcast_object(threading.Lock(), n - 1)
     else:
         with pytest.raises(FastdistError, match="could not pickle"):

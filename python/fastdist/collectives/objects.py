@@ -19,21 +19,21 @@ def broadcast(comm: Ranks, value: T, root: int, timeout: float | None) -> T:
     """Return the root's object on every rank.
 
     Raises:
-        FastdistError: the root could not pickle its object; the root raises pickle's own error.
+        FastdistError: the root could not pickle its object; the root raises PicklingError.
     """
-    data, failure = b"", None
+    data, failure = None, None
     if comm.rank == root:
         try:
-            data = pickle.dumps(value)
+            data = _pickled(value)
         except Exception as error:  # raised below, after the other ranks know
             failure = error
-    size = np.array([-1 if failure else len(data)], np.int64)
+    size = np.array([-1 if data is None else data.size], np.int64)
     comm.broadcast(size, root, timeout=timeout)
     if failure is not None:
         raise failure
     if size[0] < 0:
         raise FastdistError(f"rank {root} could not pickle its object", (root,))
-    buffer = np.frombuffer(data, np.uint8) if data else np.empty(int(size[0]), np.uint8)
+    buffer = np.empty(int(size[0]), np.uint8) if data is None else data
     comm.broadcast(buffer, root, timeout=timeout)
     return value if comm.rank == root else pickle.loads(buffer.data)
 
@@ -110,7 +110,7 @@ def _prepared(comm: Ranks, value: Any, timeout: float | None) -> tuple[Bytes, By
     """Pickle this rank's object; return it, and the sizes of all ranks' objects.
 
     Raises:
-        FastdistError: another rank could not pickle its object; that rank raises pickle's error.
+        FastdistError: another rank could not pickle its object; that rank raises PicklingError.
     """
     try:
         data = _pickled(value)
@@ -129,7 +129,10 @@ def _require_pickled(sizes: Bytes, ranks: Sequence[int]) -> None:
 
 
 def _pickled(value: Any) -> Bytes:
-    return np.frombuffer(pickle.dumps(value), np.uint8)
+    try:
+        return np.frombuffer(pickle.dumps(value), np.uint8)
+    except Exception as error:  # of any type: Python's versions differ, and classes raise their own
+        raise pickle.PicklingError(f"could not pickle {type(value).__name__}: {error}") from error
 
 
 def _unpickled(whole: Bytes, sizes: Bytes) -> list[Any]:

@@ -53,7 +53,7 @@ from typing import Any
 import numpy as np
 import torch
 from fastdist.cli.machine_facts import machine_facts
-from fastdist.ps import Client, DenseSpec, Item, Keys, RowsSpec, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.wire.protocol import Op
 from torch.distributed import rpc
 
@@ -90,9 +90,9 @@ class Place:
                 assert ctypes.CDLL(None).setns(file.fileno(), 0) == 0
 
 
-def serve(pipe: Any, address: str, keys: Keys | None, place: Place) -> None:
+def serve(pipe: Any, address: str, place: Place) -> None:
     place.enter()
-    with Server(address, keys=keys) as server:
+    with Server(address) as server:
         pipe.send(server.address)
         pipe.recv()
 
@@ -136,11 +136,10 @@ def serve_rpc(port: int, over_tcp: bool) -> None:
 def fastdist_server(*, is_encrypted: bool, place: Place) -> Iterator[Client]:
     ours, theirs = spawn.Pipe()
     with TemporaryDirectory() as folder:
-        keys = Keys.make() if is_encrypted else None
         address = f"tcp://{place.there}:*" if is_encrypted else f"ipc://{folder}/server"
-        process = spawn.Process(target=serve, args=(theirs, address, keys, place))
+        process = spawn.Process(target=serve, args=(theirs, address, place))
         process.start()
-        with Client([ours.recv()], keys=keys, timeout_s=120, retry_s=60) as client:
+        with Client([ours.recv()], timeout_s=120, retry_s=60) as client:
             yield client
         ours.send(None)
         process.join()

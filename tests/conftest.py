@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,15 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture
+def insecure(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let connections over TCP carry bytes as they are, which a test writes by hand."""
+    monkeypatch.setenv("FASTDIST_INSECURE", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected and before xdist reads the groups

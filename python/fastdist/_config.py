@@ -5,15 +5,14 @@
 | FASTDIST_TIMEOUT_S | seconds that a collective waits for other ranks | 600 |
 | FASTDIST_RENDEZVOUS_TIMEOUT_S | seconds that `fd.init()` waits for all ranks | 120 |
 | NCCL_COMM_BLOCKING | 0: NCCL calls can be aborted at any point, and take longer | 1 |
-| FASTDIST_PS_KEYS | keys of the parameter servers: JSON, or the path of a JSON file | none |
 | FASTDIST_PS_FOLDER | folder of the sockets of a job with parameter servers on one machine | none |
-| FASTDIST_SECRET | secret that the ranks of a job on several machines share | see below |
+| FASTDIST_SECRET | secret that the processes of a job on several machines share | see below |
 | FASTDIST_SECRET_FILE | path of a file with that secret | see below |
-| FASTDIST_INSECURE | 1: ranks on several machines need no secret | 0 |
+| FASTDIST_INSECURE | 1: jobs on several machines need no secret | 0 |
 | FASTDIST_REPLACE | gloo: programs that ask torch for Gloo get fastdist | nothing |
 | GLOO_SOCKET_IFNAME | network interface by which other machines reach this one | by the route |
 
-Without a secret, ranks take that in `fastdist/secret` of the user's configuration folder.
+Without a secret, processes take that in `fastdist/secret` of the user's configuration folder.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from dataclasses import dataclass, field
 VARIABLE_PREFIX = "FASTDIST_"
 """The beginning of the names of all settings."""
 
-KEYS_VARIABLE = "FASTDIST_PS_KEYS"
 FOLDER_VARIABLE = "FASTDIST_PS_FOLDER"
 REPLACE_VARIABLE = "FASTDIST_REPLACE"
 REPLACEABLE = ("gloo",)
@@ -41,7 +39,6 @@ class Settings:
     timeout_s: float = 600.0
     rendezvous_timeout_s: float = 120.0
     nccl_blocking: bool = True
-    ps_keys: str | None = field(default=None, repr=False)
     ps_folder: str | None = None
     secret: str | None = field(default=None, repr=False)
     secret_file: str | None = None
@@ -63,7 +60,6 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
             environ, "FASTDIST_RENDEZVOUS_TIMEOUT_S", defaults.rendezvous_timeout_s
         ),
         nccl_blocking=_flag(environ, "NCCL_COMM_BLOCKING", defaults.nccl_blocking),
-        ps_keys=environ.get(KEYS_VARIABLE) or None,
         ps_folder=environ.get(FOLDER_VARIABLE) or None,
         secret=environ.get(SECRET_VARIABLE) or None,
         secret_file=environ.get("FASTDIST_SECRET_FILE") or None,

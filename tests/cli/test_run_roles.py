@@ -18,7 +18,6 @@ from fastdist.cluster import (
     detect_resolver,
     split_address,
 )
-from fastdist.ps import Keys
 from launched import ROLES, Launcher, finish, read_lines, wait_until
 
 Script = Callable[[str], Path]
@@ -67,21 +66,17 @@ class TestWhatTasksAreGiven:
         assert {host for host, _ in addresses} == {"127.0.0.1"}
         assert len({port for _, port in addresses}) == 6
 
-    def test_keys_are_those_of_the_job(self, launcher: Launcher, step: Path) -> None:
-        jobs = [
-            self.environments(launcher, step, 2, "--workers", "1", "--ps", "1") for _ in range(2)
-        ]
-        keys = [{environ["FASTDIST_PS_KEYS"] for environ in job.values()} for job in jobs]
-        assert [len(job) for job in keys] == [1, 1]
-        first, second = (Keys.from_json(job.pop()) for job in keys)
-        assert first != second
-        (given,) = {
-            environ["FASTDIST_PS_KEYS"]
-            for environ in self.environments(
-                launcher, step, 2, "--workers=1", "--ps=1", "--env", "FASTDIST_PS_KEYS=mine.json"
-            ).values()
-        }
-        assert given == "mine.json"
+    def test_each_job_has_a_secret(self, launcher: Launcher, step: Path) -> None:
+        roles = ("--workers=1", "--ps=1")
+        launcher.environ.pop("FASTDIST_SECRET", None)
+        jobs = [self.environments(launcher, step, 2, *roles) for _ in range(2)]
+        found = [{environ["FASTDIST_SECRET"] for environ in job.values()} for job in jobs]
+        assert [len(job) for job in found] == [1, 1]
+        assert found[0] != found[1]
+        own = ("--env", "FASTDIST_SECRET_FILE=mine")
+        environs = self.environments(launcher, step, 2, *roles, *own).values()
+        assert {environ["FASTDIST_SECRET_FILE"] for environ in environs} == {"mine"}
+        assert not any("FASTDIST_SECRET" in environ for environ in environs)
 
     def test_sockets_are_in_a_folder_of_the_job(
         self, launcher: Launcher, step: Path, tmp_path: Path

@@ -1,4 +1,4 @@
-"""`fastdist serve` and `fastdist keys`: a server for real clients, and its keys."""
+"""`fastdist serve`: a server for real clients."""
 
 import contextlib
 import json
@@ -16,13 +16,12 @@ import pytest
 from fastdist.cli.main import main
 from fastdist.cluster import TFConfigClusterResolver
 from fastdist.errors import UnavailableError
-from fastdist.ps import Client, Keys
+from fastdist.ps import Client
 from fastdist.ps.client.partition import Piece
 from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls, commit_round
-from fastdist.ps.link.keys import job_keys, read_keys
 from held_ports import free_port
 from launched import wait_until
-from serving import BIAS, COMMAND, Servers, end, fill, read_json_until
+from serving import BIAS, Servers, end, fill, read_json_until
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ class TestServer:
         assert end(process, number) == (0, b"")
 
     def test_only_its_user_can_connect(self, servers: Servers) -> None:
-        """Without keys it listens in a folder of its own, which it removes."""
+        """Without an address it listens in a folder of its own, which it removes."""
         process, first = servers.start_json()
         folder = Path(first["address"].removeprefix("ipc://")).parent
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -46,7 +45,7 @@ class TestServer:
         assert end(process, signal.SIGTERM) == (0, b"")
         assert not folder.exists()
 
-    def test_is_used_by_the_address_in_tf_config(self, servers: Servers, tmp_path: Path) -> None:
+    def test_is_used_by_the_address_in_tf_config(self, servers: Servers) -> None:
         cluster = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
         cluster["ps"] = [f"127.0.0.1:{free_port()}"]
         config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
@@ -55,15 +54,10 @@ class TestServer:
             .cluster_spec()
             .task_address("ps", 0)
         )
-        keys = Keys.make()
-        (tmp_path / "job.keys").write_text(keys.to_json())
-        (tmp_path / "job.keys").chmod(0o600)
         for _ in range(2):  # once more after a kill, at the same address
-            process, first = servers.start_json(
-                "--address", address, "--keys", tmp_path / "job.keys"
-            )
+            process, first = servers.start_json("--address", address)
             assert first["address"] == f"tcp://{address}"
-            fill(f"tcp://{address}", keys)
+            fill(f"tcp://{address}")
             process.kill()
             process.wait()
 
@@ -98,66 +92,36 @@ class TestServer:
         assert end(process, signal.SIGTERM) == (0, b"")
 
 
-class TestKeys:
-    def make(self, path: Path) -> Keys:
-        done = subprocess.run([*COMMAND, "keys"], capture_output=True, text=True, check=True)
-        path.write_text(done.stdout)
-        path.chmod(0o600)
-        assert done.stderr == ""
-        return Keys.from_json(done.stdout)
-
-    def test_clients_with_keys_are_accepted(self, servers: Servers, tmp_path: Path) -> None:
-        path = tmp_path / "job.keys"
-        keys, others = self.make(path), self.make(tmp_path / "others")
-        assert keys != others
-        assert read_keys(path) == keys
-        process, first = servers.start_json("--keys", path)
-        fill(first["address"], keys)
-        for wrong in (None, others):
-            with (
-                Client([first["address"]], keys=wrong, timeout_s=1) as client,
-                pytest.raises(UnavailableError, match="its keys"),
-            ):
-                client.hello(0)
+class TestSecret:
+    def test_clients_need_it(
+        self, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = tmp_path / "secret"
+        file.write_text("of this server alone\n")
+        file.chmod(0o600)
+        del servers.environ["FASTDIST_SECRET"]
+        servers.environ["FASTDIST_SECRET_FILE"] = str(file)
+        process, first = servers.start_json("--address", "127.0.0.1:*")
+        assert "of this server" not in json.dumps(first)
+        with (
+            Client([first["address"]], timeout_s=1) as client,
+            pytest.raises(UnavailableError, match="its secret"),
+        ):
+            client.hello(0)
+        monkeypatch.setenv("FASTDIST_SECRET", "of this server alone")
+        fill(first["address"])
         assert end(process, signal.SIGTERM) == (0, b"")
 
-    @pytest.mark.parametrize("as_path", [True, False])
-    def test_setting(
-        self, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_path: bool
+    def test_it_is_made_for_the_user(
+        self, servers: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        path = tmp_path / "job.keys"
-        keys = self.make(path)
-        setting = str(path) if as_path else f"\n {path.read_text()}"
-        servers.environ["FASTDIST_PS_KEYS"] = setting
-        monkeypatch.setenv("FASTDIST_PS_KEYS", setting)
-        assert job_keys() == keys
-        _, first = servers.start_json()
-        fill(first["address"], keys)
-
-    def test_without_setting(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("FASTDIST_PS_KEYS", raising=False)
-        assert job_keys() is None
-        monkeypatch.setenv("FASTDIST_PS_KEYS", "")
-        assert job_keys() is None
-
-    def test_wrong_setting(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setenv("FASTDIST_PS_KEYS", '{"server_public": "a"}')
-        with pytest.raises(ValueError, match="FASTDIST_PS_KEYS: not the keys of a job"):
-            job_keys()
-        (tmp_path / "file").write_text("[]")
-        monkeypatch.setenv("FASTDIST_PS_KEYS", str(tmp_path / "file"))
-        with pytest.raises(ValueError, match="file: not the keys of a job"):
-            job_keys()
-        monkeypatch.setenv("FASTDIST_PS_KEYS", str(tmp_path / "none"))
-        with pytest.raises(FileNotFoundError):
-            job_keys()
-
-    def test_are_never_shown(self, servers: Servers, tmp_path: Path) -> None:
-        keys = self.make(tmp_path / "job.keys")
-        process, first = servers.start_json("--keys", tmp_path / "job.keys")
-        assert keys.secret not in json.dumps(first)
-        assert keys.secret.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
-        assert keys.secret not in repr(keys)
+        del servers.environ["FASTDIST_SECRET"]
+        servers.environ["XDG_CONFIG_HOME"] = str(tmp_path)
+        _, first = servers.start_json("--address", "127.0.0.1:*")
+        monkeypatch.delenv("FASTDIST_SECRET")
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        fill(first["address"])
+        assert (tmp_path / "fastdist" / "secret").stat().st_mode & 0o777 == 0o600
 
 
 class TestBadInput:
@@ -169,53 +133,49 @@ class TestBadInput:
             (["--address", "udp://127.0.0.1:7000"], "expected tcp://IP:PORT"),
             (["--address", "127.0.0.1:70000"], "expected tcp://IP:PORT"),
             (["--address", "127.0.0.1:x"], "expected tcp://IP:PORT"),
-            (
-                ["--address", "0.0.0.0:*"],
-                "0.0.0.0:* can be reached by other users, here or on other",
-            ),
-            (["--address", "127.0.0.1:*"], "127.0.0.1:* can be reached by other users, here or"),
-            (["--address", "192.0.2.7:7000", "--keys", "KEYS"], "cannot listen at tcp://192.0.2.7"),
-            (["--address", "USED", "--keys", "KEYS"], "Address already in use"),
-            (["--keys", "none"], "cannot read the keys in none: No such file or directory"),
-            (["--keys", "EMPTY"], "not the keys of a job"),
+            (["--address", "192.0.2.7:7000"], "cannot listen at tcp://192.0.2.7"),
+            (["--address", "USED"], "Address already in use"),
             (["extra"], "unrecognized arguments: extra"),
         ],
     )
     def test_is_named(
         self,
         capfd: pytest.CaptureFixture[str],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
         words: list[str],
         message: str,
     ) -> None:
-        monkeypatch.delenv("FASTDIST_PS_KEYS", raising=False)
-        (tmp_path / "keys").write_text(Keys.make().to_json())
-        (tmp_path / "empty").write_text("")
         with socket.socket() as used:
             used.bind(("127.0.0.1", 0))
             used.listen()
             place = f"127.0.0.1:{used.getsockname()[1]}"
-            files = {"KEYS": str(tmp_path / "keys"), "EMPTY": str(tmp_path / "empty")}
-            names = files | {"USED": place}
-            words = [names.get(word, word) for word in words]
+            words = [place if word == "USED" else word for word in words]
             with pytest.raises(SystemExit) as caught:  # argparse exits
                 sys.exit(main(["serve", *words]))
         stdout, stderr = capfd.readouterr()
         assert (caught.value.code, stdout) == (2, "")
         assert message in stderr
 
-    def test_keys_without_cryptography(self, tmp_path: Path) -> None:
-        (tmp_path / "job.keys").write_text(Keys.make().to_json())
-        code = "import sys; sys.modules['cryptography'] = None\n"
-        code += "from fastdist.cli.main import main\n"
-        code += "sys.exit(main(['serve', '--keys', 'job.keys']))"
+    @pytest.mark.parametrize(
+        ("before", "needs"),
+        [
+            (
+                "sys.modules['cryptography'] = None",
+                "encrypted connections need cryptography: pip install 'cryptography>=47'",
+            ),
+            (
+                "os.environ['FASTDIST_SECRET'] = 'short'",
+                "the secret FASTDIST_SECRET has 5 bytes, expected at least 16: set FASTDIST_SECRET",
+            ),
+        ],
+    )
+    def test_needs_of_tcp(self, before: str, needs: str) -> None:
+        code = f"import os, sys; {before}\nfrom fastdist.cli.main import main\n"
+        code += "sys.exit(main(['serve', '--address', '127.0.0.1:*']))"
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 2
-        needs = "keys need cryptography: pip install 'cryptography>=47'"
-        assert done.stderr == f"fastdist serve: {needs}\n"
+        assert done.stderr.startswith(f"fastdist serve: {needs}")
 
 
 class TestWhatIsPrinted:

@@ -10,7 +10,7 @@ import pytest
 
 LISTEN = """
 import socket, sys
-from fastdist.cluster.peer import is_own_user
+from fastdist.link.peer import is_own_user
 listener = socket.socket(socket.AF_UNIX)
 listener.bind("\\0" + sys.argv[1])
 listener.listen()

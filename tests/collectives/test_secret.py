@@ -13,11 +13,10 @@ from typing import Any
 
 import fastdist._core as _core
 import pytest
-from fastdist.collectives import secret as secret_module
 from fastdist.collectives.engines import machine_rendezvous as rendezvous_module
-from fastdist.collectives.secret import Secret, UnsealedError, exchange, job_secret
 from fastdist.errors import ClusterConfigError
-from fastdist.ps.link.keys import read_keys
+from fastdist.link import secret as secret_module
+from fastdist.link.secret import Secret, UnsealedError, exchange, job_secret
 
 OURS = Secret(b"0123456789abcdef", "FASTDIST_SECRET")
 OTHER = Secret(b"0123456789abcdeF", "in a file")
@@ -104,11 +103,6 @@ def test_a_secret_that_others_may_read_warns(environ: pytest.MonkeyPatch, tmp_pa
         os.chown(file, 12345, -1)
     with pytest.warns(UserWarning, match="other users may read the secret in .*chmod 600"):
         assert job_secret().key == b"of a mounted file"
-    with (
-        pytest.warns(UserWarning, match="other users may read"),
-        pytest.raises(ValueError, match="not"),
-    ):
-        read_keys(file)
 
 
 def test_secrets_that_cannot_be_used(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
 from fastdist.cluster.ports import reserved_ports  # noqa: E402
-from fastdist.collectives.secret import Secret  # noqa: E402
 from fastdist.errors import ClusterConfigError  # noqa: E402
 from fastdist.integrations.torch_backend.bootstrap import StoreBootstrap  # noqa: E402
+from fastdist.link.secret import Secret  # noqa: E402
 from ranks import ProcessRanks  # noqa: E402
 
 

@@ -24,6 +24,7 @@ CHAIN = (
     "fastdist._core",
     "fastdist._version",
     "fastdist._config",
+    "fastdist.link",
     "fastdist.cluster",
     "fastdist.recorder",
     "fastdist.collectives",
@@ -43,7 +44,6 @@ CHAIN = (
 PLACE = {name: place for place, name in enumerate(CHAIN)}
 # The same rule inside of fastdist.ps.
 PS_CHAIN = (
-    "fastdist.ps.link",
     "fastdist.ps.wire",
     "fastdist.ps.server",
     "fastdist.ps.client",
@@ -242,8 +242,8 @@ def test_no_module_imports_itself_through_others() -> None:
         ("fastdist.processes.supervisor", "fastdist.errors", False),
         ("fastdist.data.sharding", "fastdist.strategies", False),
         ("fastdist.training.modules", "fastdist.ps.model.table", False),
-        ("fastdist.ps.client.client", "fastdist.ps.link.keys", True),
-        ("fastdist.ps.link.listener", "fastdist.ps.server.server", False),
+        ("fastdist.ps.client.client", "fastdist.link.secret", True),
+        ("fastdist.link.listener", "fastdist.cluster.launch", False),
         ("fastdist.ps.wire.snapshot", "fastdist.ps.client.client", False),
         ("fastdist.ps.worker_host", "fastdist.ps.strategy", False),
         ("fastdist.ps.strategy", "fastdist.ps", False),

@@ -18,10 +18,9 @@ import fastdist as fd
 import pytest
 from coordinator_job import PlainCluster, PlainJob, step
 from fastdist.errors import FastdistError, UnavailableError
-from fastdist.ps import Keys
+from fastdist.link import connections
 from fastdist.ps.coordinator import RemoteValue, dispatcher
 from fastdist.ps.coordinator.backlog import Call
-from fastdist.ps.link import connections
 from launched import wait_until
 from raw_link import RawServer
 
@@ -191,7 +190,7 @@ class Watched(PlainJob):
 
 
 def test_several_threads(cluster: PlainCluster) -> None:
-    job = Watched(cluster.addresses, cluster.keys)
+    job = Watched(cluster.addresses)
     coordinator = cluster.coordinator(job, max_queued=8)
     wrong: list[Any] = []
 
@@ -298,7 +297,7 @@ def test_a_worker_that_holds_the_gil_is_not_lost(
 @pytest.mark.slow
 def test_a_busy_worker_may_take_large_arguments_later(cluster: PlainCluster) -> None:
     """Later than a machine may take nothing before it counts as gone."""
-    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
+    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1]))
     ran = [coordinator.schedule(lambda: time.sleep(13) or os.getpid())]
     ran += [coordinator.schedule(lambda data: len(data), (bytes(30_000_000),)) for _ in range(2)]
     assert coordinator.fetch(ran, 60) == [cluster.tasks[0].pid, 30_000_000, 30_000_000]
@@ -310,9 +309,9 @@ def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.Monke
     now = time.time_ns
     with monkeypatch.context() as ahead:
         ahead.setattr(time, "time_ns", lambda: now() + hour)
-        first = fd.ClusterCoordinator(PlainJob(cluster.addresses, cluster.keys))
+        first = fd.ClusterCoordinator(PlainJob(cluster.addresses))
     assert len(first.fetch([first.schedule(os.getpid) for _ in range(4)], 20)) == 4
-    second = fd.ClusterCoordinator(PlainJob(cluster.addresses, cluster.keys))
+    second = fd.ClusterCoordinator(PlainJob(cluster.addresses))
     links = second._dispatcher.links
     wait_until(lambda: any(link.is_replaced for link in links))  # while the first is there
     assert first.schedule(os.getpid).fetch(20) > 0
@@ -322,10 +321,11 @@ def test_a_clock_that_was_ahead(cluster: PlainCluster, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_workers_that_answer_wrongly_together() -> None:
+def test_workers_that_answer_wrongly_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their connections are made anew, all at once, again and again."""
-    with RawServer() as other:  # without keys
-        job = PlainJob([other.address] * 20, Keys.make())
+    with RawServer() as other:
+        monkeypatch.setenv("FASTDIST_SECRET", "the secret of others")
+        job = PlainJob([other.address] * 20)
         coordinator = fd.ClusterCoordinator(job)
         late = coordinator.schedule(os.getpid)
         time.sleep(2.5)
@@ -335,14 +335,14 @@ def test_workers_that_answer_wrongly_together() -> None:
 
 def test_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = [f"tcp://127.0.0.1:{1 + i}" for i in range(800)]
-    fd.ClusterCoordinator(PlainJob(addresses, Keys.make())).close()
+    fd.ClusterCoordinator(PlainJob(addresses)).close()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
     with pytest.raises(OSError, match="800 workers need about 1700 open files, the limit is 1024"):
-        fd.ClusterCoordinator(PlainJob(addresses, Keys.make()))
+        fd.ClusterCoordinator(PlainJob(addresses))
 
 
 def test_iterators_restart_with_their_worker(cluster: PlainCluster) -> None:
-    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
+    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1]))
     numbers = iter(coordinator.create_per_worker_dataset(lambda: range(3)))
     taken = [coordinator.schedule(next, (numbers,)) for _ in range(2)]
     assert coordinator.fetch(taken, 20) == [0, 1]
@@ -384,7 +384,7 @@ def test_a_function_that_crashes_every_worker_is_given_up(
 
 
 def test_forked_children_do_not_end_the_job(cluster: PlainCluster) -> None:
-    job = PlainJob(cluster.addresses, cluster.keys)
+    job = PlainJob(cluster.addresses)
     coordinator = cluster.coordinator(job)
     child = os.fork()
     if child == 0:
@@ -398,9 +398,9 @@ def test_forked_children_do_not_end_the_job(cluster: PlainCluster) -> None:
 
 CHIEF = """
 import sys, threading, time
-from coordinator_job import Keys, PlainJob, fd
+from coordinator_job import PlainJob, fd
 from launched import wait_until
-coordinator = fd.ClusterCoordinator(PlainJob({addresses!r}, Keys.from_json({keys!r})))
+coordinator = fd.ClusterCoordinator(PlainJob({addresses!r}))
 wait_until(lambda: len(coordinator.workers) == 2)
 values = [coordinator.schedule(time.sleep, (0.2,)) for _ in range({count})]
 print("begun", flush=True)
@@ -427,9 +427,12 @@ def test_chiefs_that_end(count: int, then: str, code: int, said: str) -> None:
     """Workers end too, and do not begin queued functions."""
     cluster = PlainCluster(workers=2)
     try:
-        given = {"addresses": cluster.addresses, "keys": cluster.keys.to_json()}
         with subprocess.Popen(
-            [sys.executable, "-c", CHIEF.format(**given, count=count, then=then)],
+            [
+                sys.executable,
+                "-c",
+                CHIEF.format(addresses=cluster.addresses, count=count, then=then),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -470,7 +473,7 @@ def test_workers_end_amid_a_step() -> None:
     """The job ends while a worker waits for another in the same step."""
     cluster = PlainCluster(workers=2)
     try:
-        job = PlainJob(cluster.addresses, cluster.keys)
+        job = PlainJob(cluster.addresses)
         job.synchronous = True
         with cluster.coordinator(job) as coordinator:
             for i in range(2):

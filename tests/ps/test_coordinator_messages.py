@@ -25,7 +25,6 @@ from coordinator_job import (
     step,
 )
 from fastdist.errors import FastdistError, UnavailableError
-from fastdist.ps import Keys
 from fastdist.ps.coordinator.messages import (
     CALL,
     TO_COORDINATOR,
@@ -77,10 +76,10 @@ def test_workers_reject_malformed_messages(cluster: PlainCluster) -> None:
     """From a stranger with the job's keys, and from the worker's coordinator."""
     before = cluster.tasks[0].pid
     began = time.time_ns()
-    with impostor(cluster.keys, cluster.addresses[0]) as known:
+    with impostor(cluster.addresses[0]) as known:
         known.take_over(began)
         known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: os.getpid))
-        with impostor(cluster.keys, cluster.addresses[0]) as stranger:
+        with impostor(cluster.addresses[0]) as stranger:
             for number, sender in enumerate((stranger, known)):
                 messages = list(garbled(TO_WORKER))
                 for message in messages:
@@ -93,7 +92,7 @@ def test_workers_reject_malformed_messages(cluster: PlainCluster) -> None:
 
 
 def test_workers_survive_malformed_pickles(cluster: PlainCluster) -> None:
-    with impostor(cluster.keys, cluster.addresses[0]) as known:
+    with impostor(cluster.addresses[0]) as known:
         known.take_over(time.time_ns())
         outcome, content = call(known, 1, cloudpickle.dumps(((), {})))
         assert outcome is Outcome.RAISED
@@ -111,7 +110,7 @@ def test_a_worker_is_told_of_a_new_connection(cluster: PlainCluster) -> None:
     """Calls that it had received are dropped: it must not count on their coming."""
     job, began = os.urandom(16), time.time_ns()
     for turn in range(3):
-        with impostor(cluster.keys, cluster.addresses[0]) as known:
+        with impostor(cluster.addresses[0]) as known:
             known.take_over(began, job=job)
             known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: count_reconnections))
             outcome, content = call(known, 1, cloudpickle.dumps(((), {})))
@@ -120,8 +119,8 @@ def test_a_worker_is_told_of_a_new_connection(cluster: PlainCluster) -> None:
 
 def test_strangers_cannot_end_a_step(cluster: PlainCluster) -> None:
     with (
-        impostor(cluster.keys, cluster.addresses[0]) as known,
-        impostor(cluster.keys, cluster.addresses[0]) as stranger,
+        impostor(cluster.addresses[0]) as known,
+        impostor(cluster.addresses[0]) as stranger,
     ):
         known.take_over(time.time_ns())
         known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: step))
@@ -148,10 +147,10 @@ def test_coordinators_reject_malformed_messages(
     cluster: PlainCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The worker that sent it gets no functions; other workers run them."""
-    with impostor(cluster.keys) as fake:
+    with impostor() as fake:
         for message in unreadable():
             caplog.clear()
-            job = PlainJob([fake.address, cluster.addresses[0]], cluster.keys)
+            job = PlainJob([fake.address, cluster.addresses[0]])
             coordinator = fd.ClusterCoordinator(job)
             fake.be_ready()
             wait_until(lambda known=coordinator: known.workers == [0, 1])
@@ -169,8 +168,8 @@ class Exits:
 
 
 def test_errors_and_results_that_cannot_be_unpickled(cluster: PlainCluster) -> None:
-    with impostor(cluster.keys) as fake:
-        coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
+    with impostor() as fake:
+        coordinator = fd.ClusterCoordinator(PlainJob([fake.address]))
         fake.be_ready()
         contents = [pickle.dumps(made) for made in (1, (1, 2), (KeyboardInterrupt(), ""), Exits())]
         for content in (b"", b"no pickle", *contents):
@@ -191,8 +190,8 @@ def test_errors_and_results_that_cannot_be_unpickled(cluster: PlainCluster) -> N
 
 
 def test_malformed_state_updates(cluster: PlainCluster) -> None:
-    with impostor(cluster.keys) as fake:
-        job = PlainJob([fake.address], cluster.keys)
+    with impostor() as fake:
+        job = PlainJob([fake.address])
         coordinator = fd.ClusterCoordinator(job)
         fake.be_ready()
         for state_update in (b"no pickle", pickle.dumps("new")):
@@ -207,8 +206,8 @@ def test_malformed_state_updates(cluster: PlainCluster) -> None:
 
 
 def test_a_leader_that_ends_is_not_waited_for(cluster: PlainCluster) -> None:
-    with impostor(cluster.keys) as first, impostor(cluster.keys) as second:
-        job = PlainJob([first.address, second.address], cluster.keys)
+    with impostor() as first, impostor() as second:
+        job = PlainJob([first.address, second.address])
         job.synchronous = True
         coordinator = fd.ClusterCoordinator(job)
         for fake in (first, second):
@@ -257,8 +256,8 @@ def test_noise_on_the_port(cluster: PlainCluster) -> None:
 
 def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
-    with impostor(cluster.keys) as fake:
-        coordinator = fd.ClusterCoordinator(PlainJob([fake.address], cluster.keys))
+    with impostor() as fake:
+        coordinator = fd.ClusterCoordinator(PlainJob([fake.address]))
         fake.receive_until(Kind.HELLO)
         fake.send(b"FDCO\x02\x00" + pack(Kind.REJECTED)[6:], b"a message of version 1, expected 2")
         wait_until(lambda: coordinator._dispatcher.links[0].last_error != "no answer")
@@ -267,13 +266,14 @@ def test_other_versions_are_named(cluster: PlainCluster, monkeypatch: Any) -> No
             coordinator.join()
 
 
-def test_other_keys_are_named(cluster: PlainCluster, monkeypatch: Any) -> None:
+def test_another_secret_is_named(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
-    coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses, Keys.make()))
+    monkeypatch.setenv("FASTDIST_SECRET", "the secret of others")
+    coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses))
     links = coordinator._dispatcher.links
     wait_until(lambda: all(link.last_error != "no answer" for link in links))
     coordinator.schedule(os.getpid)
-    with pytest.raises(UnavailableError, match="it has other keys, or is not a fastdist worker"):
+    with pytest.raises(UnavailableError, match="it has another secret, or is not a fastdist"):
         coordinator.join()
 
 
@@ -292,7 +292,7 @@ def test_a_worker_may_appear_on_a_foreign_port(cluster: PlainCluster, monkeypatc
 
     with Server((host, int(port)), Foreign) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses[1:], cluster.keys))
+        coordinator = fd.ClusterCoordinator(PlainJob(cluster.addresses[1:]))
         wait_until(lambda: coordinator._dispatcher.links[0].last_error != "no answer")
         coordinator.schedule(os.getpid)
         with pytest.raises(UnavailableError, match="or is not a fastdist worker"):
@@ -304,7 +304,7 @@ def test_a_worker_may_appear_on_a_foreign_port(cluster: PlainCluster, monkeypatc
 
 
 def test_results_of_a_lost_worker_count(cluster: PlainCluster, tmp_path: Path) -> None:
-    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1], cluster.keys))
+    coordinator = cluster.coordinator(PlainJob(cluster.addresses[:1]))
     runs = tmp_path / "runs"
 
     def work() -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
+from fastdist.link.stream import Upload
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
-from fastdist.ps.link.stream import Upload
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
@@ -68,6 +68,7 @@ def test_a_pause_of_the_client_itself_does_not_count(by_hand: RawServer) -> None
         answering.join()
 
 
+@pytest.mark.usefixtures("insecure")
 def test_large_messages_are_given_time() -> None:
     """A server takes 10 MB in two seconds; the timeout counts from the last of them."""
     nbytes = 10_000_000

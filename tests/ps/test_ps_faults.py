@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
+from fastdist.link.listener import Listener
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
-from fastdist.ps.link.listener import Listener
 from fastdist.ps.server import service
 from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Op

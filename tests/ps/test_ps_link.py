@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from fastdist.errors import FastdistError
-from fastdist.ps import Client, DenseSpec, Item, Keys, RuleSpec, Server
+from fastdist.link.addresses import is_local
+from fastdist.link.connections import Connections
+from fastdist.link.listener import _MAX_STRANGERS, Listener
+from fastdist.link.sealing import Handshake
+from fastdist.link.stream import Stream
+from fastdist.ps import Client, DenseSpec, Item, RuleSpec, Server
 from fastdist.ps.client.items import names_of
-from fastdist.ps.link.addresses import is_local
-from fastdist.ps.link.connections import Connections
-from fastdist.ps.link.listener import _MAX_STRANGERS, Listener
-from fastdist.ps.link.sealing import Handshake
-from fastdist.ps.link.stream import Stream
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import PART_SIZE
@@ -43,7 +43,7 @@ Pair = tuple[Stream, Stream]
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as made:
+    with Server("tcp://127.0.0.1:*") as made:
         yield made
 
 
@@ -58,22 +58,22 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
         end.close()
 
 
-def introduced(sockets: tuple[socket.socket, socket.socket], keys: Keys | None) -> Pair:
+def introduced(sockets: tuple[socket.socket, socket.socket], key: bytes | None) -> Pair:
     """Return streams that have greeted each other."""
-    connector = Stream(sockets[0], keys, is_listener=False)
-    listener = Stream(sockets[1], keys, is_listener=True)
+    connector = Stream(sockets[0], key, is_listener=False)
+    listener = Stream(sockets[1], key, is_listener=True)
     while not (connector.is_open and listener.is_open):
         assert connector.receive() is None
         assert listener.receive() is None
     return connector, listener
 
 
-@pytest.mark.parametrize("keys", [None, Keys.make()], ids=["open", "keys"])
+@pytest.mark.parametrize("key", [None, bytes(range(32))], ids=["open", "sealed"])
 @pytest.mark.parametrize("nbytes", [0, 1, 100, 1 << 16, (1 << 18) - 1, 1 << 18, 3_000_001])
 def test_messages(
-    sockets: tuple[socket.socket, socket.socket], keys: Keys | None, nbytes: int
+    sockets: tuple[socket.socket, socket.socket], key: bytes | None, nbytes: int
 ) -> None:
-    connector, listener = introduced(sockets, keys)
+    connector, listener = introduced(sockets, key)
     rng = np.random.default_rng(0)
     frames = [rng.bytes(size) for size in (5, nbytes, 0, nbytes, 3)]
     uploads = [connector.send(frames) for _ in range(3)]
@@ -151,14 +151,14 @@ def test_the_handshake_is_noise() -> None:
 
 
 def test_a_recorded_handshake_is_refused(sockets: tuple[socket.socket, socket.socket]) -> None:
-    keys = Keys.make()
+    key = os.urandom(32)
     said = bytearray()
-    connector = Stream(sockets[0], keys, is_listener=False)
+    connector = Stream(sockets[0], key, is_listener=False)
     pair = socket.socketpair()
     with pair[0], pair[1]:
         for end in pair:
             end.setblocking(False)
-        listener = Stream(pair[1], keys, is_listener=True)
+        listener = Stream(pair[1], key, is_listener=True)
         while not listener.is_open:
             connector.receive()
             with contextlib.suppress(BlockingIOError):
@@ -167,12 +167,12 @@ def test_a_recorded_handshake_is_refused(sockets: tuple[socket.socket, socket.so
             listener.receive()
             with contextlib.suppress(BlockingIOError):
                 sockets[1].sendall(pair[0].recv(1000))
-    assert bytes.fromhex(keys.secret) not in said
+    assert key not in said
     pair = socket.socketpair()
     with pair[0], pair[1]:
         pair[1].setblocking(False)
         pair[0].sendall(said)
-        again = Stream(pair[1], keys, is_listener=True)
+        again = Stream(pair[1], key, is_listener=True)
         with pytest.raises(ConnectionError, match="a record that the peer has not made"):
             again.receive()
         assert not again.is_open
@@ -182,9 +182,9 @@ def test_a_recorded_handshake_is_refused(sockets: tuple[socket.socket, socket.so
 def test_the_other_end_must_have_the_secret(
     sockets: tuple[socket.socket, socket.socket], end: str
 ) -> None:
-    keys, others = Keys.make(), Keys.make()
-    connector = Stream(sockets[0], others if end == "connector" else keys, is_listener=False)
-    listener = Stream(sockets[1], others if end == "listener" else keys, is_listener=True)
+    key, others = os.urandom(32), os.urandom(32)
+    connector = Stream(sockets[0], others if end == "connector" else key, is_listener=False)
+    listener = Stream(sockets[1], others if end == "listener" else key, is_listener=True)
     connector.receive()
     listener.receive()
     connector.receive()
@@ -196,26 +196,24 @@ def test_the_other_end_must_have_the_secret(
 
 
 def test_strangers_do_not_keep_others_out() -> None:
-    keys = Keys.make()
-    with Server(keys=keys) as server, contextlib.ExitStack() as stack:
+    with Server("tcp://127.0.0.1:*") as server, contextlib.ExitStack() as stack:
         port = int(server.address.rsplit(":", 1)[1])
         rng = random.Random(2)
         for i in range(2 * _MAX_STRANGERS):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             with contextlib.suppress(OSError):
                 stranger.sendall(rng.randbytes(rng.randrange(200)) if i % 2 else b"FDLINK1>\x01")
-        with Client([server.address], keys=keys, timeout_s=20, grace_s=20) as client:
+        with Client([server.address], timeout_s=20, grace_s=20) as client:
             assert client.hello(0)["objects"] == []
         assert len(server._listener._streams) <= _MAX_STRANGERS + 1
         assert server.stats()["requests"] == 1
 
 
 def test_changed_bytes_break_the_connection() -> None:
-    keys = Keys.make()
-    with Server(keys=keys) as server:
+    with Server("tcp://127.0.0.1:*") as server:
         limits = (1_000, 1_000_000)
         way = Unreliable(server.address, limits, limits, changes=True)
-        with Client([way.address], keys=keys, timeout_s=60, grace_s=60) as client:
+        with Client([way.address], timeout_s=60, grace_s=60) as client:
             spec = DenseSpec("w", (20_000,), SGD)
             number = client.create(0, spec, np.zeros(20_000))
             for step in range(1, 9):
@@ -225,8 +223,9 @@ def test_changed_bytes_break_the_connection() -> None:
         assert way.broken > 3
 
 
+@pytest.mark.usefixtures("insecure")
 def test_frames_that_no_message_has() -> None:
-    with Server() as server:
+    with Server("tcp://127.0.0.1:*") as server:
         port = int(server.address.rsplit(":", 1)[1])
         with RawClient(server.address) as plain:
             plain.send(*[b"x"] * 6)  # malformed, and nothing else happens
@@ -242,7 +241,7 @@ def test_frames_that_no_message_has() -> None:
 
 @pytest.mark.parametrize("address", ["", "tcp://", "tcp://host", "udp://host:1", "ipc://x", "x"])
 def test_no_addresses(address: str) -> None:
-    for use in (is_local, Server, lambda address: Connections([address], None)):
+    for use in (is_local, Server, lambda address: Connections([address])):
         with pytest.raises(ValueError, match=r"is no address: expected tcp://HOST:PORT or ipc:"):
             use(address)
 
@@ -263,10 +262,11 @@ def test_echo() -> None:
         assert ours.recv(1) == b""
 
 
+@pytest.mark.usefixtures("insecure")
 def test_a_client_that_takes_no_replies_is_not_heard(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastdist.ps.link.addresses._STUCK_MS", 100_000)  # else it may be gone
+    monkeypatch.setattr("fastdist.link.addresses._STUCK_MS", 100_000)  # else it may be gone
     port = int(server.address.rsplit(":", 1)[1])
     header = Header(Op.HELLO, 1, b"c" * 16).pack()
     prefix = np.array([1, len(header), *[0] * 5]).tobytes()
@@ -294,8 +294,8 @@ class Sender:
     NBYTES = 40_000_000
 
     def __init__(self, server: Server) -> None:
-        port = int(server.address.rsplit(":", 1)[1])
-        self.socket = socket.create_connection(("127.0.0.1", port))
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(server.address.removeprefix("ipc://"))
         self.unsent = self.NBYTES
 
     def __enter__(self) -> Sender:
@@ -365,7 +365,7 @@ def test_larger_messages_than_the_limit_arrive_alone() -> None:
 
 
 def test_a_message_that_waits_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastdist.ps.link.listener._TRICKLE_S", 0.05)
+    monkeypatch.setattr("fastdist.link.listener._TRICKLE_S", 0.05)
     with senders() as (_, first, second):
         first.send(30_000_000)
         second.send(patience_s=5)
@@ -396,8 +396,8 @@ def test_a_connection_that_waits_may_break(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_who_takes_memory_and_sends_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastdist.ps.link.listener._STUCK_S", 1.0)
-    monkeypatch.setattr("fastdist.ps.link.listener._TRICKLE_S", 0.5)
+    monkeypatch.setattr("fastdist.link.listener._STUCK_S", 1.0)
+    monkeypatch.setattr("fastdist.link.listener._TRICKLE_S", 0.5)
     with senders() as (_, first, second):
         first.send(30_000_000)
         time.sleep(2)
@@ -429,8 +429,7 @@ def test_a_forked_process_does_not_share_a_client(server: Server) -> None:
 @pytest.mark.filterwarnings("ignore:This process")  # has threads
 def test_a_forked_process_does_not_go_on_with_a_request() -> None:
     """It would encrypt other bytes with the numbers of this process's records."""
-    keys = Keys.make()
-    with Server(keys=keys) as server, Client([server.address], keys=keys, timeout_s=20) as client:
+    with Server("tcp://127.0.0.1:*") as server, Client([server.address], timeout_s=20) as client:
         client.hello(0)
         big = np.zeros(20_000_000, np.uint8)  # more than the socket takes
         ticket = client.submit(0, Op.ASSIGN, frames=[b"\0" * 8, big])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fastdist.errors import UnavailableError
+from fastdist.link.stream import Stream
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.requests import Pending
@@ -20,7 +21,6 @@ from fastdist.ps.client.sharded import (
     commit_round,
     discard_rounds,
 )
-from fastdist.ps.link.stream import Stream
 from fastdist.ps.server.rounds import DISCARDED, Rounds
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
 from raw_link import RawServer
@@ -287,7 +287,7 @@ def test_frames_beyond_the_limit(stack: ExitStack, servers: list[Server]) -> Non
 
 
 def test_a_restarted_server_knows_no_rounds() -> None:
-    server = Server()
+    server = Server("tcp://127.0.0.1:*")
     with Client([server.address], timeout_s=20) as client:
         pieces = RoundRobin(1).place((2,), 4)
         thing = ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from fastdist.ps import Keys
 from machines import Network, network, ports
 
 pytest.importorskip("torch")
@@ -69,7 +68,6 @@ class Job:
 
     def __init__(self, network: Network, directory: str) -> None:
         self._network = network
-        self._keys = Keys.make().to_json()
         self._stack = ExitStack()
         self._tasks: list[subprocess.Popen[str]] = []
 
@@ -88,7 +86,7 @@ class Job:
 
     def _start(self, machine: int, job: str, index: int, directory: str) -> subprocess.Popen[str]:
         config = {"cluster": self._cluster, "task": {"type": job, "index": index}}
-        env = {**os.environ, "TF_CONFIG": json.dumps(config), "FASTDIST_PS_KEYS": self._keys}
+        env = {**os.environ, "TF_CONFIG": json.dumps(config)}
         env["OMP_NUM_THREADS"] = "1"
         script = [sys.executable, "-W", "error", "-c", textwrap.dedent(CHIEF), directory]
         task = subprocess.Popen(

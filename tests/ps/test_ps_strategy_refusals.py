@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import fastdist as fd
@@ -167,10 +168,11 @@ def test_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         fd.ParameterServerStrategy()
 
 
-def test_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FASTDIST_PS_KEYS", raising=False)
+def test_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FASTDIST_SECRET")
+    monkeypatch.setenv("FASTDIST_SECRET_FILE", str(tmp_path / "none"))
     spec = ClusterSpec({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]})
-    with pytest.raises(ClusterConfigError, match="no keys: start the job with"):
+    with pytest.raises(ClusterConfigError, match="cannot read the secret of this job"):
         fd.ParameterServerStrategy(SimpleClusterResolver(spec, "chief", 0))
     with pytest.raises(ClusterConfigError, match="evaluator must not create this strategy"):
         fd.ParameterServerStrategy(SimpleClusterResolver(spec, "evaluator", 0))

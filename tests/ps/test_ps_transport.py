@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fastdist.errors import FastdistError, UnavailableError
-from fastdist.ps import Client, DenseSpec, Item, Keys, RowsSpec, RuleSpec, Server
+from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.items import names_of
 from fastdist.ps.server.deduplication import MAX_REQUESTS, Deduplicator, Progress
 from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
@@ -36,14 +36,9 @@ SGD = RuleSpec("SGD", {"lr": 1.0})
 ROWS = RowsSpec("rows", 4, SGD)
 
 
-@pytest.fixture(params=[False, True], ids=["open", "keys"])
-def keys(request: pytest.FixtureRequest) -> Keys | None:
-    return Keys.make() if request.param else None
-
-
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server() as made:
+    with Server("tcp://127.0.0.1:*") as made:
         yield made
 
 
@@ -58,10 +53,11 @@ def assign(client: Client, item: Item) -> None:
         client.wait(ticket)
 
 
-def test_variables_and_rows(keys: Keys | None) -> None:
-    with Server(keys=keys) as one, Server(keys=keys) as two:
+@pytest.mark.parametrize("address", [None, "tcp://127.0.0.1:*"], ids=["path", "tcp"])
+def test_variables_and_rows(address: str | None) -> None:
+    with Server(address) as one, Server(address) as two:
         addresses = [one.address, two.address]
-        with Client(addresses, keys=keys) as client:
+        with Client(addresses) as client:
             for server in (0, 1):
                 initial = np.arange(6, dtype=np.float32).reshape(2, 3) + server
                 dense = client.create(server, DenseSpec("w", (2, 3), SGD), initial)
@@ -205,7 +201,7 @@ def test_a_client_that_never_takes_replies() -> None:
 
 
 def test_a_server_that_is_lost_and_comes_back() -> None:
-    server = Server()
+    server = Server("tcp://127.0.0.1:*")
     with Client([server.address], timeout_s=1.5, grace_s=60, retry_s=0.2) as client:
         dense = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
         server.close()
@@ -256,23 +252,30 @@ def test_the_window_limits_requests_in_flight(server: Server) -> None:
             client.wait(ticket)
 
 
-@pytest.mark.parametrize("which", ["none", "others"])
-def test_clients_without_keys_are_rejected(which: str) -> None:
-    keys = Keys.make()
-    with Server(keys=keys) as server:
-        given = {"none": None, "others": Keys.make()}[which]
-        with (
-            Client([server.address], keys=given, timeout_s=3) as client,
-            pytest.raises(UnavailableError, match="does this client have its keys"),
-        ):
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("FASTDIST_INSECURE", "1"), ("FASTDIST_SECRET", "the secret of others")],
+    ids=["none", "others"],
+)
+@pytest.mark.filterwarnings("ignore:FASTDIST_INSECURE=1")
+def test_clients_without_the_secret_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: str
+) -> None:
+    with Server("tcp://127.0.0.1:*") as server:
+        with monkeypatch.context() as patch:
+            patch.setenv(setting, value)
+            client = Client([server.address], timeout_s=3)
+        with client, pytest.raises(UnavailableError, match="does this client have its secret"):
             client.hello(0)
-        with Client([server.address], keys=Keys.from_json(keys.to_json()), timeout_s=5) as client:
+        with Client([server.address], timeout_s=5) as client:
             client.hello(0)
         assert server.stats()["requests"] == 1
-    assert keys.secret not in repr(keys)
-    for text in ('{"server_public": "x"}', '{"secret": "x"}', '{"secret": "00"}', "[]", "x"):
-        with pytest.raises(ValueError, match="not the keys of a job"):
-            Keys.from_json(text)
+
+
+@pytest.mark.usefixtures("insecure")
+def test_without_a_secret() -> None:
+    with Server("tcp://127.0.0.1:*") as server, Client([server.address], timeout_s=5) as client:
+        assert client.hello(0)["objects"] == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user's process")
@@ -311,11 +314,11 @@ def test_another_users_program_at_a_path_hears_nothing(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def test_a_server_may_appear_on_a_foreign_port(keys: Keys | None) -> None:
+def test_a_server_may_appear_on_a_foreign_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as foreign:
         foreign.settimeout(20)
         address = f"tcp://127.0.0.1:{foreign.getsockname()[1]}"
-        with Client([address], keys=keys, timeout_s=20, grace_s=20) as client:
+        with Client([address], timeout_s=20, grace_s=20) as client:
             servers = []
 
             def answer() -> None:
@@ -323,7 +326,7 @@ def test_a_server_may_appear_on_a_foreign_port(keys: Keys | None) -> None:
                 connection.sendall(b"HTTP/1.0 400 Bad request\r\n\r\n" + bytes(100))
                 connection.close()
                 foreign.close()
-                servers.append(Server(address, keys=keys))
+                servers.append(Server(address))
 
             answering = threading.Thread(target=answer)
             answering.start()
@@ -332,16 +335,13 @@ def test_a_server_may_appear_on_a_foreign_port(keys: Keys | None) -> None:
             servers[0].close()
 
 
-@pytest.mark.parametrize("address", ["tcp://*:0", "tcp://0.0.0.0:*", "tcp://192.0.2.1:4000"])
-def test_no_keys_on_an_outside_address(address: str) -> None:
-    with pytest.raises(ValueError, match="can be reached from other machines: pass keys"):
-        Server(address)
+def test_addresses_that_are_none() -> None:
     with pytest.raises(ValueError, match=r"tcp://127\.0\.0\.1:99999: Port out of range"):
         Server("tcp://127.0.0.1:99999")
-    with pytest.raises(
-        OSError, match=r"tcp://192\.0\.2\.1:4000: "
-    ):  # there are keys, but the address is not this machine's
-        Server("tcp://192.0.2.1:4000", keys=Keys.make())
+    with pytest.raises(OSError, match=r"tcp://192\.0\.2\.1:4000: "):  # not this machine's
+        Server("tcp://192.0.2.1:4000")
+    with pytest.raises(OSError, match="the path of a socket has at most 107 bytes: choose"):
+        Server(f"ipc:///tmp/{'long' * 30}")
 
 
 def test_two_servers_at_one_path(tmp_path: Path) -> None:
@@ -530,20 +530,19 @@ WITHOUT_CRYPTOGRAPHY = """
 import sys
 sys.modules["cryptography"] = None
 from fastdist import ps
-keys = ps.Keys.make()
 with ps.Server() as server, ps.Client([server.address]) as client:
     client.hello(0)
-for use in (lambda: ps.Server(keys=keys), lambda: ps.Client(["tcp://127.0.0.1:1"], keys=keys)):
+for use in (lambda: ps.Server("tcp://127.0.0.1:*"), lambda: ps.Client(["tcp://127.0.0.1:1"])):
     try:
         use()
     except ImportError as error:
-        assert "keys need cryptography: pip install 'cryptography>=47'" in str(error)
+        assert "need cryptography: pip install 'cryptography>=47'" in str(error)
     else:
         raise AssertionError
 """
 
 
-def test_only_keys_need_cryptography() -> None:
+def test_only_tcp_needs_cryptography() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_CRYPTOGRAPHY], check=True)
 
 

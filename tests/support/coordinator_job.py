@@ -10,7 +10,6 @@ from typing import Any
 
 import fastdist as fd
 from fastdist.cluster.ports import reserve_port
-from fastdist.ps import Keys
 from fastdist.ps.coordinator.messages import HELLO, TO_COORDINATOR, TO_WORKER, Kind, pack, unpack
 from fastdist.ps.coordinator.per_worker import set_worker_index
 from fastdist.ps.coordinator.shipping import Definitions
@@ -56,8 +55,8 @@ class PlainHost:
         return b""
 
 
-def serve(address: str, keys: str) -> None:
-    Worker(address, Keys.from_json(keys), PlainHost()).serve()
+def serve(address: str) -> None:
+    Worker(address, PlainHost()).serve()
 
 
 class PlainJob:
@@ -71,9 +70,8 @@ class PlainJob:
     synchronous = False
     max_staleness = None
 
-    def __init__(self, addresses: Sequence[str], keys: Keys) -> None:
+    def __init__(self, addresses: Sequence[str]) -> None:
         self.worker_addresses = tuple(addresses)
-        self.keys = keys
         self.definitions = Definitions()
         self.asked: list[str] = []
 
@@ -98,7 +96,6 @@ class PlainCluster:
     """Workers that serve until they are killed, or until a coordinator ends the job."""
 
     def __init__(self, workers: int) -> None:
-        self.keys = Keys.make()
         held = [reserve_port() for _ in range(workers)]
         self._ports = [holder for holder, _ in held]
         self.addresses = [f"tcp://127.0.0.1:{port}" for _, port in held]
@@ -108,8 +105,7 @@ class PlainCluster:
 
     def start(self, index: int) -> None:
         """Start or restart a worker."""
-        given = (self.addresses[index], self.keys.to_json())
-        code = f"import coordinator_job; coordinator_job.serve(*{given!r})"
+        code = f"import coordinator_job; coordinator_job.serve({self.addresses[index]!r})"
         self.tasks[index] = python("-c", code)
 
     def kill(self, index: int) -> None:
@@ -119,7 +115,7 @@ class PlainCluster:
 
     def coordinator(self, job: PlainJob | None = None, **options: Any) -> Any:
         """Create a coordinator, and wait for all its workers."""
-        job = job or PlainJob(self.addresses, self.keys)
+        job = job or PlainJob(self.addresses)
         coordinator = fd.ClusterCoordinator(job, **options)
         wait_until(lambda: len(coordinator.workers) == len(job.worker_addresses))
         return coordinator
@@ -130,15 +126,15 @@ class PlainCluster:
 
 
 class Impostor:
-    """Has the keys of a job and sends arbitrary messages, as a worker or as a coordinator.
+    """Has the secret of a job and sends arbitrary messages, as a worker or as a coordinator.
 
     Attributes:
         address: where it listens as a worker.
     """
 
-    def __init__(self, keys: Keys, worker: str = "") -> None:
-        self._client = RawClient(worker, keys) if worker else None
-        self._server = None if worker else RawServer(keys)
+    def __init__(self, worker: str = "") -> None:
+        self._client = RawClient(worker) if worker else None
+        self._server = None if worker else RawServer()
         self._peer = 0
         self.address = self._server.address if self._server else ""
 
@@ -180,8 +176,8 @@ class Impostor:
 
 
 @contextlib.contextmanager
-def impostor(keys: Keys, worker: str = "") -> Iterator[Impostor]:
-    made = Impostor(keys, worker)
+def impostor(worker: str = "") -> Iterator[Impostor]:
+    made = Impostor(worker)
     try:
         yield made
     finally:

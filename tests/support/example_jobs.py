@@ -49,11 +49,8 @@ class Start:
         if not self.is_forked:
             roles = ("--workers", str(workers), "--ps", str(servers))
             return self._launch(*roles, script, *options)
-        from fastdist.ps import Keys
-
-        keys = {"FASTDIST_PS_KEYS": Keys.make().to_json()}
         with reserved_ports(1 + workers + servers) as ports:
-            tasks = role_tasks(workers, servers, False, ports, keys, {})
+            tasks = role_tasks(workers, servers, False, ports, "", {})
             chief, *others = self._fork(tasks, script, *options)
             try:
                 return self._wait_for([chief])[0]

@@ -11,7 +11,6 @@ from typing import Any
 import fastdist as fd
 from fastdist.cluster import ClusterSpec, SimpleClusterResolver
 from fastdist.cluster.ports import reserve_port
-from fastdist.ps import Keys
 from fork_server import python
 from launched import wait_until
 
@@ -31,7 +30,6 @@ class PsCluster:
             return [f"127.0.0.1:{port}" for _, port in held]
 
         self.spec = {"chief": addresses(1), "worker": addresses(workers), "ps": addresses(servers)}
-        self.keys = Keys.make()
         self.tasks: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
         for index in range(servers):
             self.start("ps", index)
@@ -44,7 +42,6 @@ class PsCluster:
         environment = {
             **os.environ,
             "TF_CONFIG": json.dumps(config),
-            "FASTDIST_PS_KEYS": self.keys.to_json(),
         }
         self.tasks[job, index] = python("-c", self._code, env=environment)
 
@@ -57,7 +54,7 @@ class PsCluster:
     def strategy(self, *args: Any, **kwargs: Any) -> Any:
         """Create a strategy for the chief; servers drop the values of the previous one."""
         resolver = SimpleClusterResolver(ClusterSpec(self.spec), "chief", 0)
-        return fd.ParameterServerStrategy(resolver, *args, keys=self.keys, **kwargs)
+        return fd.ParameterServerStrategy(resolver, *args, **kwargs)
 
     def coordinator(self, strategy: Any, **kwargs: Any) -> Any:
         """Create a coordinator, and wait for all its workers."""

@@ -10,18 +10,17 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from typing import Any
 
+from fastdist.link.connections import Connections
+from fastdist.link.listener import Listener, ListenerClosed
 from fastdist.ps import Client
-from fastdist.ps.link.connections import Connections
-from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.listener import Listener, ListenerClosed
 from fastdist.ps.wire.protocol import Header, Op, Status
 
 
 class RawClient:
     """A connection to a server, a worker, or another listener."""
 
-    def __init__(self, address: str, keys: Keys | None = None) -> None:
-        self._connections = Connections([address], keys)
+    def __init__(self, address: str) -> None:
+        self._connections = Connections([address])
         end_s = time.monotonic() + 20
         while not self._connections[0].is_connected:
             self._connections.poll(0.1)
@@ -57,8 +56,8 @@ Request = tuple[int, Sequence[memoryview]]
 class RawServer:
     """A listener that a test answers for."""
 
-    def __init__(self, keys: Keys | None = None) -> None:
-        self._listener = Listener("tcp://127.0.0.1:*", keys)
+    def __init__(self) -> None:
+        self._listener = Listener("tcp://127.0.0.1:*")
         self.address = self._listener.address
         self._arrived: queue.Queue[Request] = queue.Queue()
         self._leaving: deque[tuple[Any, ...]] = deque()

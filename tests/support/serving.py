@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from fastdist.ps import Client, DenseSpec, Keys, RowsSpec, RuleSpec
+from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
 from fastdist.ps.client.partition import Piece
 from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls
 
@@ -24,7 +24,7 @@ class Servers:
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.environ = {k: v for k, v in os.environ.items() if k != "FASTDIST_PS_KEYS"}
+        self.environ = dict(os.environ)
 
     def start(self, *options: object, **pipes: Any) -> "subprocess.Popen[bytes]":
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | pipes
@@ -72,9 +72,9 @@ def end(process: "subprocess.Popen[bytes]", number: signal.Signals) -> tuple[int
     return process.returncode, stderr
 
 
-def fill(address: str, keys: Keys | None = None) -> None:
+def fill(address: str) -> None:
     """Create a variable with 3 pushes, 2 of them with a known staleness, and a table of 5 rows."""
-    with Client([address], keys=keys, timeout_s=10) as client:
+    with Client([address], timeout_s=10) as client:
         bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
         (seen,) = begin_pulls(client, [bias.lookup()]).result()
         steps = seen.steps

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fastdist._config import FOLDER_VARIABLE, KEYS_VARIABLE, REPLACE_VARIABLE, REPLACEABLE
+from fastdist._config import REPLACE_VARIABLE, REPLACEABLE
 from fastdist.cli.command import UsageError, add_command, has_colour
 from fastdist.cli.program import find_program
 from fastdist.cli.slow_ranks import slow_ranks_told
@@ -67,13 +67,12 @@ fastdist.init(elastic=True).
 
 With --workers and --ps, starts a job with parameter servers instead: a chief,
 W workers, P parameter servers and, with --evaluator, an evaluator. All tasks
-run the same script. The environment of each task has TF_CONFIG and, in
-FASTDIST_PS_KEYS, the keys of this job. The tasks talk over sockets in
-FASTDIST_PS_FOLDER, which only this user can open; by TCP if its path is too
-long for sockets. The chief reads the standard input, and the job ends when the
-chief ends; other tasks that fail are restarted. When the chief has ended, the
-other tasks, including the evaluator, get SIGTERM, and SIGKILL if they still
-run after --grace-s.
+run the same script. The environment of each task has TF_CONFIG. The tasks talk
+over sockets in FASTDIST_PS_FOLDER, which only this user can open; by TCP, with
+a secret of this job, if its path is too long for sockets. The chief reads the
+standard input, and the job ends when the chief ends; other tasks that fail are
+restarted. When the chief has ended, the other tasks, including the evaluator,
+get SIGTERM, and SIGKILL if they still run after --grace-s.
 """
 _EPILOG = """\
 exit code:
@@ -473,8 +472,7 @@ def _tasks(
         yield rank_tasks(ranks, user, machines)
         return
     try:
-        from fastdist.ps import Keys
-        from fastdist.ps.link.addresses import MAX_FOLDER_BYTES
+        from fastdist.link.addresses import MAX_FOLDER_BYTES
     except ImportError as error:
         raise UsageError(str(error)) from None
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator
@@ -487,8 +485,7 @@ def _tasks(
         folder = stack.enter_context(TemporaryDirectory(prefix="fastdist-run-"))  # mode 0700
         if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
             folder = ""  # by TCP
-        private = {KEYS_VARIABLE: Keys.make().to_json(), FOLDER_VARIABLE: folder}
-        yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, private, user)
+        yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, folder, user)
 
 
 def _check_limits(processes: int, what: str, *, files_each: int) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fastdist._config import SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
+from fastdist._config import FOLDER_VARIABLE, SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
 from fastdist.cli.command import UsageError
 from fastdist.cluster.address import join_address
 from fastdist.cluster.launch import (
@@ -135,8 +135,7 @@ def host_tasks(
         user: variables that override inherited ones.
     """
     carried = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIX)}
-    if not carried.keys() & set(SECRET_VARIABLES):
-        carried[SECRET_VARIABLE] = secrets.token_hex(32)
+    carried |= _new_secret(carried)
     stdin = json.dumps([carried, dict(user)]).encode() + b"\n"
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     tasks = []
@@ -149,6 +148,13 @@ def host_tasks(
         task = Task(f"machine {host}", host, dict(os.environ), command=command, stdin=stdin)
         tasks.append(task)
     return tasks
+
+
+def _new_secret(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a variable with a secret for one job, unless the user has one."""
+    if environment.keys() & set(SECRET_VARIABLES):
+        return {}
+    return {SECRET_VARIABLE: secrets.token_hex(32)}
 
 
 def take_variables() -> dict[str, str]:
@@ -173,7 +179,7 @@ def role_tasks(
     servers: int,
     has_evaluator: bool,
     ports: Sequence[int],
-    private: Mapping[str, str],
+    folder: str,
     user: Mapping[str, str],
 ) -> list[Task]:
     """Return a chief, workers, parameter servers and perhaps an evaluator, with TF_CONFIG.
@@ -183,7 +189,7 @@ def role_tasks(
         servers: number of parameter servers.
         has_evaluator: add an evaluator.
         ports: a port for each task.
-        private: the variables with the job's keys, and the folder of its sockets.
+        folder: the folder of the job's sockets; "" for TCP.
         user: variables that override inherited ones.
 
     Raises:
@@ -191,7 +197,8 @@ def role_tasks(
     """
     _refuse(user, (TF_CONFIG,), "fastdist run sets it itself, for each task")
     _refuse(user, _RANK_VARIABLES, "tasks of a job with parameter servers are not ranks")
-    environment = {**without_rank(os.environ), **private, **user}
+    environment = {**without_rank(os.environ), FOLDER_VARIABLE: folder, **user}
+    environment |= _new_secret(environment)
     _set_defaults(environment, workers + servers)
     places = served_tasks(workers, servers) + [("evaluator", 0)] * has_evaluator
     configs = tf_configs(places, [f"{_HOST}:{port}" for port in ports])

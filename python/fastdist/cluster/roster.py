@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastdist.cluster.launch import ROSTER_VARIABLE
-from fastdist.cluster.peer import is_own_user, peer_pid
+from fastdist.link.peer import is_own_user, peer_pid
 
 _LAST_CALL_S = 30.0
 _LATE_S = 5.0  # that a rank has left which others have waited for in vain

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fastdist.cluster.peer import is_own_user
 from fastdist.cluster.roster import Line, RosterPlace
 from fastdist.collectives.rendezvous import check_while_waiting
 from fastdist.errors import ClusterConfigError
+from fastdist.link.peer import is_own_user
 
 
 class BrokenWorldError(Exception):

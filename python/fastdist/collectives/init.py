@@ -32,8 +32,8 @@ from fastdist.collectives.elastic import BrokenWorldError, Member
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import NetEngine
-from fastdist.collectives.secret import exchange, job_secret
 from fastdist.errors import ClusterConfigError, FastdistError, LostRankError
+from fastdist.link.secret import exchange, job_secret
 from fastdist.recorder.phases import Phase, phase
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from fastdist.cluster.launch import Launch
-from fastdist.cluster.peer import is_own_user
 from fastdist.errors import ClusterConfigError
+from fastdist.link.peer import is_own_user
 
 _MAGIC = b"fastdist"
 _VERSION = 3

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fastdist._config import KEYS_VARIABLE, SECRET_VARIABLE
+from fastdist._config import SECRET_VARIABLE
 from fastdist.cluster.launch import rank_variables
 from fastdist.cluster.tf_config import VARIABLE as TF_CONFIG
 from fastdist.cluster.tf_config import served_tasks, tf_configs
@@ -234,14 +234,12 @@ def _first_error(pending: Sequence[Any]) -> Exception | None:
 def _run_roles(
     processes: Sequence[Any], roles: Sequence[tuple[str, int]], call: tuple[Any, ...]
 ) -> Any:
-    from fastdist.ps import Keys
-
     places = _ask_all(processes, "place")
     configs = tf_configs(roles, [f"{host}:{port}" for _, host, port in places])
-    keys = Keys.make().to_json()
+    secret = secrets.token_hex(32)
     calls = []
     for process, (role, _), config in zip(processes, roles, configs, strict=True):
-        environment = {TF_CONFIG: config, KEYS_VARIABLE: keys}
+        environment = {TF_CONFIG: config, SECRET_VARIABLE: secret}
         # Ray calls the function again in a worker or a server that was started again.
         again = 0 if role == "chief" else -1
         calls.append(process.call.options(max_task_retries=again).remote(environment, call))

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from fastdist.ps.client.loading import LoadedCheckpoint, SavedRows, load
     from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
     from fastdist.ps.client.requests import Pending, Ticket
-    from fastdist.ps.link.keys import Keys
     from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
     from fastdist.ps.server.server import Server
     from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
@@ -21,7 +20,6 @@ __all__ = [
     "DenseSpec",
     "FixedShards",
     "Item",
-    "Keys",
     "LoadedCheckpoint",
     "MaxSizePartitioner",
     "MinSizePartitioner",
@@ -42,7 +40,6 @@ _MODULES = {
     "client.loading": ("LoadedCheckpoint", "SavedRows", "load"),
     "client.partition": ("FixedShards", "MaxSizePartitioner", "MinSizePartitioner"),
     "client.requests": ("Pending", "Ticket"),
-    "link.keys": ("Keys",),
     "model.row_wise_adagrad": ("RowWiseAdagrad",),
     "server.server": ("Server",),
     "wire.specs": ("DenseSpec", "RowsSpec", "RuleSpec"),

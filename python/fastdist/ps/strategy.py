@@ -27,6 +27,7 @@ from fastdist.errors import (
     FastdistError,
     UnsupportedError,
 )
+from fastdist.link.addresses import MAX_FOLDER_BYTES, is_local
 from fastdist.processes.cgroups import usable_memory_bytes
 from fastdist.ps.client.checkpoint import (
     check_checkpoint,
@@ -41,8 +42,6 @@ from fastdist.ps.client.partition import Partitioner, RoundRobin
 from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import Stopped, Worker
-from fastdist.ps.link.addresses import MAX_FOLDER_BYTES, is_local
-from fastdist.ps.link.keys import Keys, job_keys
 from fastdist.ps.model.bundle import Bundle, define_bundle
 from fastdist.ps.model.model import ServedModel
 from fastdist.ps.model.plan import TableOptions, plan
@@ -103,11 +102,9 @@ class ParameterServerStrategy(ReplicatedStrategy):
             "int8" with a scale for each row, or for every 1024 elements of dense values.
         refuse_nonfinite: a gradient with NaN or infinity is an error, and changes nothing;
             otherwise servers only count them.
-        keys: the job's keys; by default FASTDIST_PS_KEYS, which `fastdist run` sets. With
-            FASTDIST_PS_FOLDER, which it sets too, tasks talk over sockets there, and use no keys.
 
     Raises:
-        ClusterConfigError: the cluster lacks a task, there are no keys, this task is an evaluator,
+        ClusterConfigError: the cluster lacks a task, there is no secret, this task is an evaluator,
             or FASTDIST_PS_FOLDER is not for this cluster.
         PermissionError: others than this user may open FASTDIST_PS_FOLDER.
         TypeError: the partitioner is not callable.
@@ -126,7 +123,6 @@ class ParameterServerStrategy(ReplicatedStrategy):
         synchronous: bool = False,
         wire: str = "float32",
         refuse_nonfinite: bool = False,
-        keys: Keys | None = None,
     ) -> None:
         if max_staleness is not None and (max_staleness < 0 or synchronous):
             raise ValueError(
@@ -152,10 +148,12 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 "the evaluator must not create this strategy: it reads checkpoints, for example "
                 f"with fastdist.ps.load; the cluster is {spec!r}"
             )
-        self.keys = _required_keys(spec, keys)
-        _record(spec, *task, self.keys)
+        folder = settings().ps_folder
+        if folder is not None:
+            _check_folder(Path(folder), spec)
+        _record(spec, *task)
         if resolver.task_type == "ps":
-            _run_server(_address(spec, *task), self.keys)
+            _run_server(_address(spec, *task))
         self.synchronous = synchronous
         self.max_staleness = max_staleness
         self.worker_addresses = _addresses(spec, "worker")
@@ -170,11 +168,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
             refuses_run=None if is_worker else _NO_REPLICAS,
         )
         self.is_chief = not is_worker
-        self.client = Client(self.server_addresses, keys=self.keys)
+        self.client = Client(self.server_addresses)
         self.client_lock = threading.RLock()  # a client is for one thread
         weakref.finalize(self, self.client.close)
         if is_worker:
-            _run_worker(_address(spec, *task), self.keys, ServedWorker(self))
+            _run_worker(_address(spec, *task), ServedWorker(self))
         for server in range(len(self.server_addresses)):
             self.client.reset(server, timeout_s=settings().rendezvous_timeout_s)
         self.definitions = Definitions()
@@ -388,47 +386,32 @@ class ParameterServerStrategy(ReplicatedStrategy):
                 self.client.end(server, timeout_s=_END_S)
 
 
-def _record(spec: ClusterSpec, job: str, index: int, keys: Keys | None) -> None:
+def _record(spec: ClusterSpec, job: str, index: int) -> None:
     """Let `fastdist why` tell what this task waits for."""
     tasks = [(each, i) for each in ("chief", "worker", "ps") for i in range(spec.num_tasks(each))]
     names = {"chief": "chief", "ps": f"{SERVER} {index}"}
-    key = f"{_addresses(spec, 'ps')} {keys.to_json() if keys else ''}"
-    record_task(names.get(job, f"{job} {index}"), tasks.index((job, index)), len(tasks), key)
+    job_name = " ".join(_addresses(spec, "ps"))
+    record_task(names.get(job, f"{job} {index}"), tasks.index((job, index)), len(tasks), job_name)
 
 
-def _run_server(address: str, keys: Keys | None) -> NoReturn:
+def _run_server(address: str) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
     limit = usable_memory_bytes() // 4
-    with Server(_bind_address(address), keys=keys, max_staged_bytes=limit) as server:
+    with Server(_bind_address(address), max_staged_bytes=limit) as server:
         server.ended.wait()
         if server.failure is not None:
             raise FastdistError("the parameter server failed, and ends") from server.failure
     sys.exit(0)
 
 
-def _run_worker(address: str, keys: Keys | None, host: ServedWorker) -> NoReturn:
+def _run_worker(address: str, host: ServedWorker) -> NoReturn:
     signal.signal(signal.SIGTERM, _stop)
-    Worker(_bind_address(address), keys, host).serve()
+    Worker(_bind_address(address), host).serve()
     sys.exit(0)
 
 
 def _stop(*_: object) -> NoReturn:
     raise Stopped(0)
-
-
-def _required_keys(spec: ClusterSpec, given: Keys | None) -> Keys | None:
-    """Return the keys for connections; None if they are sockets in the job's folder."""
-    folder = settings().ps_folder
-    if folder is not None:
-        _check_folder(Path(folder), spec)
-        return None
-    keys = given or job_keys()
-    if keys is None:
-        raise ClusterConfigError(
-            "no keys: start the job with `fastdist run --workers W --ps P`, or create keys with "
-            "`fastdist keys` and pass them to all tasks in FASTDIST_PS_KEYS"
-        )
-    return keys
 
 
 def _addresses(spec: ClusterSpec, job: str) -> tuple[str, ...]:

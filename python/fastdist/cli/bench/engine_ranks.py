@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
 from fastdist.cli.bench.peers import Engine
 from fastdist.cluster.launch import without_rank
-from fastdist.cluster.peer import peer_pid
 from fastdist.errors import FastdistError
+from fastdist.link.peer import peer_pid
 from fastdist.processes.process import StartError
 from fastdist.processes.sessions import Sessions
 

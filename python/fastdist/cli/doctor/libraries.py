@@ -25,7 +25,7 @@ _PURPOSES = {
     "cupy": "",
     "mpi4py": "fastdist.init(bootstrap=MPI.COMM_WORLD)",
     "torch_xla": "",  # needs the torch of its version, in a separate environment
-    "cryptography": "parameter servers' keys",
+    "cryptography": "parameter servers over TCP",
     "safetensors": "checkpoints of parameter servers",
     "cloudpickle": "functions that a coordinator schedules",
     "rich": "a progress bar in fastdist bench",

@@ -13,16 +13,17 @@ TF_CONFIG lists the address under "ps". The server serves one job at a time;
 each job starts with an empty server.
 """
 _EPILOG = """\
-A server without keys can be reached only by fastdist.ps.Client of the same
-user on this machine: ParameterServerStrategy always uses keys.
+At an address, a server lets in all who have its secret: FASTDIST_SECRET, the
+content of the file FASTDIST_SECRET_FILE, or else a file that fastdist makes in
+your configuration folder. Without one, only your own programs on this machine
+reach it, by fastdist.ps.Client.
 
 exit code:
   0 if a signal ended the server; 2 if the server could not start
 
 examples:
   fastdist serve
-  (umask 077; fastdist keys > job.keys)
-  fastdist serve --address tcp://10.0.0.5:7000 --keys job.keys
+  fastdist serve --address tcp://10.0.0.5:7000
   fastdist serve --json | jq --unbuffered .requests
 """
 
@@ -42,13 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--address",
         metavar="A",
         type=_address,
-        help="where to listen: tcp://IP:PORT, or IP:PORT as in TF_CONFIG; * is a free port; needs "
-        "keys (default: tcp://127.0.0.1:* with keys, else a socket that only this user can open)",
-    )
-    parser.add_argument(
-        "--keys",
-        metavar="FILE",
-        help="a file that `fastdist keys` has written (default: the keys in FASTDIST_PS_KEYS)",
+        help="where to listen: tcp://IP:PORT, or IP:PORT as in TF_CONFIG; * is a free port "
+        "(default: a socket that only this user can open)",
     )
     parser.add_argument(
         "--json",

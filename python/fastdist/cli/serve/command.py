@@ -9,15 +9,15 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from tempfile import TemporaryDirectory
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdist.cli.command import UsageError
+from fastdist.errors import ClusterConfigError
 
 if TYPE_CHECKING:
-    from fastdist.ps import Keys, Server
+    from fastdist.ps import Server
 
 _INTERVAL_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -32,13 +32,9 @@ def run(options: argparse.Namespace) -> None:
 
     Raises:
         UsageError: the server cannot start.
-        ImportError: cryptography is missing, which keys need.
+        ImportError: cryptography is missing, which TCP needs.
     """
-    with (
-        _opened_server(options.address, options.keys) as server,
-        suppress(_Stopped),
-        _signals_raise(),
-    ):
+    with _opened(options.address) as server, suppress(_Stopped), _signals_raise():
         _show(server, options.json)
 
 
@@ -71,36 +67,14 @@ def _write(line: str) -> bool:
     return True
 
 
-@contextmanager
-def _opened_server(address: str | None, key_file: str | None) -> Iterator[Server]:
+def _opened(address: str | None) -> Server:
     from fastdist.ps import Server
 
-    keys = _keys(key_file)
-    if keys is None and address is not None:
-        raise UsageError(
-            f"{address} can be reached by other users, here or on other machines, and needs keys: "
-            "pass --keys FILE with a file that `fastdist keys` has written"
-        )
-    with ExitStack() as stack:
-        if keys is None:
-            folder = stack.enter_context(TemporaryDirectory(prefix="fastdist-serve-"))  # mode 0700
-            address = f"ipc://{folder}/server"
-        place = address or "tcp://127.0.0.1:*"
-        try:
-            server = stack.enter_context(Server(place, keys=keys))
-        except OSError as error:
-            raise UsageError(f"cannot listen at {error.strerror}") from None
-        yield server
-
-
-def _keys(key_file: str | None) -> Keys | None:
-    from fastdist.ps.link.keys import job_keys, read_keys
-
     try:
-        return job_keys() if key_file is None else read_keys(key_file)
+        return Server(address)
     except OSError as error:
-        raise UsageError(f"cannot read the keys in {error.filename}: {error.strerror}") from None
-    except ValueError as error:
+        raise UsageError(f"cannot listen at {error.strerror}") from None
+    except ClusterConfigError as error:
         raise UsageError(str(error)) from None
 
 

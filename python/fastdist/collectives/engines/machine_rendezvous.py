@@ -31,8 +31,8 @@ from fastdist.collectives.engines.agent_round import agree_on_name
 from fastdist.collectives.engines.net import Layout
 from fastdist.collectives.engines.torch_store import await_told, open_store, with_prefix
 from fastdist.collectives.rendezvous import run_checks
-from fastdist.collectives.secret import Secret, UnsealedError, job_secret
 from fastdist.errors import ClusterConfigError
+from fastdist.link.secret import Secret, UnsealedError, job_secret
 from fastdist.recorder.encoding import decode, encode
 
 _POLL_S = 0.05

@@ -15,11 +15,10 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.errors import FastdistError, UnavailableError
+from fastdist.link.connections import Connections
+from fastdist.link.stream import NO_MEMORY
 from fastdist.ps.client.items import Destination, Item, messages_of, names_of, values_of
 from fastdist.ps.client.requests import Ticket
-from fastdist.ps.link.connections import Connections
-from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.stream import NO_MEMORY
 from fastdist.ps.wire.frames import Array, keep_freed_memory, to_floats, to_ids
 from fastdist.ps.wire.protocol import (
     Header,
@@ -39,8 +38,7 @@ class Client:
     """Connections to all servers of a job. For one thread.
 
     Args:
-        servers: their addresses.
-        keys: the job's keys, if the servers have keys.
+        servers: their addresses; see `Server` for the secret that TCP needs.
         timeout_s: a server that neither answers nor moves bytes for this long is unavailable.
         grace_s: seconds after which a server with a broken connection is unavailable too.
         retry_s: a request that the server was too busy for is sent again after this time, or as
@@ -68,7 +66,6 @@ class Client:
         self,
         servers: Sequence[str],
         *,
-        keys: Keys | None = None,
         timeout_s: float = 30.0,
         grace_s: float = 3.0,
         retry_s: float = 0.25,
@@ -87,7 +84,7 @@ class Client:
         self._in_flight: list[dict[int, Ticket]] = [{} for _ in servers]
         self._refused: list[deque[Ticket]] = [deque() for _ in servers]  # by a busy server
         self._heard_at = [-math.inf] * len(servers)
-        self._connections = Connections(servers, keys, place=self._place)
+        self._connections = Connections(servers, place=self._place)
         self._new: set[int] = set()  # servers to which a connection was made
         self._waits_since = 0.0
         self._process = os.getpid()
@@ -262,8 +259,8 @@ class Client:
         silence = f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s"
         if connection.was_refused:
             what = (
-                "has not let this client in: does this client have its keys, and is it a fastdist "
-                "parameter server of this user?"
+                "has not let this client in: does this client have its secret, and is it a "
+                "fastdist parameter server of this user?"
             )
         elif not connection.was_connected:
             what = f"{silence}, nor let this client in: is it running, or is it overloaded?"

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from fastdist.link.connections import Connection
 from fastdist.ps.client.items import Destination
-from fastdist.ps.link.connections import Connection
 from fastdist.ps.wire.protocol import Header, Op
 
 T = TypeVar("T")

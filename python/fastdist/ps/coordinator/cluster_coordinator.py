@@ -25,7 +25,6 @@ from fastdist.ps.coordinator.unpicklable import (
     parts_of_function,
     pickle_or_explain,
 )
-from fastdist.ps.link.keys import Keys
 from fastdist.replicas.per_replica import map_structure
 
 _MOST_RESTORES = 3  # of `run`, without a save between them
@@ -36,7 +35,6 @@ class Job(Protocol):
     """The strategy of the job, as its coordinator uses it."""
 
     worker_addresses: tuple[str, ...]
-    keys: Keys
     synchronous: bool
     max_staleness: int | None
     definitions: Definitions
@@ -105,7 +103,6 @@ class ClusterCoordinator:
         self._no_arguments = self._definitions.dumps(((), {}))
         self._dispatcher = Dispatcher(
             strategy.worker_addresses,
-            strategy.keys,
             self._backlog,
             self._definitions,
             synchronous=strategy.synchronous,

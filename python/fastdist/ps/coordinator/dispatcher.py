@@ -13,6 +13,9 @@ import weakref
 from collections.abc import Sequence
 
 from fastdist.errors import FastdistError, UnavailableError
+from fastdist.link.connections import Connections
+from fastdist.link.stream import require_whole
+from fastdist.link.wake import Wake
 from fastdist.ps.coordinator.backlog import MAX_LOST_WORKERS, Backlog, Call
 from fastdist.ps.coordinator.group import Group
 from fastdist.ps.coordinator.messages import (
@@ -27,10 +30,6 @@ from fastdist.ps.coordinator.messages import (
 from fastdist.ps.coordinator.remote_value import RemoteTraceback
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker_link import WorkerLink
-from fastdist.ps.link.connections import Connections
-from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.stream import require_whole
-from fastdist.ps.link.wake import Wake
 from fastdist.ps.wire.open_files import allow_open_files
 
 _numbers = itertools.count(1)  # of calls, unique in the process: steps on servers use them
@@ -49,7 +48,6 @@ class Dispatcher:
     def __init__(
         self,
         addresses: Sequence[str],
-        keys: Keys | None,
         backlog: Backlog,
         definitions: Definitions,
         *,
@@ -70,7 +68,7 @@ class Dispatcher:
         allow_open_files(2 * len(addresses) + 100, f"{len(addresses)} workers")
         self._wake = Wake()
         weakref.finalize(self, self._wake.close)
-        self._connections = Connections(addresses, keys, self._wake, has_heartbeats=True)
+        self._connections = Connections(addresses, self._wake, has_heartbeats=True)
         self.links = [WorkerLink(self._connections[i]) for i in range(len(addresses))]
         backlog.on_wait = functools.partial(self.wake, is_awaited=True)
         self._worker_seen_at = time.monotonic()

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import cloudpickle  # type: ignore[import-untyped]
 
 from fastdist.errors import FastdistError
+from fastdist.link.listener import Listener
+from fastdist.link.stream import require_whole
 from fastdist.ps.coordinator.messages import (
     CALL,
     HELLO,
@@ -25,9 +27,6 @@ from fastdist.ps.coordinator.messages import (
     unpack,
 )
 from fastdist.ps.coordinator.shipping import Library
-from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.listener import Listener
-from fastdist.ps.link.stream import require_whole
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _STEP_KINDS = (Kind.COMMIT, Kind.RESUME, Kind.ABORT)
@@ -89,16 +88,14 @@ class Worker:
     """Serves one coordinator at a time: of those that are connected, the one that began last.
 
     Args:
-        address: the address to listen at; see `Server`.
-        keys: the job's keys. Coordinators send code, so only they may have the keys. None for a
-            socket that only this user can open.
+        address: the address to listen at; see `Server`. Who has the job's secret sends code.
         host: the object that runs the functions.
 
     Raises:
         OSError: another process listens there, or the address is not this machine's.
     """
 
-    def __init__(self, address: str, keys: Keys | None, host: Host) -> None:
+    def __init__(self, address: str, host: Host) -> None:
         self._host = host
         self._library = Library()
         self._inbox: deque[_Message] = deque()
@@ -106,7 +103,7 @@ class Worker:
         self._job = b""
         self._began = 0
         self._pid = os.getpid()
-        self._listener = Listener(address, keys, breaks_if_stuck=False)
+        self._listener = Listener(address, breaks_if_stuck=False)
 
     def serve(self) -> None:
         """Run functions until the coordinator ends the job; then stop listening."""

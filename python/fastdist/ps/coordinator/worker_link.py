@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
+from fastdist.link.connections import Connection
 from fastdist.ps.coordinator.backlog import Call
 from fastdist.ps.coordinator.messages import Kind, pack
 from fastdist.ps.coordinator.shipping import Definition
-from fastdist.ps.link.connections import Connection
 
 # Calls that a worker has at once, so that the next is there when one ends; more if they are short.
 _MIN_WINDOW, _MAX_WINDOW = 2, 8
@@ -55,7 +55,7 @@ class WorkerLink:
     def mark_lost(self) -> None:
         """Forget the worker's calls and definitions."""
         if self.connection.was_refused:
-            self.last_error = "it has other keys, or is not a fastdist worker of this user"
+            self.last_error = "it has another secret, or is not a fastdist worker of this user"
         elif self.is_ready:
             self.last_error = "the connection was lost"
         self.is_ready = False

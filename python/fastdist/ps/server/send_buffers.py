@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fastdist.ps.link.stream import Upload
+from fastdist.link.stream import Upload
 from fastdist.ps.wire.protocol import BusyError
 
 _MAX_BUFFERS = 40

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.listener import Listener, ListenerClosed
+from fastdist.link.listener import Listener, ListenerClosed
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.service import Service
 from fastdist.ps.wire.frames import keep_freed_memory
@@ -28,9 +28,9 @@ class Server:
     threads.
 
     Args:
-        address: listening address: "tcp://host:port" or "ipc://path"; port `*` is a free
-            one.
-        keys: the job's keys. A server without keys may only listen on this machine's own addresses.
+        address: listening address: "tcp://host:port", where port `*` is a free one, for peers
+            that have the job's secret, or "ipc://path" of a socket, for programs of this user;
+            by default a socket in a folder of its own.
         max_frame_bytes: connections that send larger frames are dropped.
         max_staged_bytes: the limit for gradients that wait for their round, and again for messages
             of more than 4 MiB that are arriving; messages beyond it wait.
@@ -41,23 +41,23 @@ class Server:
         failure: the error that ended the server's thread; None while the server works.
 
     Raises:
-        ValueError: the address is invalid, or beyond this machine, and there are no keys.
+        ValueError: the address is invalid.
+        ClusterConfigError: the job's secret cannot be read or made; see `FASTDIST_SECRET`.
         OSError: another process listens there, or the address is not this machine's.
-        ImportError: there are keys, and cryptography is not installed.
+        ImportError: TCP needs cryptography, which is not installed.
 
     Examples:
         >>> from fastdist import ps
-        >>> server = ps.Server()  # on a free port of this machine
-        >>> server.address.split(":")[:2]
-        ['tcp', '//127.0.0.1']
+        >>> server = ps.Server()  # for programs of this user on this machine
+        >>> server.address.split(":")[0]
+        'ipc'
         >>> server.close()
     """
 
     def __init__(
         self,
-        address: str = "tcp://127.0.0.1:*",
+        address: str | None = None,
         *,
-        keys: Keys | None = None,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_staged_bytes: int = 4 << 30,
     ) -> None:
@@ -67,8 +67,12 @@ class Server:
         self.ended = self._service.ended
         self.failure: BaseException | None = None
         self._finished: deque[tuple[Any, ...]] = deque()  # answers to slow requests
+        self._folder = None
+        if address is None:
+            self._folder = TemporaryDirectory(prefix="fastdist-server-")  # mode 0700
+            address = f"ipc://{self._folder.name}/socket"
         self._listener = Listener(
-            address, keys, max_frame_bytes=max_frame_bytes, max_arriving_bytes=max_staged_bytes
+            address, max_frame_bytes=max_frame_bytes, max_arriving_bytes=max_staged_bytes
         )
         self.address = self._listener.address
         # Two pools: a worker that connects again must not wait for a checkpoint.
@@ -89,6 +93,8 @@ class Server:
             pool.shutdown(wait=False, cancel_futures=True)
         self._listener.stop()
         self._thread.join()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.ps.link.stream import require_whole
+from fastdist.link.stream import require_whole
 from fastdist.ps.server.deduplication import Deduplicator, Progress
 from fastdist.ps.server.registry import Registry
 from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds, sums_of

@@ -12,11 +12,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fastdist.cluster.peer import is_own_user
-from fastdist.ps.link.addresses import begin_to_connect, is_local, tune
-from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.stream import HEARTBEATS, MESSAGES, Place, Stream, require_cryptography
-from fastdist.ps.link.wake import Wake
+from fastdist.link.addresses import begin_to_connect, tune
+from fastdist.link.peer import is_own_user
+from fastdist.link.secret import connection_key
+from fastdist.link.stream import HEARTBEATS, MESSAGES, Place, Stream
+from fastdist.link.wake import Wake
 
 _POLL_S = 1.0
 _RETRY_S = (0.05, 1.0)  # until the next attempt to connect: at first, and at most
@@ -44,7 +44,7 @@ class Connection:
         self,
         epoll: select.epoll,
         address: str,
-        keys: Keys | None,
+        key: bytes | None,
         purpose: int = MESSAGES,
         *,
         breaks_if_stuck: bool = True,
@@ -56,9 +56,8 @@ class Connection:
         self.may_begin = True
         self._epoll = epoll
         self._breaks_if_stuck = breaks_if_stuck
-        self._has_keys = keys is not None
         self._make_stream = partial(
-            Stream, keys=keys, is_listener=False, purpose=purpose, place=place
+            Stream, key=key, is_listener=False, purpose=purpose, place=place
         )
         self._stream: Stream | None = None
         self._is_connecting = False  # the stream's socket
@@ -166,8 +165,7 @@ class Connection:
             failed = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if failed:
                 raise OSError(failed, os.strerror(failed))
-            is_at_path = stream.socket.family == socket.AF_UNIX
-            if is_at_path and not self._has_keys and not is_own_user(stream.socket):
+            if stream.socket.family == socket.AF_UNIX and not is_own_user(stream.socket):
                 self.lose(was_refused=True)  # another user's program, which would hear everything
                 return
             tune(stream.socket, breaks_if_stuck=self._breaks_if_stuck)
@@ -208,8 +206,8 @@ class Connection:
 class _Pulse(Connection):
     """A connection by which a process shows that it runs."""
 
-    def __init__(self, epoll: select.epoll, address: str, keys: Keys | None) -> None:
-        super().__init__(epoll, address, keys, HEARTBEATS)
+    def __init__(self, epoll: select.epoll, address: str, key: bytes | None) -> None:
+        super().__init__(epoll, address, key, HEARTBEATS)
         self._beat_at: float | None = None  # when the first unanswered beat was sent
 
     @property
@@ -245,27 +243,23 @@ class Connections:
 
     Args:
         addresses: the listeners' addresses.
-        keys: the job's keys; None if the listeners have no keys.
         wake: an event that ends `poll` when it is set.
         has_heartbeats: also detect stopped processes, and do not take busy ones for stopped. The
             listeners must be `Listener(…, breaks_if_stuck=False)`.
         place: the `place` of `Stream`, but it takes the connection's number first.
 
-    Raises ValueError if an address is invalid, ImportError if keys need cryptography.
+    Raises what `connection_key` raises.
     """
 
     def __init__(
         self,
         addresses: Sequence[str],
-        keys: Keys | None,
         wake: Wake | None = None,
         *,
         has_heartbeats: bool = False,
         place: Callable[[int, memoryview, int], list[memoryview] | None] | None = None,
     ) -> None:
-        require_cryptography(keys)
-        for each in addresses:
-            is_local(each)  # raises ValueError if invalid
+        keys = [connection_key(each) for each in addresses]
         self._epoll = select.epoll()
         self._wake = wake
         if wake is not None:
@@ -275,7 +269,7 @@ class Connections:
             return Connection(
                 self._epoll,
                 addresses[number],
-                keys,
+                keys[number],
                 breaks_if_stuck=not has_heartbeats,
                 place=partial(place, number) if place else None,
             )
@@ -284,7 +278,9 @@ class Connections:
         self._all = [make(number) for number in range(len(addresses))]
         self._spares: dict[int, Connection] = {}  # which are being made
         self._pulses = [
-            _Pulse(self._epoll, each, keys) for each in (addresses if has_heartbeats else ())
+            _Pulse(self._epoll, address, key)
+            for address, key in zip(addresses, keys, strict=True)
+            if has_heartbeats
         ]
         self._beaten_at = 0.0
 

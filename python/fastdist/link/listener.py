@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fastdist._core as _core
-from fastdist.cluster.peer import is_own_user, peer_user
-from fastdist.ps.link.addresses import is_local, listen, tune
-from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.room import Room
-from fastdist.ps.link.stream import HEARTBEATS, Stream, Upload, require_cryptography
-from fastdist.ps.link.wake import Wake
+from fastdist.link.addresses import listen, tune
+from fastdist.link.peer import is_own_user, peer_user
+from fastdist.link.room import Room
+from fastdist.link.secret import connection_key
+from fastdist.link.stream import HEARTBEATS, Stream, Upload
+from fastdist.link.wake import Wake
 
 T = TypeVar("T")
 
@@ -41,8 +41,6 @@ class Listener:
 
     Args:
         address: the address to listen at; port `*` is a free one.
-        keys: the job's keys; only peers that have them are accepted. A listener without keys must
-            be at an address that only this machine can reach.
         max_frame_bytes: connections that send larger frames are dropped.
         max_arriving_bytes: the limit of the memory for messages of more than 4 MiB that are
             arriving; further ones wait. A connection that keeps others waiting, and sends nothing
@@ -52,28 +50,20 @@ class Listener:
     Attributes:
         address: the address with the actual port.
 
-    Raises:
-        ValueError: the address is invalid, or beyond this machine, and there are no keys.
-        OSError: another process listens there, or the address is not this machine's.
+    Raises what `connection_key` raises, and OSError if another process listens there, or the
+    address is not this machine's.
     """
 
     def __init__(
         self,
         address: str,
-        keys: Keys | None,
         *,
         max_frame_bytes: float = math.inf,
         max_arriving_bytes: float = math.inf,
         breaks_if_stuck: bool = True,
     ) -> None:
-        if not is_local(address) and keys is None:
-            raise ValueError(
-                f"{address} can be reached from other machines: pass keys=Keys.make(), and the "
-                "same keys to all clients, or listen on tcp://127.0.0.1:*"
-            )
-        require_cryptography(keys)
+        self._key = connection_key(address)
         self._socket, self.address = listen(address)
-        self._keys = keys
         self._max_frame_bytes = max_frame_bytes
         self._room: Room[Stream] = Room(max_arriving_bytes)
         self._trickled_at = 0.0
@@ -248,7 +238,7 @@ class Listener:
         number = next(self._numbers)
         self._streams[number] = Stream(
             accepted,
-            self._keys,
+            self._key,
             is_listener=True,
             max_frame_bytes=self._max_frame_bytes,
             room=self._room,

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdist.ps.link.keys import Keys
-from fastdist.ps.link.room import Room
+from fastdist.link.room import Room
 
 if TYPE_CHECKING:
-    from fastdist.ps.link.sealing import Cipher
+    from fastdist.link.sealing import Cipher
 
 MAX_FRAMES = 6
 _PREFIX = struct.Struct(f"<{MAX_FRAMES + 1}Q")  # the number of frames, and their sizes
-_GREETING = struct.Struct("<8s?B")  # the sender's magic, whether there are keys, the purpose
+_GREETING = struct.Struct("<8s?B")  # the sender's magic, whether there is a key, the purpose
 _MAGICS = b"FDLINK1>", b"FDLINK1<"  # of the end that connects, and of the listener
 _AHEAD_BYTES = 64 << 10
 _RECORD_BYTES = 256 << 10
@@ -44,12 +43,6 @@ def _memory(nbytes: int) -> memoryview:
         return np.empty(nbytes, np.uint8).data
     except (MemoryError, ValueError):
         raise ConnectionAbortedError(f"no memory for {nbytes} bytes") from None
-
-
-def require_cryptography(keys: Keys | None) -> None:
-    """Raise ImportError if there are keys but no library for encryption."""
-    if keys is not None:
-        import fastdist.ps.link.sealing  # noqa: F401  raises with a hint
 
 
 def require_whole(frames: Sequence[memoryview], what: str) -> None:
@@ -78,7 +71,8 @@ class Stream:
     """Messages of several frames over a socket that never blocks.
 
     Args:
-        keys: the job's keys; only a peer that has them may send more than a greeting.
+        key: 32 bytes; only a peer that has them may send more than a greeting. None: any peer may,
+            and nothing is encrypted.
         is_listener: True if the peer has connected to this end.
         purpose: the purpose of the connection, unless this is a listener.
         max_frame_bytes: larger frames are an error.
@@ -88,7 +82,7 @@ class Stream:
 
     Attributes:
         purpose: the purpose of the connection; a listener learns it when the stream is open.
-        is_open: True once the peer has greeted, and has proved that it has the keys.
+        is_open: True once the peer has greeted, and has proved that it has the key.
         sent_at: the time at which bytes of a message were last sent, on the monotonic clock.
         received_at: the time at which bytes of a message were last received.
         allowance: the bytes of a large message that may be received now; 0 while it waits for room.
@@ -97,7 +91,7 @@ class Stream:
     def __init__(
         self,
         connected: socket.socket,
-        keys: Keys | None,
+        key: bytes | None,
         *,
         is_listener: bool,
         purpose: int = MESSAGES,
@@ -124,7 +118,7 @@ class Stream:
         self._read = self._filled = 0  # positions in `_ahead`
         self._opened = memoryview(b"")  # the part of a record that is not read yet
         self._message: list[memoryview] | None = None
-        self._reading = self._read_all(keys, is_listener)
+        self._reading = self._read_all(key, is_listener)
 
     def close(self) -> None:
         """Close the connection."""
@@ -243,8 +237,8 @@ class Stream:
         message, self._message = self._message, None
         return message
 
-    def _read_all(self, keys: Keys | None, is_listener: bool) -> _Reading:
-        yield from self._greet(keys, is_listener)
+    def _read_all(self, key: bytes | None, is_listener: bool) -> _Reading:
+        yield from self._greet(key, is_listener)
         self.is_open = True
         prefix = memoryview(bytearray(_PREFIX.size))
         while True:
@@ -273,27 +267,26 @@ class Stream:
             del frames, memory
             yield
 
-    def _greet(self, keys: Keys | None, is_listener: bool) -> _Reading:
+    def _greet(self, key: bytes | None, is_listener: bool) -> _Reading:
         heard = memoryview(bytearray(_GREETING.size))
         if is_listener:
             yield from self._fill(heard)
             self.purpose = heard[-1]
-        first, second = (_GREETING.pack(magic, keys is not None, self.purpose) for magic in _MAGICS)
+        first, second = (_GREETING.pack(magic, key is not None, self.purpose) for magic in _MAGICS)
         if not is_listener:
             self._send([memoryview(first)])
             yield from self._fill(heard)
         if heard != (first if is_listener else second):
-            raise ConnectionAbortedError("the peer is none of fastdist's, or only one has keys")
+            raise ConnectionAbortedError("the peer is none of fastdist's, or only one has a key")
         if is_listener:
             self._send([memoryview(second)])
-        if keys is not None:
-            yield from self._shake_hands(keys, is_listener, first + second)
+        if key is not None:
+            yield from self._shake_hands(key, is_listener, first + second)
 
-    def _shake_hands(self, keys: Keys, is_listener: bool, prologue: bytes) -> _Reading:
-        from fastdist.ps.link.sealing import MESSAGE_BYTES, Handshake
+    def _shake_hands(self, key: bytes, is_listener: bool, prologue: bytes) -> _Reading:
+        from fastdist.link.sealing import MESSAGE_BYTES, Handshake
 
-        secret = bytes.fromhex(keys.secret)
-        own = Handshake(secret, is_initiator=not is_listener, prologue=prologue)
+        own = Handshake(key, is_initiator=not is_listener, prologue=prologue)
         message = bytearray(MESSAGE_BYTES)
         if not is_listener:
             self._send([memoryview(own.write())])

@@ -1,10 +1,10 @@
-"""The secret by which the ranks of a job on several machines know each other.
+"""The secret by which the processes of a job on several machines know each other.
 
-Anyone who can reach the store of the rendezvous can read and write it. So ranks seal what they post
-there with the secret, and use nothing that is not sealed. The key of their connections is derived
+It is never sent; all keys are derived from it. Servers and workers prove it on each connection
+(sealing.py). Anyone who can reach the store of a rendezvous can read and write it: so ranks seal
+what they post there, and use nothing that is not sealed. The key of their connections is derived
 from the secret and from random numbers of all ranks. On each connection both ends prove that they
-have the key (csrc/net/hello.h), so that values recorded in another job are of no use. The secret
-itself is never sent.
+have the key (csrc/net/hello.h), so that values recorded in another job are of no use.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import hmac
 import json
 import os
 import secrets
+import stat
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -24,8 +25,8 @@ from pathlib import Path
 from typing import final
 
 from fastdist._config import SECRET_VARIABLE, settings
-from fastdist.cluster.private_files import read_private
 from fastdist.errors import ClusterConfigError
+from fastdist.link.addresses import is_path
 
 _LEAST_BYTES = 16
 _MOST_BYTES = 1 << 16  # of a file, or of a sealed text
@@ -42,11 +43,11 @@ class UnsealedError(Exception):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Secret:
-    """A secret that all ranks of a job have.
+    """A secret that all processes of a job have.
 
     Attributes:
         key: the secret; empty if the job continues without one.
-        origin: the place where this rank found it, for messages.
+        origin: the place where this process found it, for messages.
     """
 
     key: bytes
@@ -117,6 +118,27 @@ def exchange(
     return found
 
 
+def connection_key(address: str) -> bytes | None:
+    """Return the 32 bytes that both ends of a connection to an address must have.
+
+    None for a Unix socket, where the kernel names the other end's user, and with
+    FASTDIST_INSECURE=1.
+
+    Raises:
+        ValueError: the address is invalid.
+        ClusterConfigError: see `job_secret`.
+        ImportError: the package for encryption is missing.
+    """
+    if is_path(address):
+        return None
+    secret = job_secret()
+    if not secret.key:
+        return None
+    import fastdist.link.sealing  # noqa: F401  raises with a hint
+
+    return bytes.fromhex(secret.derive("connection", "servers and workers"))
+
+
 def job_secret() -> Secret:
     """Find the secret of this process's job.
 
@@ -163,14 +185,31 @@ def _checked(key: bytes, origin: str) -> Secret:
 
 
 def _read(path: Path, must_be_private: bool = False) -> bytes:
+    """Return a file's content; warn if other users may read it, unless it is root's.
+
+    Orchestrators mount secrets as root's files, which all users of the container may read.
+    """
     try:
-        return read_private(path, _MOST_BYTES, must_be_private=must_be_private)
-    except ValueError as error:
-        raise ClusterConfigError(f"{error}: delete the file, so that a new one is made") from None
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            key = file.read(_MOST_BYTES)
     except OSError as error:
         raise ClusterConfigError(
             f"cannot read the secret of this job in {path}: {error.strerror}: {_HOW}"
         ) from None
+    mode = stat.S_IMODE(found.st_mode)
+    if must_be_private and (found.st_uid != os.getuid() or mode & 0o077):
+        raise ClusterConfigError(
+            f"the secret in {path} may be known to other users: delete the file, so that a new one "
+            "is made"
+        )
+    if found.st_uid != 0 and mode & 0o044:
+        warnings.warn(
+            f"other users may read the secret in {path}: run `chmod 600 {path}`, and replace "
+            "the secret if they are not trusted",
+            stacklevel=3,
+        )
+    return key
 
 
 def _make(path: Path) -> None:
@@ -193,6 +232,5 @@ def _make(path: Path) -> None:
         raise
     except OSError as error:
         raise ClusterConfigError(
-            f"this job on several machines needs a secret, and {path} cannot be made "
-            f"({error.strerror}): {_HOW}"
+            f"this job needs a secret, and {path} cannot be made ({error.strerror}): {_HOW}"
         ) from None

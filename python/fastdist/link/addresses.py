@@ -11,15 +11,24 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-MAX_FOLDER_BYTES = 90  # of a folder of sockets, whose paths have at most 107
+_MOST_PATH_BYTES = 107
+MAX_FOLDER_BYTES = 90  # of a folder of sockets
 _WAITING = 1024  # connections that have not been accepted
 _STUCK_MS = 10_000  # a machine that takes nothing for this time is gone
 _PROBE_S = 5  # connections that are silent for this time are probed
 
 
+def is_path(address: str) -> bool:
+    """Return True for a Unix socket, False for TCP; raise ValueError if neither."""
+    if _path(address):
+        return True
+    _host_and_port(address)
+    return False
+
+
 def is_local(address: str) -> bool:
     """Return True if only this machine can reach an address; raise ValueError if it is invalid."""
-    if _path(address):
+    if is_path(address):
         return True
     host, _ = _host_and_port(address)
     try:
@@ -51,6 +60,12 @@ def listen(address: str) -> tuple[socket.socket, str]:
 
 
 def _listen_at_path(path: str) -> socket.socket:
+    if len(os.fsencode(path)) > _MOST_PATH_BYTES:
+        raise OSError(
+            errno.ENAMETOOLONG,
+            f"the path of a socket has at most {_MOST_PATH_BYTES} bytes: choose another, or set "
+            "TMPDIR to a shorter one",
+        )
     made = socket.socket(socket.AF_UNIX)
     try:
         with socket.socket(socket.AF_UNIX) as other, suppress(FileNotFoundError, ConnectionError):

@@ -18,7 +18,8 @@ try:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError:
     raise ImportError(
-        "keys need cryptography: pip install 'cryptography>=47'", name="cryptography"
+        "encrypted connections need cryptography: pip install 'cryptography>=47'",
+        name="cryptography",
     ) from None
 
 _NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash

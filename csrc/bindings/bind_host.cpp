@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -85,7 +87,8 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
 std::unique_ptr<NetEndpoint> connect_machines(
     const HostEndpoint& inner, const Listener& listener, int rank,
     const std::vector<std::tuple<int, std::string, int>>& places, const py::bytes& token,
-    const NetEndpoint* parent, py::handle timeout) {
+    const NetEndpoint* parent, double outage_s, py::handle timeout) {
+  const auto outage = std::chrono::milliseconds(std::llround(1e3 * outage_s));
   std::vector<net::Place> known;
   for (const auto& [machine, ip, port] : places) {
     known.push_back({machine, ip, static_cast<std::uint16_t>(port)});
@@ -113,7 +116,8 @@ std::unique_ptr<NetEndpoint> connect_machines(
                 "rank " + std::to_string(lost) + " has died or failed while the ranks connected",
                 {lost});
   };
-  auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller, check);
+  auto connections =
+      net::connect_ranks(listener, rank, known, secret, outage, patience, caller, check);
   const auto made = std::make_shared<net::NetCommunicator>(inner.engine(), rank, std::move(known),
                                                            std::move(connections));
   if (parent != nullptr) {

@@ -132,6 +132,8 @@ def connect_machines(
     token: bytes,
     # a communicator of more ranks, whose links are as fast, or None to measure them
     parent: NetCommunicator | None,
+    # that a connection lasts without a word from the other machine
+    outage_s: float,
     timeout_s: float,
     /,
 ) -> NetCommunicator: ...

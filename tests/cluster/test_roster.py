@@ -14,9 +14,13 @@ from contextlib import ExitStack, closing
 
 import pytest
 from fastdist.cluster import roster
+from fastdist.cluster.branch import Branch
 from fastdist.cluster.roster import Roster, RosterPlace, roster_place
 from fastdist.collectives.elastic import BrokenWorldError, Member
 from fastdist.errors import ClusterConfigError
+from held_ports import free_port
+from launched import wait_until
+from raw_link import RawClient
 
 World = tuple[int, int, int]
 
@@ -198,7 +202,11 @@ def test_what_is_no_message_ends_the_connection(job: Job, said: bytes) -> None:
 def test_a_place_in_the_environment() -> None:
     place = RosterPlace("a", 3)
     assert roster_place(place.environment()) == place
-    assert json.loads(place.environment()[roster.ROSTER_VARIABLE]) == {"name": "a", "slot": 3}
+    assert json.loads(place.environment()[roster.ROSTER_VARIABLE]) == {
+        "name": "a",
+        "slot": 3,
+        "machine": 0,
+    }
     assert roster_place({}) is None
 
 
@@ -312,3 +320,79 @@ class TestLateRanks:
         assert sorted(join_all(pool, *members)) == [(2, 0, 2), (2, 1, 2)]
         time.sleep(2.5)
         assert not members[1].must_join()
+
+
+class TestBranch:
+    """Members of another machine's launcher, here over the loopback."""
+
+    def begin(self, stack: ExitStack, most: int = 2) -> tuple[Roster, Branch, list[str]]:
+        reasons: list[str] = []
+        roster = stack.enter_context(Roster(1, most, "tcp://127.0.0.1:*"))
+        address = f"tcp://127.0.0.1:{roster.port}"
+        return roster, stack.enter_context(Branch(address, most, reasons.append)), reasons
+
+    def member(self, stack: ExitStack, of: Roster | Branch) -> Member:
+        return stack.enter_context(closing(Member(RosterPlace(of.name, 0))))
+
+    def test_ranks_here_and_there_make_worlds(
+        self, stack: ExitStack, pool: ThreadPoolExecutor
+    ) -> None:
+        roster, branch, _ = self.begin(stack)
+        here, there = self.member(stack, roster), self.member(stack, branch)
+        assert not branch.has_begun()
+        places = [pool.submit(join, member) for member in (here, there)]
+        assert sorted(place.result(20) for place in places) == [(1, 0, 2), (1, 1, 2)]
+        values = [
+            pool.submit(member.allgather, name) for member, name in ((here, "h"), (there, "t"))
+        ]
+        assert sorted(values[0].result(20)) == ["h", "t"] == sorted(values[1].result(20))
+        wait_until(branch.has_begun)
+
+    def test_ranks_come_before_the_roster(self, stack: ExitStack, pool: ThreadPoolExecutor) -> None:
+        port = free_port()
+        branch = stack.enter_context(Branch(f"tcp://127.0.0.1:{port}", 1, print))
+        place = pool.submit(join, self.member(stack, branch))
+        time.sleep(0.3)
+        stack.enter_context(Roster(1, 1, f"tcp://127.0.0.1:{port}"))
+        assert place.result(20) == (1, 0, 1)
+
+    def test_the_end_of_the_work_is_told(self, stack: ExitStack, pool: ThreadPoolExecutor) -> None:
+        roster, branch, reasons = self.begin(stack)
+        members = [self.member(stack, branch) for _ in range(2)]
+        for place in [pool.submit(join, member) for member in members]:
+            place.result(20)
+        members[0].finish()
+        wait_until(lambda: roster._has_finished)
+        late = self.member(stack, branch)
+        with pytest.raises(SystemExit):
+            late.join(20)
+        roster.close()
+        time.sleep(0.3)
+        assert reasons == []
+
+    def test_a_roster_that_leaves_is_told(self, stack: ExitStack) -> None:
+        roster, branch, reasons = self.begin(stack)
+        wait_until(lambda: branch._is_connected)
+        roster.close()
+        wait_until(lambda: bool(reasons))
+        assert "has ended" in reasons[0]
+
+    def test_another_secret(self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1.5")
+        reasons: list[str] = []
+        roster = stack.enter_context(Roster(1, 1, "tcp://127.0.0.1:*"))
+        monkeypatch.setenv("FASTDIST_SECRET", "the secret of others")
+        address = f"tcp://127.0.0.1:{roster.port}"
+        stack.enter_context(Branch(address, 1, reasons.append))
+        wait_until(lambda: bool(reasons))
+        assert "have both the same FASTDIST_SECRET?" in reasons[0]
+
+    def test_garbage_drops_its_sender_alone(
+        self, stack: ExitStack, pool: ThreadPoolExecutor
+    ) -> None:
+        roster, branch, _ = self.begin(stack, most=1)
+        with RawClient(f"tcp://127.0.0.1:{roster.port}") as known:
+            for garbage in (b"", b"{}", b"[1]", b'["said", 1]', b'["said", 1, "join", 3]', b"\xff"):
+                known.send(garbage)
+                known.receive(0.05)
+            assert join(self.member(stack, branch)) == (1, 0, 1)

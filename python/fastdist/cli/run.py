@@ -6,10 +6,12 @@ import math
 import os
 import resource
 import secrets
-from collections.abc import Callable, Iterator
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from fastdist._config import REPLACE_VARIABLE, REPLACEABLE
 from fastdist.cli.command import UsageError, add_command, has_colour
@@ -19,24 +21,32 @@ from fastdist.cli.tasks import (
     Machines,
     elastic_tasks,
     host_tasks,
+    new_secret,
     rank_tasks,
     role_tasks,
     take_variables,
 )
-from fastdist.cluster.address import split_address
+from fastdist.cluster.address import join_address, split_address
+from fastdist.cluster.own_address import own_address
 from fastdist.cluster.ports import reserved_ports
 from fastdist.cluster.roster import Roster
+from fastdist.errors import ClusterConfigError
 from fastdist.processes.job import GRACE_S, Elastic, Job, Task
 from fastdist.processes.process import StartError
 from fastdist.processes.supervisor import Outcome, supervise
 from fastdist.processes.terminal import note
+
+if TYPE_CHECKING:
+    from fastdist.cluster.branch import Branch
 
 _NAME = "fastdist run"
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _OUTPUTS = 2
 _OTHER_FILES = 24
 _MAX_RESTARTS = 3
+_MAX_MACHINE_RESTARTS = 100  # of each machine of an elastic job, some seconds after each other
 _PORTS = range(20_000, 32_000)
+_SSH_PORT = 22
 _ANSWER_S = 2.0  # that the launcher of another machine needs after its grace period
 
 _STARTS = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--workers", "--ps")
@@ -63,7 +73,9 @@ ranks fail, those of the others are stopped.
 With --min and --max, starts an elastic job: a process that fails is started
 again, and the others go on without it meanwhile, if at least --min are left.
 The program must be made for it, by fastdist.Elastic or
-fastdist.init(elastic=True).
+fastdist.init(elastic=True). With --hosts, the ranks are shared out among these
+machines; with --nnodes MIN:MAX, N run on each, of which --node-rank 0 must not
+be lost. Other machines may be lost, and come back.
 
 With --workers and --ps, starts a job with parameter servers instead: a chief,
 W workers, P parameter servers and, with --evaluator, an evaluator. All tasks
@@ -174,9 +186,10 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nnodes",
         metavar="M",
-        type=_count("machines"),
-        default=1,
-        help="number of machines, each of which starts -n ranks; needs --node-rank and --rdzv",
+        type=_machines,
+        default=(1, 1),
+        help="number of machines, each of which starts -n ranks; needs --node-rank and --rdzv. "
+        "MIN:MAX: an elastic job, whose machines may come and go",
     )
     parser.add_argument(
         "--node-rank",
@@ -193,7 +206,8 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         dest="rdzv",
         metavar="HOST:PORT",
         type=_address,
-        help="address of the machine with --node-rank 0; rank 0 listens there",
+        help="address of the machine with --node-rank 0; rank 0 listens there, or this command if "
+        "the job is elastic",
     )
     parser.add_argument(
         "--hosts",
@@ -249,12 +263,18 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: the options are wrong.
         StartError: a process cannot be started.
     """
+    arguments.least_nodes, arguments.nnodes = arguments.nnodes
     _check_options(arguments)
+    if arguments.least_nodes < arguments.nnodes:
+        arguments.min = arguments.least_nodes * arguments.ranks
+        arguments.max = arguments.nnodes * arguments.ranks
     if arguments.replace is not None:
         _check_replacing(arguments)
         arguments.env.append((REPLACE_VARIABLE, arguments.replace))
     _say_what_comes_first(arguments)
-    run_once = _run_here if arguments.hosts is None else _run_on_hosts
+    run_once = _run_here
+    if arguments.hosts is not None:
+        run_once = _run_on_hosts if arguments.min is None else _run_elastic_hosts
     starts_all_again = arguments.workers is None and arguments.min is None
     most = (arguments.max_restarts or 0) if starts_all_again else 0
     for restart in range(1, most + 1):
@@ -266,21 +286,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run_here(arguments: argparse.Namespace) -> Outcome:
+    user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
     with ExitStack() as stack:
         roster = elastic = None
         if arguments.min is not None:
-            roster = stack.enter_context(Roster(arguments.min, arguments.max))
-            elastic = Elastic(arguments.min, roster.has_begun, roster.finish)
+            roster = stack.enter_context(_roster(arguments))
+            least = arguments.min if arguments.nnodes == 1 else 1
+            elastic = Elastic(least, roster.has_begun, roster.finish)
         launcher = ""
         if arguments.nnodes > 1:
             from fastdist.cli.answering import answering  # only where it is used
 
             launcher = stack.enter_context(answering(*arguments.rdzv))
-        tasks = stack.enter_context(_tasks(arguments, launcher, roster))
+        tasks = stack.enter_context(_tasks(arguments, launcher, roster, user))
         command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
         restarts = arguments.max_restarts
         if restarts is None:
-            restarts = _MAX_RESTARTS * (arguments.max or 1)
+            restarts = _MAX_RESTARTS * (1 if elastic is None else len(tasks))
         job = Job(
             _NAME,
             command,
@@ -298,6 +320,40 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         if outcome.first is not None:
             _note_first(*outcome.first)
         return outcome
+
+
+def _roster(arguments: argparse.Namespace) -> "Roster | Branch":
+    """Begin the roster of an elastic job, or this machine's part in it."""
+    if arguments.nnodes == 1:
+        return Roster(arguments.min, arguments.max)
+    host, port = arguments.rdzv
+    if _keeps_roster(arguments):
+        return _roster_for_machines(arguments, port)
+    try:
+        from fastdist.cluster.branch import Branch  # and numpy
+
+        return Branch(f"tcp://{join_address(host, port)}", arguments.ranks, _give_up)
+    except (ClusterConfigError, ImportError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _keeps_roster(arguments: argparse.Namespace) -> bool:
+    """Return True on the first machine, unless `_run_elastic_hosts` keeps the roster."""
+    return arguments.node_rank == 0 and not arguments.ends_with_stdin
+
+
+def _roster_for_machines(arguments: argparse.Namespace, port: int | str) -> Roster:
+    try:
+        return Roster(arguments.min, arguments.max, f"tcp://*:{port}")
+    except OSError as error:
+        raise UsageError(f"cannot listen at {error.strerror}") from None
+    except (ClusterConfigError, ImportError) as error:
+        raise UsageError(str(error)) from None
+
+
+def _give_up(why: str) -> None:
+    note(f"{_NAME}: {why}")
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _note_first(pid: int, status: int) -> None:
@@ -343,22 +399,64 @@ def _traced(arguments: argparse.Namespace) -> Iterator[None]:
 
 def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
     hosts = arguments.hosts
-    there = ["-n", str(arguments.ranks)]
-    there += ["--grace-s", str(arguments.grace_s)]
-    there += ["--no-prefix"] * (not arguments.prefix) + ["-m"] * arguments.is_module
-    if arguments.trace is not None:
-        there += ["--trace", str(arguments.trace)]
-    if not arguments.command:
-        raise UsageError(f"expected {_TARGET}")
     host = hosts[0].rpartition("@")[2]
     # A port that other jobs on these machines hardly have; nobody can look there beforehand.
     rdzv = arguments.rdzv or (host, secrets.choice(_PORTS))
-    variables = dict(arguments.env)
-    tasks = host_tasks(hosts, [*there, *arguments.command], rdzv, variables)
-    # The launchers on the machines begin each line with its rank.
-    grace_s = arguments.grace_s + _ANSWER_S
-    job = Job(_NAME, (), tasks, len(tasks), grace_s=grace_s, prefix=False, colour=has_colour())
-    return supervise(job)
+    places = [
+        ("--nnodes", len(hosts), "--node-rank", number, "-n", arguments.ranks)
+        for number in range(len(hosts))
+    ]
+    return supervise(_job_on_hosts(arguments, rdzv, places))
+
+
+def _run_elastic_hosts(arguments: argparse.Namespace) -> Outcome:
+    hosts, least = arguments.hosts, arguments.min
+    os.environ |= new_secret(os.environ)
+    given, port = arguments.rdzv or (None, "*")
+    with _roster_for_machines(arguments, port) as roster:
+        try:
+            own = given or own_address(hosts[0].rpartition("@")[2], _SSH_PORT)
+        except (ClusterConfigError, OSError) as error:
+            raise UsageError(f"{error}; --rdzv says where machines reach this one") from None
+        shares = [len(range(number, arguments.max, len(hosts))) for number in range(len(hosts))]
+        most = max(2, len(hosts))  # 1:1 would not be elastic
+        places = [
+            ("--nnodes", f"1:{most}", "--node-rank", number, "-n", share)
+            for number, share in enumerate(shares)
+        ]
+        needed = next(n for n in range(1, len(hosts) + 1) if sum(shares[:n]) >= least)
+        elastic = Elastic(needed, roster.has_begun, roster.finish)
+        return supervise(_job_on_hosts(arguments, (own, roster.port), places, elastic))
+
+
+def _job_on_hosts(
+    arguments: argparse.Namespace,
+    rdzv: tuple[str, int],
+    places: Sequence[Sequence[object]],
+    elastic: Elastic | None = None,
+) -> Job:
+    there = ["--grace-s", str(arguments.grace_s)]
+    there += ["--no-prefix"] * (not arguments.prefix) + ["-m"] * arguments.is_module
+    if arguments.trace is not None:
+        there += ["--trace", str(arguments.trace)]
+    if elastic is not None and arguments.max_restarts is not None:
+        there += ["--max-restarts", str(arguments.max_restarts)]
+    if not arguments.command:
+        raise UsageError(f"expected {_TARGET}")
+    there += arguments.command
+    user = dict(arguments.env)
+    tasks = host_tasks(arguments.hosts, places, there, rdzv, user, is_elastic=elastic is not None)
+    return Job(
+        _NAME,
+        (),
+        tasks,
+        len(tasks),
+        max_restarts=_MAX_MACHINE_RESTARTS * len(tasks),
+        elastic=elastic,
+        grace_s=arguments.grace_s + _ANSWER_S,
+        prefix=False,  # the launchers on the machines begin each line with its rank
+        colour=has_colour(),
+    )
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -400,12 +498,17 @@ def _check_elastic(arguments: argparse.Namespace) -> None:
         "-n": arguments.ranks,
         "--workers": arguments.workers,
         "--ps": arguments.ps,
-        "--hosts": arguments.hosts,
         "--nnodes": arguments.nnodes if arguments.nnodes > 1 else None,
+        "--evaluator": arguments.evaluator or None,
     }
     for option, value in others.items():
         if value is not None:
-            raise UsageError(f"--min and --max start an elastic job on one machine, not {option}")
+            raise UsageError(
+                f"--min and --max are the ranks of an elastic job on this machine or on --hosts; "
+                f"{option} does not go with them"
+            )
+    if arguments.hosts is not None and most < len(arguments.hosts):
+        raise UsageError(f"--max {most} leaves one of the {len(arguments.hosts)} machines empty")
 
 
 def _say_what_comes_first(arguments: argparse.Namespace) -> None:
@@ -443,7 +546,7 @@ def _check_machines(arguments: argparse.Namespace) -> None:
     ):
         if value is None:
             raise UsageError(f"--nnodes {machines} needs {option}")
-    if arguments.max_restarts:
+    if arguments.max_restarts and arguments.least_nodes == machines:
         raise UsageError(
             "--max-restarts starts all ranks again, --nnodes only those of this machine; use "
             "--hosts"
@@ -454,13 +557,24 @@ def _check_machines(arguments: argparse.Namespace) -> None:
 
 @contextmanager
 def _tasks(
-    arguments: argparse.Namespace, launcher: str, roster: Roster | None
+    arguments: argparse.Namespace,
+    launcher: str,
+    roster: "Roster | Branch | None",
+    user: dict[str, str],
 ) -> Iterator[list[Task]]:
     """Yield the tasks of the job; reserve their ports until the context is closed."""
-    user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
     if roster is not None:
-        _check_limits(arguments.max, f"{arguments.max} ranks", files_each=_OUTPUTS + 2)
-        yield elastic_tasks(arguments.max, roster.name, user)
+        most = arguments.max if arguments.nnodes == 1 else arguments.ranks
+        _check_limits(most, f"{most} ranks", files_each=_OUTPUTS + 2)
+        machines = None
+        if arguments.nnodes > 1:
+            host, port = arguments.rdzv
+            try:
+                own = host if _keeps_roster(arguments) else own_address(host, port)
+            except (ClusterConfigError, OSError) as error:
+                raise UsageError(str(error)) from None
+            machines = Machines(arguments.nnodes, arguments.node_rank, own, port, launcher)
+        yield elastic_tasks(most, roster.name, user, machines)
         return
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))
@@ -504,6 +618,15 @@ def _count(what: str, least: int = 1) -> Callable[[str], int]:
         )
 
     return parse
+
+
+def _machines(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    parse = _count("machines")
+    found = parse(least), parse(most if colon else least)
+    if found[0] <= found[1]:
+        return found
+    raise argparse.ArgumentTypeError(f"expected MIN:MAX, with MIN at most MAX, got {text!r}")
 
 
 def _seconds(text: str) -> float:

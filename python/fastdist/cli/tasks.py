@@ -6,7 +6,7 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastdist._config import FOLDER_VARIABLE, SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
 from fastdist.cli.command import UsageError
@@ -29,12 +29,13 @@ _RANK_VARIABLES = (
 )
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _HOST = "127.0.0.1"
-# ssh must not ask for a password, and notices within a minute that a machine is gone.
+# ssh must not ask for a password.
 _SSH_OPTIONS = (
     *("-o", "BatchMode=yes"),
     *("-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=15"),
 )
+_IN_A_MINUTE, _SOON = "ServerAliveInterval=15", "ServerAliveInterval=1"  # at the third it gives up
+_MACHINE_DELAY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Machines:
     Attributes:
         count: number of machines.
         own: number of this machine, from 0.
-        host: host of machine 0, where rank 0 listens.
+        host: host of machine 0, where rank 0 listens; in an elastic job, this machine's address.
         port: port of rank 0.
         launcher: "ip:port" at which this launcher answers questions about its ranks, or "".
     """
@@ -92,26 +93,35 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
     ]
 
 
-def elastic_tasks(most: int, roster: str, user: Mapping[str, str]) -> list[Task]:
-    """Return the tasks of an elastic job, whose ranks get their numbers from a roster.
+def elastic_tasks(
+    most: int, roster: str, user: Mapping[str, str], machines: Machines | None = None
+) -> list[Task]:
+    """Return this machine's tasks of an elastic job, whose ranks get their numbers from a roster.
 
     Args:
         most: number of tasks.
-        roster: the roster's name.
+        roster: the name of the socket at which they talk to the roster.
         user: variables that override inherited ones.
+        machines: the machines of the job; None if it has this one alone.
 
     Raises:
         UsageError: `user` has a variable that makes a rank.
     """
     _refuse(user, (*_RANK_VARIABLES, ROSTER_VARIABLE), "ranks of an elastic job change")
-    environment = {**without_rank(os.environ), **user}
+    environment = without_rank(os.environ)
+    of, prefix, machine = "", "", 0
+    if machines is not None:
+        environment |= {"MASTER_ADDR": machines.host, LAUNCHER_VARIABLE: machines.launcher}
+        machine = machines.own
+        of, prefix = f" of machine {machine}", f"{machine}."
+    environment |= user
     _set_defaults(environment, most)
     width = len(str(most - 1))
     return [
         Task(
-            f"process {slot}",
-            f"{slot:{width}}",
-            environment | RosterPlace(roster, slot).environment(),
+            f"process {slot}{of}",
+            f"{prefix}{slot:{width}}",
+            environment | RosterPlace(roster, slot, machine).environment(),
             Ending.RESTARTED,
         )
         for slot in range(most)
@@ -120,9 +130,12 @@ def elastic_tasks(most: int, roster: str, user: Mapping[str, str]) -> list[Task]
 
 def host_tasks(
     hosts: Sequence[str],
+    places: Sequence[Sequence[object]],
     arguments: Sequence[str],
     rdzv: tuple[str, int],
     user: Mapping[str, str],
+    *,
+    is_elastic: bool,
 ) -> list[Task]:
     """Return a task for each machine of a job, which starts its ranks by ssh.
 
@@ -130,27 +143,31 @@ def host_tasks(
 
     Args:
         hosts: names of the machines for ssh; rank 0 is on the first one.
-        arguments: the arguments of `fastdist run` there, but for those that name the machines.
-        rdzv: host of rank 0 for the other machines, and its port.
+        places: the arguments of `fastdist run` that say which machine it is.
+        arguments: its other arguments.
+        rdzv: host of rank 0 or of the roster for the other machines, and its port.
         user: variables that override inherited ones.
+        is_elastic: machines may be lost, and are started again.
     """
     carried = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIX)}
-    carried |= _new_secret(carried)
+    carried |= new_secret(carried)
     stdin = json.dumps([carried, dict(user)]).encode() + b"\n"
     path = [f"PYTHONPATH={os.environ['PYTHONPATH']}"] if "PYTHONPATH" in os.environ else []
     tasks = []
-    for number, host in enumerate(hosts):
-        place = ["--nnodes", str(len(hosts)), "--node-rank", str(number)]
-        place += ["--rdzv", join_address(*rdzv), "--ends-with-stdin"]
+    for host, own in zip(hosts, places, strict=True):
+        place = [*map(str, own), "--rdzv", join_address(*rdzv), "--ends-with-stdin"]
         run = ["env", *path, sys.executable, "-m", "fastdist", "run", *place, *arguments]
         remote = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(run)}"
-        command = ["ssh", "-T", *_SSH_OPTIONS, host, remote]
+        probes = _SOON if is_elastic else _IN_A_MINUTE
+        command = ["ssh", "-T", *_SSH_OPTIONS, "-o", probes, host, remote]
         task = Task(f"machine {host}", host, dict(os.environ), command=command, stdin=stdin)
+        if is_elastic:
+            task = replace(task, ending=Ending.RESTARTED, restart_delay_s=_MACHINE_DELAY_S)
         tasks.append(task)
     return tasks
 
 
-def _new_secret(environment: Mapping[str, str]) -> dict[str, str]:
+def new_secret(environment: Mapping[str, str]) -> dict[str, str]:
     """Return a variable with a secret for one job, unless the user has one."""
     if environment.keys() & set(SECRET_VARIABLES):
         return {}
@@ -198,7 +215,7 @@ def role_tasks(
     _refuse(user, (TF_CONFIG,), "fastdist run sets it itself, for each task")
     _refuse(user, _RANK_VARIABLES, "tasks of a job with parameter servers are not ranks")
     environment = {**without_rank(os.environ), FOLDER_VARIABLE: folder, **user}
-    environment |= _new_secret(environment)
+    environment |= new_secret(environment)
     _set_defaults(environment, workers + servers)
     places = served_tasks(workers, servers) + [("evaluator", 0)] * has_evaluator
     configs = tf_configs(places, [f"{_HOST}:{port}" for port in ports])

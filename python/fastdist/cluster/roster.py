@@ -1,10 +1,11 @@
 """The roster of an elastic job, in which its launcher keeps who takes part.
 
 A rank that wants the next world asks to join, and how far it has come. When all ranks of the
-present world have asked, the roster makes a world of all that wait: those that have come furthest
-first. Ranks that have not asked are told to. A rank leaves when its process ends. Once one of a
-world has left or asked, the others have as long as ranks wait for each other; then they are killed.
-So is, soon, one that others report as late.
+present world have asked, the roster makes a world of all that wait: the one that has come furthest
+first, and the ranks of a machine in a row. Ranks that have not asked are told to. A rank leaves
+when its process ends, or its machine is silent. Once one of a world has left or asked, the others
+have as long as ranks wait for each other; then they are killed. So is, soon, one that others report
+as late.
 
 A message is a line of JSON with one key.
 
@@ -27,26 +28,25 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import selectors
-import signal
 import socket
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdist.cluster.launch import ROSTER_VARIABLE
-from fastdist.link.peer import is_own_user, peer_pid
+from fastdist.cluster.rank_door import RankDoor
+
+if TYPE_CHECKING:
+    from fastdist.link.listener import Listener
 
 _LAST_CALL_S = 30.0
 _LATE_S = 5.0  # that a rank has left which others have waited for in vain
 _GATHERING_S = 30.0  # that a gathering may take, if ranks wait so long
-_PAUSE_S = 0.05
-_SEND_S = 1.0  # that a rank may leave a message unread
-_MOST_BYTES = 1 << 20  # of a message
+SILENT_S = 4.0
+"""Seconds after which a machine that says nothing is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,14 @@ class RosterPlace:
     """The socket and slot by which a process joins an elastic job.
 
     Attributes:
-        name: the roster's abstract Unix socket.
+        name: the abstract Unix socket of a `RankDoor`.
         slot: number of the process among those of the launcher; it chooses the GPU.
+        machine: number of the machine, from 0.
     """
 
     name: str
     slot: int
+    machine: int = 0
 
     def environment(self) -> dict[str, str]:
         """Return the variable that tells a process its place."""
@@ -72,54 +74,18 @@ def roster_place(environ: Mapping[str, str] = os.environ) -> RosterPlace | None:
     return None if text is None else RosterPlace(**json.loads(text))
 
 
-class Line:
-    """A connection that carries lines of JSON.
+class _Door(Protocol):
+    """Where a rank is reached: this machine's `RankDoor`, or a branch on another machine."""
 
-    Args:
-        connection: a connected stream socket.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._received = bytearray()
-
-    def send(self, **message: Any) -> None:
-        """Send one message.
-
-        Raises:
-            OSError: the other end is gone.
-        """
-        self.connection.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[tuple[str, Any]]:
-        """Return the messages that have come, after a wait for bytes as the socket is set.
-
-        Raises:
-            EOFError: the other end is gone, or what it sends is no message.
-        """
-        try:
-            data = self.connection.recv(1 << 16)
-        except (BlockingIOError, TimeoutError):
-            return []
-        except ConnectionError:
-            data = b""
-        self._received += data
-        if not data or len(self._received) > _MOST_BYTES:
-            raise EOFError
-        *lines, rest = bytes(self._received).split(b"\n")
-        self._received = bytearray(rest)
-        try:
-            return [next(iter(json.loads(line).items())) for line in lines]
-        except (ValueError, AttributeError, StopIteration):
-            raise EOFError from None
+    def send(self, number: int, message: dict[str, Any]) -> None: ...
+    def kill(self, number: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A process that has connected.
+    """A process that has asked for a world.
 
     Attributes:
-        pid_fd: descriptor that is readable once the process ends; the connection may stay open.
         world: the number of the world of which it is a rank; 0 before the first.
         rank: its rank there.
         progress: its number of commits, while it waits for the next world; None otherwise.
@@ -128,8 +94,8 @@ class _Member:
         gathering: its contribution to a gathering that is not complete, in a list; else empty.
     """
 
-    line: Line
-    pid_fd: int
+    door: _Door
+    number: int
     world: int = 0
     rank: int = 0
     progress: int | None = None
@@ -137,18 +103,44 @@ class _Member:
     ends_s: float | None = None
     gathering: list[Any] = field(default_factory=list)
 
+    def send(self, **message: Any) -> None:
+        self.door.send(self.number, message)
+
+
+@dataclass(slots=True, eq=False)
+class _Branch:
+    """The launcher of another machine, which reaches the ranks there (`branch.py`)."""
+
+    listener: Listener
+    connection: int
+    heard_s: float = field(default_factory=time.monotonic)
+
+    def send(self, number: int, message: dict[str, Any]) -> None:
+        self.say("tell", number, message)
+
+    def kill(self, number: int) -> None:
+        self.say("kill", number)
+
+    def say(self, *message: Any) -> None:
+        self.listener.send(self.connection, json.dumps(message).encode())
+
 
 class Roster:
     """Makes the worlds of an elastic job, in a thread.
 
     Args:
         least: number of ranks below which the job waits for more.
-        most: number of ranks that the launcher starts; the first world waits for all of them, or,
-            once there are `least`, for half a minute.
+        most: number of ranks that are started; the first world waits for all of them, or, once
+            there are `least`, for half a minute.
+        address: "tcp://host:port" for the launchers of other machines; None if there are none.
+
+    Raises:
+        OSError: another process listens at the address, or it is not this machine's.
+        ClusterConfigError: the job has no secret, which other machines need.
+        ImportError: the package for encryption is missing, which other machines need.
     """
 
-    def __init__(self, least: int, most: int) -> None:
-        self.name = f"fastdist-roster-{secrets.token_hex(16)}"
+    def __init__(self, least: int, most: int, address: str | None = None) -> None:
         self._least = least
         self._most = most
         self._members: list[_Member] = []  # in the order in which they came
@@ -160,11 +152,18 @@ class Roster:
         self._gathered_s: float | None = None  # when the gathering under way takes too long
         self._has_finished = False
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"\0{self.name}")
-        self._listener.listen(most)
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._listener: Listener | None = None
+        self._branches: dict[int, _Branch] = {}
+        if address is not None:
+            from fastdist.link.listener import (
+                Listener,
+            )  # and numpy, with which launchers start late
+
+            self._listener = Listener(address, on_drop=self._lose_branch)
+            self.port = int(self._listener.address.rpartition(":")[2])
+            self._selector.register(self._listener, selectors.EVENT_READ, self._hear_branches)
+        self._door = RankDoor(self._selector, most, self._hear_rank, self._lose_rank)
+        self.name = self._door.name
         self._orders, self._taken = socket.socketpair()
         self._is_closed = False
         self._selector.register(self._taken, selectors.EVENT_READ, self._obey)
@@ -192,57 +191,90 @@ class Roster:
 
     def _obey(self) -> None:
         if self._taken.recv(64):
-            self._has_finished = True
-            for member in self._members:
-                member.ends_s = None
+            self._finish()
         else:
             self._is_closed = True
 
+    def _finish(self) -> None:
+        self._has_finished = True
+        for member in self._members:
+            member.ends_s = None
+        for branch in list(self._branches.values()):
+            branch.say("finished")
+
     def _run(self) -> None:
         self._serve()
-        for member in list(self._members):
-            self._lose(member)
-        for key in list(self._selector.get_map().values()):
-            assert isinstance(key.fileobj, socket.socket)
-            key.fileobj.close()
+        self._door.close()
+        for branch in list(self._branches.values()):
+            branch.say("closed")
+        if self._listener is not None:
+            self._listener.close()
+        self._taken.close()
         self._selector.close()
 
     def _serve(self) -> None:
         while not self._is_closed:
             times_s = [member.ends_s for member in self._members]
             times_s += [self._gathered_s, self._last_call_s]
+            times_s += [branch.heard_s + SILENT_S for branch in self._branches.values()]
             next_s = min((at_s for at_s in times_s if at_s is not None), default=None)
             wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
             for key, _ in self._selector.select(wait_s):
                 if self._selector.get_map().get(key.fd) is key:  # not forgotten meanwhile
                     key.data()
+            self._lose_silent()
             self._kill_late()
             self._form()
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # no descriptor is left, for example
-            time.sleep(_PAUSE_S)
-            return
-        try:
-            if not is_own_user(connection):
-                raise PermissionError
-            pid_fd = os.pidfd_open(peer_pid(connection))
-        except OSError:  # it has ended already, or is another user's
-            connection.close()
-            return
-        connection.settimeout(_SEND_S)
-        member = _Member(Line(connection), pid_fd)
-        self._members.append(member)
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(member))
-        self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._lose(member))
+    # --- ranks here and elsewhere ---------------------------------------------------------------
 
-    def _receive(self, member: _Member) -> None:
-        try:
-            for kind, value in member.line.receive():
-                self._take(member, kind, value)
-        except Exception:  # whatever no rank sends
+    def _hear_rank(self, number: int, kind: str, value: Any) -> None:
+        self._take(self._member(self._door, number), kind, value)
+
+    def _lose_rank(self, number: int) -> None:
+        self._lose(self._member(self._door, number))
+
+    def _member(self, door: _Door, number: int) -> _Member:
+        for member in self._members:
+            if member.door is door and member.number == number:
+                return member
+        self._members.append(_Member(door, number))
+        return self._members[-1]
+
+    def _hear_branches(self) -> None:
+        assert self._listener is not None
+        while (received := self._listener.receive(0.0)) is not None:
+            connection, (frame, *_) = received
+            if connection not in self._branches:
+                self._branches[connection] = _Branch(self._listener, connection)
+            branch = self._branches[connection]
+            branch.heard_s = time.monotonic()
+            try:
+                self._hear_branch(branch, *json.loads(bytes(frame)))
+            except Exception:  # whatever no launcher sends
+                self._listener.drop(connection)
+
+    def _hear_branch(self, branch: _Branch, kind: str, number: int = 0, *said: Any) -> None:
+        if kind == "beat":
+            branch.say("beat", self.has_begun())
+        elif kind == "said":
+            self._take(self._member(branch, number), *said)
+        elif kind == "left":
+            self._lose(self._member(branch, number))
+        elif kind == "finished":
+            self._finish()
+
+    def _lose_silent(self) -> None:
+        now_s = time.monotonic()
+        for connection, branch in list(self._branches.items()):
+            if branch.heard_s + SILENT_S <= now_s:
+                assert self._listener is not None
+                self._listener.drop(connection)
+
+    def _lose_branch(self, connection: int) -> None:
+        """Lose the ranks of a machine that is lost, or whose launcher has ended."""
+        branch = self._branches.pop(connection, None)
+        for member in [member for member in self._members if member.door is branch]:
             self._lose(member)
 
     def _take(self, member: _Member, kind: str, value: Any) -> None:
@@ -257,7 +289,7 @@ class Roster:
             member.gathering = [value]
             self._gather()
         elif kind == "finished":
-            self._has_finished = True
+            self._finish()
 
     def _note_late(self, ranks: list[int]) -> None:
         for member in self._ranks():
@@ -272,27 +304,12 @@ class Roster:
             late += [member for member in self._ranks() if not member.gathering]
         for member in late:
             member.ends_s = None
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(member.pid_fd, signal.SIGKILL)
+            member.door.kill(member.number)
 
     def _lose(self, member: _Member) -> None:
-        if member not in self._members:
-            return
         self._members.remove(member)
-        self._selector.unregister(member.line.connection)
-        self._selector.unregister(member.pid_fd)
-        member.line.connection.close()
-        os.close(member.pid_fd)
         if member.world == self._world:
             self._await_ranks()
-
-    def _send(self, member: _Member, **message: Any) -> None:
-        try:
-            member.line.send(**message)
-        except TimeoutError:  # it is stopped, and others wait
-            member.ends_s = time.monotonic()
-        except OSError:  # it has ended, which its other descriptor tells
-            pass
 
     def _ranks(self) -> list[_Member]:
         """Return those that take part in the present world, by rank."""
@@ -305,7 +322,7 @@ class Roster:
         for member in missing:
             if not member.is_told:
                 member.is_told = True
-                self._send(member, anew=True)
+                member.send(anew=True)
         return missing
 
     def _await_ranks(self) -> None:
@@ -323,7 +340,7 @@ class Roster:
             values = [member.gathering[0] for member in ranks]
             for member in ranks:
                 member.gathering = []
-                self._send(member, gathered=values)
+                member.send(gathered=values)
 
     def _form(self) -> None:
         """Make the next world, if all that take part in this one wait for it."""
@@ -332,7 +349,7 @@ class Roster:
             for member in [member for member in waiting if not member.world]:
                 waiting.remove(member)
                 member.progress = None
-                self._send(member, ended=True)
+                member.send(ended=True)
         if not waiting:
             return
         if self._tell_ranks() or (len(waiting) < self._least and not self._has_finished):
@@ -345,7 +362,9 @@ class Roster:
         self._world += 1
         self._size = len(waiting)
         waiting.sort(key=lambda member: -(member.progress or 0))  # ties keep arrival order
+        doors = [member.door for member in waiting]
+        waiting.sort(key=lambda member: doors.index(member.door))  # a machine's ranks in a row
         for rank, member in enumerate(waiting):
             member.world, member.rank = self._world, rank
             member.progress, member.is_told, member.ends_s = None, False, None
-            self._send(member, place=[self._world, rank, self._size])
+            member.send(place=[self._world, rank, self._size])

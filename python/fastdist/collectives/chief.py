@@ -29,7 +29,7 @@ def is_chief() -> bool:
     if has_communicator():
         return default_communicator().rank == 0
     if (place := roster_place()) is not None:
-        return place.slot == 0
+        return (place.machine, place.slot) == (0, 0)
     if replica is not None:
         return replica.rank == 0
     if os.environ.get("TF_CONFIG", "").strip():

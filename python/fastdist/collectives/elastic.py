@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fastdist.cluster.roster import Line, RosterPlace
+from fastdist.cluster.rank_door import Line
+from fastdist.cluster.roster import RosterPlace
 from fastdist.collectives.rendezvous import check_while_waiting
 from fastdist.errors import ClusterConfigError
 from fastdist.link.peer import is_own_user

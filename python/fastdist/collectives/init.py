@@ -25,7 +25,7 @@ from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.environ import join_master
 from fastdist.cluster.launch import Launch, detect_launch, note_launch, require_own_place
 from fastdist.cluster.replicas import patience_s, started_replica
-from fastdist.cluster.roster import roster_place
+from fastdist.cluster.roster import SILENT_S, roster_place
 from fastdist.collectives.arguments import check_timeout, to_integer, to_rank
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.elastic import BrokenWorldError, Member
@@ -478,7 +478,10 @@ def _connect_machines(
     if len(layout.places) == 1:
         return inner, launch
     where = rendezvous.listener, rendezvous.addresses, rendezvous.key
-    return NetEngine(layout, rank, inner, *where, timeout_s, rendezvous.launchers), launch
+    own = layout, rank, inner, *where, timeout_s, rendezvous.launchers
+    if _World.member is not None:  # others go on without a machine that is silent
+        return NetEngine(*own, outage_s=SILENT_S), launch
+    return NetEngine(*own), launch
 
 
 def _is_loopback(coordinator: str) -> bool:

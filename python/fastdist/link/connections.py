@@ -287,6 +287,10 @@ class Connections:
     def __getitem__(self, number: int) -> Connection:
         return self._all[number]
 
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `poll` has something to do before it is due."""
+        return self._epoll.fileno()
+
     def close(self, linger_s: float = 0.0) -> None:
         """Disconnect; see `Connection.close`."""
         for connection in (*self._all, *self._pulses, *self._spares.values()):

@@ -46,6 +46,7 @@ class Listener:
             arriving; further ones wait. A connection that keeps others waiting, and sends nothing
             for 10 s, is dropped.
         breaks_if_stuck: drop connections whose peer takes nothing for 10 s.
+        on_drop: a function to call with the number of a connection that is lost.
 
     Attributes:
         address: the address with the actual port.
@@ -61,6 +62,7 @@ class Listener:
         max_frame_bytes: float = math.inf,
         max_arriving_bytes: float = math.inf,
         breaks_if_stuck: bool = True,
+        on_drop: Callable[[int], None] | None = None,
     ) -> None:
         self._key = connection_key(address)
         self._socket, self.address = listen(address)
@@ -68,6 +70,7 @@ class Listener:
         self._room: Room[Stream] = Room(max_arriving_bytes)
         self._trickled_at = 0.0
         self._breaks_if_stuck = breaks_if_stuck
+        self._on_drop = on_drop
         self._numbers = itertools.count(1)
         self._streams: dict[int, Stream] = {}
         self._strangers: dict[int, None] = {}
@@ -80,6 +83,10 @@ class Listener:
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
         self._epoll.register(self._wake.descriptor, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `receive` has something to do."""
+        return self._epoll.fileno()
 
     def stop(self) -> None:
         """Make `receive` raise ListenerClosed; from any thread."""
@@ -260,6 +267,11 @@ class Listener:
             self._drop(number)
             return None
 
+    def drop(self, number: int) -> None:
+        """Close a connection, if it is not lost."""
+        if number in self._streams:
+            self._drop(number)
+
     def _drop(self, number: int) -> None:
         stream = self._streams.pop(number)
         self._strangers.pop(number, None)
@@ -267,3 +279,5 @@ class Listener:
         self._epoll.unregister(stream.socket)  # another process may keep a descriptor of it
         stream.close()
         self._let_in()
+        if self._on_drop is not None:
+            self._on_drop(number)

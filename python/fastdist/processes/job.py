@@ -32,6 +32,7 @@ class Task:
         command: its program and arguments, if they are not the job's. Its stdin stays open until
             the launcher ends.
         stdin: bytes that its own command finds in stdin.
+        restart_delay_s: seconds until it is restarted.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Task:
     ending: Ending = Ending.ONE_OF_ALL
     command: Sequence[str] | None = None
     stdin: bytes = b""
+    restart_delay_s: float = 0.2
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from fastdist.processes.sessions import Sessions
 from fastdist.processes.terminal import fitted
 
 _CAUSE_WAIT_S = 2.0
-_RESTART_DELAY_S = 0.2
 _SAME_KEY_PRESS_S = 0.25
 _PROMPT_S = 0.1
 _GROUP_POLL_S = 0.02
@@ -317,7 +316,8 @@ class _Supervisor:
             self._restarts += 1
             self._say(f"{failure}; restarting it (restart {self._restarts} of {most})")
             self._restarting.add(process)
-            self._timers[partial(self._restart, process)] = time.monotonic() + _RESTART_DELAY_S
+            delay_s = self._task(process).restart_delay_s
+            self._timers[partial(self._restart, process)] = time.monotonic() + delay_s
         else:
             why = f"all {most} restarts are used up" if most else "--max-restarts is 0"
             left = sum(p.status is None for p in self._processes) + len(self._restarting)

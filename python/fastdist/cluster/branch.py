@@ -1,0 +1,196 @@
+"""The part of a machine in an elastic job whose roster another machine keeps.
+
+Its ranks talk to the door here, as if the roster were behind it; a thread passes their messages on.
+It answers for its ranks: the roster hears from it once a second, or gives its ranks up. Here they
+are killed when the roster is silent, since the others go on without them; the launcher starts them
+again, and they join as new ones. A message is a JSON list.
+
+| to the roster | meaning |
+|---|---|
+| beat | this machine lives |
+| said, NUMBER, KEY, VALUE | a message of a rank |
+| left, NUMBER | a rank has ended |
+| finished | the job has done its work |
+
+| from the roster | meaning |
+|---|---|
+| beat, HAS_BEGUN | it lives; whether there was a world |
+| tell, NUMBER, MESSAGE | a message for a rank |
+| kill, NUMBER | a rank that keeps others waiting |
+| finished | the job has done its work |
+| closed | the roster's launcher ends |
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastdist._config import settings
+from fastdist.cluster.rank_door import RankDoor
+from fastdist.cluster.roster import SILENT_S
+from fastdist.link.connections import Connections
+
+_BEAT_S = 1.0
+_POLL_S = 0.1
+
+
+class Branch:
+    """Connects the ranks of this machine with the roster of their job, in a thread.
+
+    Args:
+        address: "tcp://host:port" of the roster.
+        most: number of ranks that are started here.
+        on_lost: a function to call, in the thread, with the reason why there is no roster.
+
+    Raises:
+        ClusterConfigError: the job has no secret.
+        ImportError: the package for encryption is missing.
+    """
+
+    def __init__(self, address: str, most: int, on_lost: Callable[[str], None]) -> None:
+        self._place = address.removeprefix("tcp://")
+        self._on_lost = on_lost
+        self._connections = Connections([address])
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._connections, selectors.EVENT_READ, lambda: None)
+        self._door = RankDoor(self._selector, most, self._hear_rank, self._lose_rank)
+        self.name = self._door.name
+        self._unsaid: dict[int, list[tuple[Any, ...]]] = {}  # of ranks whom the roster has not met
+        self._met: set[int] = set()
+        self._is_connected = False
+        self._has_begun = self._has_finished = False
+        self._beat_s = 0.0
+        self._heard_s = time.monotonic()
+        self._orders, self._taken = socket.socketpair()
+        self._is_closed = False
+        self._selector.register(self._taken, selectors.EVENT_READ, self._obey)
+        self._thread = threading.Thread(target=self._run, name="fastdist branch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Branch:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def has_begun(self) -> bool:
+        """Return True once there was a world."""
+        return self._has_begun
+
+    def finish(self) -> None:
+        """Say that the job has done its work; nobody joins any more."""
+        self._orders.send(b"f")
+
+    def close(self) -> None:
+        """End the thread, and all connections."""
+        self._orders.close()
+        self._thread.join()
+
+    def _obey(self) -> None:
+        if self._taken.recv(64):
+            self._has_finished = True
+            self._say("finished")
+        else:
+            self._is_closed = True
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            for key, _ in self._selector.select(self._wait_s()):
+                if self._selector.get_map().get(key.fd) is key:  # not forgotten meanwhile
+                    key.data()
+            self._hear_roster()
+            self._look_at_time()
+        self._door.close()
+        self._connections.close(linger_s=1.0)
+        self._taken.close()
+        self._selector.close()
+
+    def _wait_s(self) -> float:
+        """Return the time until the next beat, or until the next attempt to connect."""
+        until_beat_s = max(self._beat_s + _BEAT_S - time.monotonic(), 0.0)
+        return until_beat_s if self._is_connected else _POLL_S
+
+    # --- the ranks ------------------------------------------------------------------------------
+
+    def _hear_rank(self, number: int, kind: str, value: Any) -> None:
+        if kind == "finished":
+            self._has_finished = True
+        if self._is_connected:
+            self._met.add(number)
+            self._say("said", number, kind, value)
+        else:
+            self._unsaid.setdefault(number, []).append(("said", number, kind, value))
+
+    def _lose_rank(self, number: int) -> None:
+        self._unsaid.pop(number, None)
+        if number in self._met:
+            self._met.remove(number)
+            self._say("left", number)
+
+    # --- the roster -----------------------------------------------------------------------------
+
+    def _say(self, *message: Any) -> None:
+        self._connections[0].send(json.dumps(message).encode())
+
+    def _hear_roster(self) -> None:
+        self._connections.poll(0.0)
+        for frame, *_ in self._connections[0].receive():
+            self._heard_s = time.monotonic()
+            kind, *rest = json.loads(bytes(frame))
+            if kind == "beat":
+                self._has_begun = rest[0]
+            elif kind == "tell":
+                self._door.send(*rest)
+            elif kind == "kill":
+                self._door.kill(*rest)
+            elif kind == "finished":
+                self._has_finished = True
+            elif kind == "closed" and not self._has_finished:
+                self._give_up(f"the launcher at {self._place} has ended")
+        is_connected = self._connections[0].is_connected
+        if is_connected and not self._is_connected:
+            self._heard_s = time.monotonic()
+            self._is_connected = True
+            for number, messages in self._unsaid.items():
+                self._met.add(number)
+                for message in messages:
+                    self._say(*message)
+            self._unsaid.clear()
+        elif self._is_connected and not is_connected:
+            self._part()
+
+    def _part(self) -> None:
+        """Go on without the roster, whose other ranks go on without those of this machine."""
+        self._is_connected = False
+        if not self._has_finished:
+            for number in self._met:
+                self._door.kill(number)
+        self._met.clear()
+
+    def _look_at_time(self) -> None:
+        now_s = time.monotonic()
+        if self._is_connected and now_s >= self._beat_s + _BEAT_S:
+            self._beat_s = now_s
+            self._say("beat")
+        silent_s = now_s - self._heard_s
+        if self._is_connected and silent_s > SILENT_S:
+            self._connections[0].lose()
+            self._part()
+        limit_s = settings().rendezvous_timeout_s
+        if silent_s > limit_s and not self._has_finished:
+            why = f"no word from the launcher at {self._place} for {limit_s:g} s: "
+            if self._connections[0].was_refused:
+                why += "it does not let this machine in; have both the same FASTDIST_SECRET?"
+            else:
+                why += "does it run, and can this machine reach it?"
+            self._give_up(why)
+
+    def _give_up(self, why: str) -> None:
+        self._has_finished = True
+        self._on_lost(why)

@@ -1,0 +1,157 @@
+"""The socket at which the ranks of one machine talk to the roster of their elastic job."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from fastdist.link.peer import is_own_user, peer_pid
+
+_PAUSE_S = 0.05
+_SEND_S = 1.0  # that a rank may leave a message unread
+_MOST_BYTES = 1 << 20  # of a message
+
+
+class Line:
+    """A connection that carries lines of JSON.
+
+    Args:
+        connection: a connected stream socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self._received = bytearray()
+
+    def send(self, **message: Any) -> None:
+        """Send one message.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[tuple[str, Any]]:
+        """Return the messages that have come, after a wait for bytes as the socket is set.
+
+        Raises:
+            EOFError: the other end is gone, or what it sends is no message.
+        """
+        try:
+            data = self.connection.recv(1 << 16)
+        except (BlockingIOError, TimeoutError):
+            return []
+        except ConnectionError:
+            data = b""
+        self._received += data
+        if not data or len(self._received) > _MOST_BYTES:
+            raise EOFError
+        *lines, rest = bytes(self._received).split(b"\n")
+        self._received = bytearray(rest)
+        try:
+            return [next(iter(json.loads(line).items())) for line in lines]
+        except (ValueError, AttributeError, StopIteration):
+            raise EOFError from None
+
+
+class RankDoor:
+    """Lets in the ranks of this machine, and hears them. For one thread.
+
+    Args:
+        selector: the selector of that thread, which calls the data of the keys it returns.
+        most: number of ranks that the launcher starts.
+        on_said: a function to call with a rank's number here, and the message's key and value.
+        on_left: a function to call with the number of a rank that has ended, or has sent what no
+            rank sends.
+
+    Attributes:
+        name: the abstract Unix socket.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        most: int,
+        on_said: Callable[[int, str, Any], None],
+        on_left: Callable[[int], None],
+    ) -> None:
+        self.name = f"fastdist-roster-{secrets.token_hex(16)}"
+        self._selector = selector
+        self._on_said = on_said
+        self._on_left = on_left
+        # Each with a descriptor that is readable once its process ends; the connection may stay.
+        self._ranks: dict[int, tuple[Line, int]] = {}
+        self._count = 0
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{self.name}")
+        self._listener.listen(most)
+        self._listener.setblocking(False)
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """End all connections."""
+        for number in list(self._ranks):
+            self._forget(number)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def send(self, number: int, message: dict[str, Any]) -> None:
+        """Send a rank a message; kill it if it leaves that unread, since others wait."""
+        try:
+            self._ranks[number][0].send(**message)
+        except TimeoutError:
+            self.kill(number)
+        except (OSError, KeyError):  # it has ended, which its other descriptor tells
+            pass
+
+    def kill(self, number: int) -> None:
+        """Kill a rank, if it has not ended."""
+        with suppress(ProcessLookupError, KeyError):
+            signal.pidfd_send_signal(self._ranks[number][1], signal.SIGKILL)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # no descriptor is left, for example
+            time.sleep(_PAUSE_S)
+            return
+        try:
+            if not is_own_user(connection):
+                raise PermissionError
+            pid_fd = os.pidfd_open(peer_pid(connection))
+        except OSError:  # it has ended already, or is another user's
+            connection.close()
+            return
+        connection.settimeout(_SEND_S)
+        self._count += 1
+        number = self._count
+        self._ranks[number] = Line(connection), pid_fd
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(number))
+        self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._lose(number))
+
+    def _receive(self, number: int) -> None:
+        try:
+            for kind, value in self._ranks[number][0].receive():
+                self._on_said(number, kind, value)
+        except Exception:  # whatever no rank sends
+            self._lose(number)
+
+    def _lose(self, number: int) -> None:
+        if number in self._ranks:
+            self._forget(number)
+            self._on_left(number)
+
+    def _forget(self, number: int) -> None:
+        line, pid_fd = self._ranks.pop(number)
+        self._selector.unregister(line.connection)
+        self._selector.unregister(pid_fd)
+        line.connection.close()
+        os.close(pid_fd)

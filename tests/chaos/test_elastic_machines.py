@@ -1,0 +1,242 @@
+"""Elastic jobs on several machines, which are network namespaces and lose ranks, power and cables.
+
+No step is lost, none counts twice, and the others go on within seconds.
+
+FASTDIST_CHAOS_MACHINES is the number of jobs with random faults, 2 if it is not set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from held_ports import free_port
+from launched import wait_until
+from machines import Network, network_of_three
+
+__all__ = ["network_of_three"]  # a fixture
+
+COUNT = int(os.environ.get("FASTDIST_CHAOS_MACHINES", "2"))
+STEPS = """
+    import sys, time, numpy as np, fastdist as fd
+    from fastdist.errors import CollectiveTimeoutError, LostRankError
+    comm = fd.init(elastic=True)
+    state = np.zeros(3)  # steps, sum of their numbers, sum of the numbers of ranks
+    work = np.zeros(50_000)
+    while state[0] < int(sys.argv[1]):
+        try:
+            before, comm = comm, comm.regroup()
+            if comm is not before:
+                comm.broadcast(state, root=0)
+            work[:] = state[0] + comm.rank
+            comm.all_reduce(work)
+            n = comm.world_size
+            assert (work == n * state[0] + n * (n - 1) / 2).all(), (work[0], state, n)
+            state += 1, state[0], n
+            if comm.rank == 0 and comm is not before:
+                print("world", n, flush=True)
+        except (LostRankError, CollectiveTimeoutError):
+            pass
+        time.sleep(0.02)
+    print("done", *state.astype(int).tolist(), flush=True)
+"""
+
+
+class Job:
+    """A launcher on each machine of a network; the first one keeps the roster."""
+
+    def __init__(self, network: Network, folder: Path, least: int, ranks: int, steps: int) -> None:
+        self._network = network
+        self._folder = folder
+        self._command = ["-n", str(ranks), "--max-restarts", "999", "--no-prefix"]
+        self._least = least
+        self._steps = steps
+        self._place = f"{network.addresses[0]}:{free_port()}"
+        self._launchers: dict[int, subprocess.Popen[str]] = {}
+        self.starts = 0
+        (folder / "steps.py").write_text(textwrap.dedent(STEPS))
+        for machine in range(len(network.names)):
+            self.start(machine)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for launcher in self._launchers.values():
+            launcher.kill()
+            launcher.wait()
+
+    def start(self, machine: int) -> None:
+        """Start the launcher of a machine, whose power is on again."""
+        count = len(self._network.names)
+        run = [sys.executable, "-m", "fastdist", "run", "--nnodes", f"{self._least}:{count}"]
+        run += ["--node-rank", str(machine), "--rdzv", self._place, *self._command]
+        run += [str(self._folder / "steps.py"), str(self._steps)]
+        self.starts += 1
+        with open(self._folder / f"out{self.starts}", "w") as out:
+            self._launchers[machine] = subprocess.Popen(
+                self._network.command(machine, *run), stdout=out, stderr=subprocess.STDOUT
+            )
+
+    def cut_power(self, machine: int) -> None:
+        """Kill all processes of a machine, of which the others hear nothing."""
+        self._network.set_cable("down", machine)
+        name = self._network.names[machine]
+        pids = subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        self._launchers.pop(machine).wait()
+
+    def signal(self, machine: int, number: int) -> None:
+        """Signal a launcher, and wait for its end."""
+        launcher = self._launchers.pop(machine)
+        launcher.send_signal(number)
+        launcher.wait(30)
+
+    def wait(self, machine: int) -> int:
+        """Return the exit code of a launcher that ends by itself."""
+        return self._launchers.pop(machine).wait(30)
+
+    def lines(self) -> list[str]:
+        """Return all that was written."""
+        outputs = [self._folder / f"out{number}" for number in range(1, self.starts + 1)]
+        return [line for output in outputs for line in output.read_text().splitlines()]
+
+    def worlds(self) -> list[str]:
+        return [line for line in self.lines() if line.startswith("world")]
+
+    def await_world(self, size: int, patience_s: float) -> float:
+        """Wait for a new world of this size; return how long that took."""
+        before = self.worlds().count(f"world {size}")
+        began = time.monotonic()
+        wait_until(lambda: self.worlds().count(f"world {size}") > before, patience_s)
+        return time.monotonic() - began
+
+    def check(self, least: int, most: int) -> None:
+        """Wait for the end, and check the sums."""
+        for machine, launcher in self._launchers.items():
+            assert launcher.wait(120) == 0, (machine, self.lines()[-30:])
+        results = [line.split()[1:] for line in self.lines() if line.startswith("done")]
+        assert results, self.lines()
+        assert len({ranks for *_, ranks in results}) == 1
+        for steps, numbers, ranks in results:
+            assert int(steps) == self._steps
+            assert int(numbers) == self._steps * (self._steps - 1) // 2
+            assert least * self._steps <= int(ranks) <= most * self._steps
+
+
+@pytest.fixture
+def network(network_of_three: Network) -> Iterator[Network]:
+    yield network_of_three
+    for machine in range(3):
+        network_of_three.heal(machine)
+
+
+def test_a_machine_is_lost_and_comes_back(network: Network, tmp_path: Path) -> None:
+    with Job(network, tmp_path, least=1, ranks=2, steps=1000) as job:
+        wait_until(lambda: job.worlds() == ["world 6"], 60)
+        job.cut_power(2)
+        took_s = job.await_world(4, 20)
+        assert took_s < 8, took_s  # 4 s of silence, and a busy machine
+        network.set_cable("up", 2)
+        job.start(2)
+        job.await_world(6, 40)
+        job.check(4, 6)
+
+
+def test_a_cable_is_cut(network: Network, tmp_path: Path) -> None:
+    """The machine's ranks begin anew; the others go on."""
+    with Job(network, tmp_path, least=1, ranks=1, steps=1000) as job:
+        wait_until(lambda: job.worlds() == ["world 3"], 60)
+        network.set_cable("down", 1)
+        job.await_world(2, 20)
+        network.set_cable("up", 1)
+        job.await_world(3, 40)
+        job.check(2, 3)
+
+
+def test_a_launcher_is_killed(network: Network, tmp_path: Path) -> None:
+    with Job(network, tmp_path, least=1, ranks=1, steps=600) as job:
+        wait_until(lambda: job.worlds() == ["world 3"], 60)
+        job.signal(1, signal.SIGKILL)
+        took_s = job.await_world(2, 20)
+        assert took_s < 4, took_s
+        job.check(2, 3)
+
+
+def test_the_rosters_machine_is_lost(network: Network, tmp_path: Path) -> None:
+    with Job(network, tmp_path, least=1, ranks=1, steps=100_000) as job:
+        wait_until(lambda: job.worlds() == ["world 3"], 60)
+        job.signal(0, signal.SIGTERM)
+        for machine in (1, 2):
+            assert job.wait(machine) == 143
+        assert sum("the launcher at" in line for line in job.lines()) == 2
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_random_faults(network: Network, tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    with Job(network, tmp_path, least=1, ranks=1 + seed % 2, steps=1000) as job:
+        wait_until(lambda: bool(job.worlds()), 60)
+        for _ in range(3):
+            machine = chance.choice([1, 2])
+            fault: Callable[[int], None] = chance.choice(
+                [job.cut_power, lambda machine: network.set_cable("down", machine)]
+            )
+            time.sleep(chance.uniform(0, 3))
+            fault(machine)
+            time.sleep(chance.uniform(0.1, 8))
+            network.set_cable("up", machine)
+            if machine not in job._launchers:
+                job.start(machine)
+        job.check(1, 6)
+
+
+def test_the_machines_of_hosts(network: Network, tmp_path: Path) -> None:
+    """One command starts all by ssh; a machine that was lost is tried until it is back."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text(
+        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do case $1 in -o) shift 2;; *) shift;; esac; done\n'
+        'host=$1; shift\nexec ip netns exec "$host" sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    (tmp_path / "steps.py").write_text(textwrap.dedent(STEPS))
+    run = ["-m", "fastdist", "run", "--hosts", ",".join(network.names[1:]), "--min", "2", "--max"]
+    run += ["3", "--rdzv", f"{network.addresses[0]}:{free_port()}", "steps.py", "600"]
+    env = os.environ | {"PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+    with open(tmp_path / "out", "w") as out:
+        launcher = subprocess.Popen(
+            network.command(0, sys.executable, *run), cwd=tmp_path, env=env, stdout=out, stderr=out
+        )
+    try:
+        said = (tmp_path / "out").read_text
+        wait_until(lambda: "world 3" in said(), 60)
+        pids = subprocess.run(
+            ["ip", "netns", "pids", network.names[2]], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        wait_until(lambda: "world 2" in said(), 30)
+        wait_until(lambda: said().count("world 3") == 2, 60)
+        assert launcher.wait(120) == 0, said()
+        done = {line.split("done")[1] for line in said().splitlines() if "done" in line}
+        assert [json.loads(f"[{one.strip().replace(' ', ',')}]")[0] for one in done] == [600]
+        assert "restarting it (restart 1 of" in said()
+    finally:
+        launcher.kill()
+        launcher.wait()

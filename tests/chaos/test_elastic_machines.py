@@ -51,11 +51,52 @@ STEPS = """
     print("done", *state.astype(int).tolist(), flush=True)
 """
 
+TRAIN = """
+    import sys, time, torch, fastdist as fd
+    strategy = fd.MultiWorkerMirroredStrategy()
+    torch.manual_seed(0)
+    x = torch.randn(400, 8, dtype=torch.float64)
+    with strategy.scope():
+        model = torch.nn.Linear(8, 1).double()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    batches = strategy.distribute_dataset(
+        (x, x.sum(1, keepdim=True)), global_batch_size=20, shuffle=True
+    )
+    seen = torch.zeros(1, dtype=torch.float64)
+    checkpoint = fd.Checkpoint(model=model, optimizer=optimizer, data=batches, epoch=0, seen=seen)
+    elastic = fd.Elastic(strategy, checkpoint)
+    def step(batch):
+        x, y = batch
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        return x.sum().reshape(1)
+    def train():
+        if strategy.is_chief:
+            print("world", strategy.num_replicas_in_sync, flush=True)
+        while checkpoint.epoch < int(sys.argv[1]):
+            for batch in batches:
+                seen.add_(strategy.reduce("sum", strategy.run(step, args=(batch,))))
+                elastic.commit()
+                time.sleep(0.02)
+            checkpoint.epoch += 1
+    elastic.run(train)
+    print("done", *seen.tolist(), *model.weight[0].tolist(), flush=True)
+"""
+
 
 class Job:
     """A launcher on each machine of a network; the first one keeps the roster."""
 
-    def __init__(self, network: Network, folder: Path, least: int, ranks: int, steps: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        least: int,
+        ranks: int,
+        steps: int,
+        program: str = STEPS,
+    ) -> None:
         self._network = network
         self._folder = folder
         self._command = ["-n", str(ranks), "--max-restarts", "999", "--no-prefix"]
@@ -64,7 +105,7 @@ class Job:
         self._place = f"{network.addresses[0]}:{free_port()}"
         self._launchers: dict[int, subprocess.Popen[str]] = {}
         self.starts = 0
-        (folder / "steps.py").write_text(textwrap.dedent(STEPS))
+        (folder / "steps.py").write_text(textwrap.dedent(program))
         for machine in range(len(network.names)):
             self.start(machine)
 
@@ -125,12 +166,17 @@ class Job:
         wait_until(lambda: self.worlds().count(f"world {size}") > before, patience_s)
         return time.monotonic() - began
 
-    def check(self, least: int, most: int) -> None:
-        """Wait for the end, and check the sums."""
+    def results(self) -> list[list[str]]:
+        """Wait for the end; return the last line of each rank."""
         for machine, launcher in self._launchers.items():
             assert launcher.wait(120) == 0, (machine, self.lines()[-30:])
         results = [line.split()[1:] for line in self.lines() if line.startswith("done")]
         assert results, self.lines()
+        return results
+
+    def check(self, least: int, most: int) -> None:
+        """Wait for the end, and check the sums."""
+        results = self.results()
         assert len({ranks for *_, ranks in results}) == 1
         for steps, numbers, ranks in results:
             assert int(steps) == self._steps
@@ -184,6 +230,29 @@ def test_the_rosters_machine_is_lost(network: Network, tmp_path: Path) -> None:
         for machine in (1, 2):
             assert job.wait(machine) == 143
         assert sum("the launcher at" in line for line in job.lines()) == 2
+
+
+def test_training_goes_on(network: Network, tmp_path: Path) -> None:
+    """Each example counts once in each epoch, and the result is that of one device."""
+    epochs = 40
+    with Job(network, tmp_path, 1, 1, epochs, TRAIN) as job:
+        wait_until(lambda: job.worlds()[-1:] == ["world 3"], 90)
+        job.cut_power(1)
+        job.await_world(2, 30)
+        network.set_cable("up", 1)
+        job.start(1)
+        job.await_world(3, 60)
+        found = [[float(each) for each in one] for one in job.results()]
+    alone = subprocess.run(
+        [sys.executable, str(tmp_path / "steps.py"), str(epochs)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    expected = [float(each) for each in alone.split("done")[1].split()]
+    for one in found:
+        assert one == pytest.approx(expected, abs=1e-9, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(COUNT))

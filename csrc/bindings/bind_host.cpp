@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include <chrono>
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -87,8 +86,7 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
 std::unique_ptr<NetEndpoint> connect_machines(
     const HostEndpoint& inner, const Listener& listener, int rank,
     const std::vector<std::tuple<int, std::string, int>>& places, const py::bytes& token,
-    const NetEndpoint* parent, double outage_s, py::handle timeout) {
-  const auto outage = std::chrono::milliseconds(std::llround(1e3 * outage_s));
+    const NetEndpoint* parent, py::handle silence, py::handle timeout) {
   std::vector<net::Place> known;
   for (const auto& [machine, ip, port] : places) {
     known.push_back({machine, ip, static_cast<std::uint16_t>(port)});
@@ -116,8 +114,7 @@ std::unique_ptr<NetEndpoint> connect_machines(
                 "rank " + std::to_string(lost) + " has died or failed while the ranks connected",
                 {lost});
   };
-  auto connections =
-      net::connect_ranks(listener, rank, known, secret, outage, patience, caller, check);
+  auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller, check);
   const auto made = std::make_shared<net::NetCommunicator>(inner.engine(), rank, std::move(known),
                                                            std::move(connections));
   if (parent != nullptr) {
@@ -125,6 +122,8 @@ std::unique_ptr<NetEndpoint> connect_machines(
   } else {
     made->measure_links({patience, &caller});
   }
+  made->set_patience(
+      std::chrono::duration_cast<std::chrono::milliseconds>(to_duration(silence, true)));
   return std::make_unique<NetEndpoint>(made);
 }
 

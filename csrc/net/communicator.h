@@ -54,6 +54,8 @@ class NetCommunicator final : public BlockingCommunicator {
   void measure_links(const CallOptions& options);
   [[nodiscard]] const LinkModel& links() const noexcept { return links_; }
   void set_links(const LinkModel& links) noexcept { links_ = links; }
+  // Counts a machine as lost that has been silent for so long; 0: it may come back.
+  void set_patience(std::chrono::milliseconds patience) noexcept { patience_ = patience; }
 
   void check_usable() const override;
   void close() noexcept override;
@@ -219,11 +221,12 @@ class NetCommunicator final : public BlockingCommunicator {
   [[noreturn]] void throw_ended(int p, const Signature& signature);
   [[noreturn]] void throw_malformed(int p, const Signature& signature);
   [[noreturn]] void throw_late(int p, Wait& wait, Clock::duration waited);
+  [[noreturn]] void throw_unreachable(int p, const Wait& wait);
   [[noreturn]] void throw_inner(const Error& error, Wait& wait);
   [[noreturn]] void throw_told(const Failure& failure, const Signature& signature);
   [[noreturn]] void fail(const Failure& failure, const Signature& signature);
   void abandon(const Failure& failure) noexcept;
-  void warn_of_silence(Wait& wait);
+  void look_for_silence(Wait& wait);
   [[nodiscard]] bool is_unreachable(int p, std::chrono::milliseconds silence) const;
   [[nodiscard]] std::vector<LastCall> last_calls() const;
 
@@ -297,7 +300,8 @@ class NetCommunicator final : public BlockingCommunicator {
   std::vector<int> local_;                  // each rank's number on its machine
   std::vector<int> order_;                  // all ranks, machine by machine
   LinkModel links_;
-  bool is_even_ = true;  // all machines have the same number of ranks
+  std::chrono::milliseconds patience_{0};  // with silent machines
+  bool is_even_ = true;                    // all machines have the same number of ranks
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<int> busy_;  // peers whose streams have bytes to move
   int generation_ = process_generation();

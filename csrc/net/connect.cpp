@@ -59,8 +59,8 @@ FileDescriptor open_socket(const Address& address) {
 }
 
 // Sends immediately, and probes an idle peer every second to notice a cut cable. The number of
-// probes is not a limit, but the time without an answer is.
-void set_options(int fd, bool probes, std::chrono::milliseconds outage) {
+// probes is not a limit: the connection survives an outage of ten minutes.
+void set_options(int fd, bool probes) {
   const auto set = [fd](int level, int name, int value) {
     (void)::setsockopt(fd, level, name, &value, sizeof(value));
   };
@@ -68,7 +68,7 @@ void set_options(int fd, bool probes, std::chrono::milliseconds outage) {
   if (!probes) return;
   set(IPPROTO_TCP, TCP_KEEPIDLE, 1);
   set(IPPROTO_TCP, TCP_KEEPINTVL, 1);
-  set(IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(outage.count()));
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, 600'000);
   set(SOL_SOCKET, SO_KEEPALIVE, 1);
 }
 
@@ -103,12 +103,11 @@ std::string endpoint(const Place& place) {
 class Rendezvous {
  public:
   Rendezvous(const Listener& listener, int rank, const std::vector<Place>& places,
-             const Token& token, std::chrono::milliseconds outage)
+             const Token& token)
       : listener_(listener),
         rank_(rank),
         places_(places),
         token_(token),
-        outage_(outage),
         found_(places.size()),
         outages_(places.size()),
         probes_(places.size()) {
@@ -182,7 +181,7 @@ class Rendezvous {
     const Place& place = places_[static_cast<std::size_t>(one.rank)];
     const Address address = resolve(place.ip, place.port);
     one.fd = open_socket(address);
-    set_options(one.fd.get(), one.purpose == Purpose::kStream, outage_);
+    set_options(one.fd.get(), one.purpose == Purpose::kStream);
     one.step = Step::kConnect;
     if (::connect(one.fd.get(), address.get(), address.length) == 0 || errno == EINPROGRESS) return;
     retry_or_throw(one, errno);
@@ -377,7 +376,7 @@ class Rendezvous {
       one.is_done = !is_equal(one.proof, proof_of(Side::kConnects, one, rank_));
       if (one.is_done) return;
       const Purpose theirs = one.hello.purpose;
-      set_options(one.fd.get(), theirs == Purpose::kStream, outage_);
+      set_options(one.fd.get(), theirs == Purpose::kStream);
       (void)say(one, kWelcome);
       keep(one, static_cast<int>(one.hello.rank),
            theirs == Purpose::kOut  ? Purpose::kIn
@@ -435,7 +434,6 @@ class Rendezvous {
   int rank_;
   const std::vector<Place>& places_;
   const Token& token_;
-  std::chrono::milliseconds outage_;
   std::vector<Connections> found_;
   std::vector<int> outages_;   // by rank: the last error of connecting to it
   std::vector<Probe> probes_;  // by rank
@@ -469,10 +467,9 @@ std::uint16_t Listener::port() const {
 
 std::vector<Connections> connect_ranks(const Listener& listener, int rank,
                                        const std::vector<Place>& places, const Token& token,
-                                       std::chrono::milliseconds outage,
                                        std::chrono::nanoseconds timeout, const Caller& caller,
                                        const std::function<void()>& check) {
-  return Rendezvous(listener, rank, places, token, outage).run(timeout, caller, check);
+  return Rendezvous(listener, rank, places, token).run(timeout, caller, check);
 }
 
 }  // namespace fastdist::net

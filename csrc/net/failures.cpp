@@ -66,25 +66,29 @@ void NetCommunicator::check_failures(Wait& wait) {
     if (is_here(p) || !them.answers.has_ended() || them.answers.has_closed()) continue;
     if (lasts(them.ended_at)) throw_ended(p, signature);
   }
-  warn_of_silence(wait);
+  look_for_silence(wait);
   check_deadlock(wait);
 }
 
-// Warns, once per call, about machines that have been silent for long.
-void NetCommunicator::warn_of_silence(Wait& wait) {
-  constexpr std::chrono::seconds kSilence{10};
-  if (wait.has_warned || Clock::now() - wait.since < kSilence) return;
+// Throws if a machine counts as lost; else warns, once per call, of one that has been silent for
+// long.
+void NetCommunicator::look_for_silence(Wait& wait) {
+  constexpr std::chrono::milliseconds kLong{10'000};
+  const bool gives_up = patience_.count() != 0;
+  const auto silence = gives_up ? patience_ : kLong;
+  if (!gives_up && (wait.has_warned || Clock::now() - wait.since < silence)) return;
   for (int machine = 0; machine < machines(); ++machine) {
     const std::vector<int>& ranks = ranks_of(machine);
     const bool is_cut =
         machine != machine_of(rank_) &&
-        std::all_of(ranks.begin(), ranks.end(), [&](int p) { return is_unreachable(p, kSilence); });
+        std::all_of(ranks.begin(), ranks.end(), [&](int p) { return is_unreachable(p, silence); });
     if (!is_cut) continue;
+    if (gives_up) throw_unreachable(ranks.front(), wait);
     wait.has_warned = true;
     wait.caller->warn(describe(wait.signature) + " on rank " + std::to_string(rank_) +
                       " has heard nothing from the machine " +
                       places_[static_cast<std::size_t>(ranks.front())].ip + " of rank " +
-                      list_ranks(ranks) + " for " + std::to_string(kSilence.count()) +
+                      list_ranks(ranks) + " for " + std::to_string(kLong.count() / 1000) +
                       " s. Its network may be down; the call goes on once it is back.");
   }
 }
@@ -110,14 +114,16 @@ void NetCommunicator::throw_malformed(int p, const Signature& signature) {
 }
 
 void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
-  if (is_unreachable(p, kSilence)) {
-    fail({.kind = FailureKind::kUnreachable,
-          .ranks = ranks_of(machine_of(p)),
-          .noticed_by = rank_,
-          .detail = places_[static_cast<std::size_t>(p)].ip},
-         wait.signature);
-  }
+  if (is_unreachable(p, kSilence)) throw_unreachable(p, wait);
   fail({FailureKind::kTimeout, find_late(wait, {p}), rank_, waited}, wait.signature);
+}
+
+void NetCommunicator::throw_unreachable(int p, const Wait& wait) {
+  fail({.kind = FailureKind::kUnreachable,
+        .ranks = ranks_of(machine_of(p)),
+        .noticed_by = rank_,
+        .detail = places_[static_cast<std::size_t>(p)].ip},
+       wait.signature);
 }
 
 // Returns true if rank p's machine has not answered the kernel's probes for `silence`.

@@ -132,8 +132,8 @@ def connect_machines(
     token: bytes,
     # a communicator of more ranks, whose links are as fast, or None to measure them
     parent: NetCommunicator | None,
-    # that a connection lasts without a word from the other machine
-    outage_s: float,
+    # after which a silent machine is lost; 0: never
+    silence_s: float,
     timeout_s: float,
     /,
 ) -> NetCommunicator: ...

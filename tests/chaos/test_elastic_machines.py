@@ -51,6 +51,24 @@ STEPS = """
     print("done", *state.astype(int).tolist(), flush=True)
 """
 
+SLOW = """
+    import time, numpy as np, fastdist as fd
+    comm = fd.init(elastic=True)
+    while comm.world_size < 3:
+        comm = comm.regroup()
+        time.sleep(0.05)
+    work = np.ones(4_000_000)
+    for rank in range(3):
+        if comm.rank == rank:
+            time.sleep(6)  # longer than the silence of a lost machine
+        comm.all_reduce(work, "mean")
+        if comm.rank == (rank + 1) % 3:
+            comm.send(work, rank)
+        elif comm.rank == rank:
+            time.sleep(6)
+            comm.recv(work, (rank + 1) % 3)
+    print("done", work.min() == work.max() == 1, comm.world_size, flush=True)
+"""
 TRAIN = """
     import sys, time, torch, fastdist as fd
     strategy = fd.MultiWorkerMirroredStrategy()
@@ -221,6 +239,11 @@ def test_a_launcher_is_killed(network: Network, tmp_path: Path) -> None:
         took_s = job.await_world(2, 20)
         assert took_s < 4, took_s
         job.check(2, 3)
+
+
+def test_slow_ranks_are_not_lost(network: Network, tmp_path: Path) -> None:
+    with Job(network, tmp_path, least=1, ranks=1, steps=0, program=SLOW) as job:
+        assert job.results() == [["True", "3"]] * 3, job.lines()
 
 
 def test_the_rosters_machine_is_lost(network: Network, tmp_path: Path) -> None:

@@ -34,8 +34,7 @@ CASE(a_rank_that_leaves_ends_the_rendezvous) {
     if (r == 2) return;  // never connects
     const auto code = code_of([&] {
       (void)net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, {},
-                               std::chrono::seconds(600), std::chrono::seconds(60),
-                               *patient().caller, [&] {
+                               std::chrono::seconds(60), *patient().caller, [&] {
                                  if (r == 0 && std::chrono::steady_clock::now() - start >
                                                    std::chrono::milliseconds(300)) {
                                    throw Error(ErrorCode::kPeerFailure, "rank 2 has died", {2});
@@ -66,8 +65,7 @@ CASE(a_rank_that_has_closed_the_communicator_does_not_end_the_rendezvous) {
         std::optional<ErrorCode> code;
         try {
           (void)net::connect_ranks(*world.listeners[0], 0, world.places, {},
-                                   std::chrono::seconds(600), std::chrono::seconds(20),
-                                   *patient().caller, [&] { ++turns; });
+                                   std::chrono::seconds(20), *patient().caller, [&] { ++turns; });
         } catch (const Error& error) {
           code = error.code();
         }
@@ -97,11 +95,10 @@ CASE(a_rank_that_goes_before_it_connects_ends_the_rendezvous) {
         return;
       }
       const auto start = std::chrono::steady_clock::now();
-      const Error error =
-          CHECK_THROWS(ErrorCode::kPeerFailure,
-                       (void)net::connect_ranks(*world.listeners[0], 0, world.places, {},
-                                                std::chrono::seconds(600), std::chrono::seconds(60),
-                                                *patient().caller, [] {}));
+      const Error error = CHECK_THROWS(
+          ErrorCode::kPeerFailure,
+          (void)net::connect_ranks(*world.listeners[0], 0, world.places, {},
+                                   std::chrono::seconds(60), *patient().caller, [] {}));
       CHECK(error.ranks() == std::vector{1});
       CHECK(std::string(error.what()).starts_with("rank 1 has died or failed before"));
       CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(10));
@@ -121,9 +118,9 @@ CASE(a_late_rank_is_probed_and_not_disturbed) {
       probe = FileDescriptor();
       await_connection(*world.listeners[1]);  // again
     }
-    const auto found = net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r,
-                                          world.places, {}, std::chrono::seconds(600),
-                                          std::chrono::seconds(20), *patient().caller, [] {});
+    const auto found =
+        net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, {},
+                           std::chrono::seconds(20), *patient().caller, [] {});
     CHECK(found[static_cast<std::size_t>(1 - r)].stream.get() >= 0);
   });
 }
@@ -138,9 +135,9 @@ CASE(strangers_do_not_disturb_the_rendezvous) {
     strangers.push_back(std::move(fd));
   }
   in_threads(2, [&](int r) {
-    const auto found = net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r,
-                                          world.places, {}, std::chrono::seconds(600),
-                                          std::chrono::seconds(20), *patient().caller, [] {});
+    const auto found =
+        net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, {},
+                           std::chrono::seconds(20), *patient().caller, [] {});
     CHECK(found[static_cast<std::size_t>(1 - r)].stream.get() >= 0);
   });
 }
@@ -155,9 +152,9 @@ CASE(many_silent_strangers_do_not_end_the_rendezvous) {
   const rlimit few{static_cast<rlim_t>(strangers.back().get()) + 200, usual.rlim_max};
   CHECK(::setrlimit(RLIMIT_NOFILE, &few) == 0);
   in_threads(2, [&](int r) {
-    const auto found = net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r,
-                                          world.places, {}, std::chrono::seconds(600),
-                                          std::chrono::seconds(20), *patient().caller, [] {});
+    const auto found =
+        net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, {},
+                           std::chrono::seconds(20), *patient().caller, [] {});
     CHECK(found[static_cast<std::size_t>(1 - r)].stream.get() >= 0);
   });
   CHECK(::setrlimit(RLIMIT_NOFILE, &usual) == 0);
@@ -171,8 +168,7 @@ CASE(other_jobs_are_refused) {
     token[0] = static_cast<std::byte>(r);
     const auto code = code_of([&] {
       (void)net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places,
-                               token, std::chrono::seconds(600), std::chrono::seconds(1),
-                               *patient().caller, [] {});
+                               token, std::chrono::seconds(1), *patient().caller, [] {});
     });
     CHECK(code == (r == 0 ? ErrorCode::kTimeout : ErrorCode::kPeerFailure));
   });
@@ -184,8 +180,7 @@ CASE(strangers_cannot_take_a_rank) {
   const net::Token token{std::byte{7}};
   const auto meet = [&](int r) {
     return net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, token,
-                              std::chrono::seconds(600), std::chrono::seconds(20),
-                              *patient().caller, [] {});
+                              std::chrono::seconds(20), *patient().caller, [] {});
   };
   in_threads(2, [&](int r) {
     if (r == 0) {

@@ -82,8 +82,7 @@ CASE(greetings) {
   const net::Token token{std::byte{9}};
   const auto meet = [&](int r) {
     return net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, token,
-                              std::chrono::seconds(600), std::chrono::seconds(60),
-                              *patient().caller, [] {});
+                              std::chrono::seconds(60), *patient().caller, [] {});
   };
   in_threads(2, [&](int r) {
     if (r == 0) {

@@ -480,7 +480,7 @@ def _connect_machines(
     where = rendezvous.listener, rendezvous.addresses, rendezvous.key
     own = layout, rank, inner, *where, timeout_s, rendezvous.launchers
     if _World.member is not None:  # others go on without a machine that is silent
-        return NetEngine(*own, outage_s=SILENT_S), launch
+        return NetEngine(*own, silence_s=SILENT_S), launch
     return NetEngine(*own), launch
 
 

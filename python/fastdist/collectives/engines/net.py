@@ -66,7 +66,7 @@ class NetEngine(CompiledEngine):
         timeout_s: seconds to wait for other ranks to connect.
         launchers: the address at which each rank's launcher answers questions, or "".
         parent: the engine of more ranks that this one is made from, if any.
-        outage_s: seconds that a connection lasts without a word from the other machine.
+        silence_s: seconds after which a silent machine is lost; 0: never.
 
     Raises:
         ClusterConfigError: ranks cannot connect.
@@ -86,12 +86,12 @@ class NetEngine(CompiledEngine):
         timeout_s: float,
         launchers: Sequence[str] = (),
         parent: _core.NetCommunicator | None = None,
-        outage_s: float = 600.0,
+        silence_s: float = 0.0,
     ) -> None:
         self.rank = rank
         self.size = layout.size
         self._layout = layout
-        self._outage_s = outage_s
+        self._silence_s = silence_s
         self._inner = inner
         self._ips = [ip for ip, _ in addresses]
         self.key = key
@@ -103,7 +103,7 @@ class NetEngine(CompiledEngine):
         token = hashlib.sha256(key.encode()).digest()
         try:
             self.compiled = _core.connect_machines(
-                inner.compiled, listener, rank, places, token, parent, outage_s, timeout_s
+                inner.compiled, listener, rank, places, token, parent, silence_s, timeout_s
             )
         except (LostRankError, OSError) as error:
             if isinstance(error, PeerFailureError) and parent is not None:
@@ -132,7 +132,7 @@ class NetEngine(CompiledEngine):
             addresses = [(self._ips[rank], int(ports[rank])) for rank in group]
             number = list(group).index(self.rank)
             own = layout, number, inner, listener, addresses, self._key_of(group)
-            return NetEngine(*own, timeout_s, parent=self.compiled, outage_s=self._outage_s)
+            return NetEngine(*own, timeout_s, parent=self.compiled, silence_s=self._silence_s)
         return None
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:

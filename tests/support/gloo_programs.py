@@ -152,6 +152,9 @@ def ignite() -> None:
 
 def lightning() -> None:
     import lightning as L
+    from lightning.fabric.plugins.environments import mpi
+
+    mpi._MPI4PY_AVAILABLE = False  # Lightning would load the MPI library, where there may be none
 
     class Module(L.LightningModule):
         def __init__(self) -> None:
@@ -313,5 +316,7 @@ def ray() -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
+    if dist.is_initialized():
+        dist.destroy_process_group()  # else Gloo's threads may abort the process
     if dist.is_initialized():
         dist.destroy_process_group()

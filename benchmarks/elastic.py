@@ -2,10 +2,11 @@
 
     python benchmarks/elastic.py             # three ranks with 400 MB of state, one is killed
     python benchmarks/elastic.py --kills 4   # four ranks, a kill every 15 s, next to one device
+    python benchmarks/elastic.py --machines  # a rank in each of three namespaces; one loses power
 
-Prints one JSON object. Times are in seconds: `shrink_s` from the kill to the moment at which all
-others train again, `join_s` from the moment at which the new rank is ready to that at which all
-train.
+Prints one JSON object. Times are in seconds: `shrink_s` from the kill, or the last word of a
+machine, to the moment at which all others train again, `join_s` from the moment at which the new
+rank is ready to that at which all train.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def say(event: str, **values: Any) -> None:
 def train(elements: int, epochs: int, pause_s: float) -> None:
     """Train a small model beside some state, on this rank."""
     elastic_job = fd.cluster.roster.roster_place() is not None
-    strategy = fd.MirroredStrategy() if elastic_job else fd.OneDeviceStrategy("cpu")
+    strategy = fd.MultiWorkerMirroredStrategy() if elastic_job else fd.OneDeviceStrategy("cpu")
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     x = torch.randn(1024, 16)
@@ -92,6 +93,93 @@ def kill(pids: Iterable[int], chance: random.Random) -> tuple[int, float]:
     pid = chance.choice(sorted(pids))
     os.kill(pid, signal.SIGKILL)
     return pid, time.monotonic()
+
+
+class Machines:
+    """Three launchers in network namespaces, the last of which loses its power."""
+
+    def __init__(self, *options: object) -> None:
+        self._options = [sys.executable, "-m", "fastdist", "run", "--nnodes", "1:3", "-n", "1"]
+        self._options += ["--rdzv", "10.98.7.1:29400", "--no-prefix", "--node-rank"]
+        self._program = [__file__, "--rank", *map(str, options)]
+        self._read, self._write = os.pipe()
+        self._launchers: dict[int, subprocess.Popen[bytes]] = {}
+        _ip("netns add el-s; -n el-s link add br0 type bridge; -n el-s link set br0 up")
+        for machine in range(3):
+            name = f"el{machine}"
+            _ip(
+                f"netns add {name}; -n {name} link add e0 type veth peer name {name} netns el-s; "
+                f"-n el-s link set {name} master br0 up; -n {name} link set lo up; "
+                f"-n {name} addr add 10.98.7.{machine + 1}/24 dev e0; -n {name} link set e0 up"
+            )
+            self.start(machine)
+
+    def start(self, machine: int) -> None:
+        command = ["ip", "netns", "exec", f"el{machine}", *self._options, str(machine)]
+        self._launchers[machine] = subprocess.Popen(
+            [*command, *self._program], stdout=self._write, stderr=subprocess.DEVNULL
+        )
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        with open(self._read) as lines:
+            yield from (json.loads(line) for line in lines)
+
+    def cut_power(self) -> float:
+        """Kill all processes of the last machine, of which nobody hears; return the time."""
+        at_s = time.monotonic()
+        _ip("-n el2 link set e0 down")
+        pids = subprocess.check_output(["ip", "netns", "pids", "el2"], text=True).split()
+        for pid in map(int, pids):
+            os.kill(pid, signal.SIGKILL)
+        self._launchers.pop(2).wait()
+        return at_s
+
+    def come_back(self) -> None:
+        _ip("-n el2 link set e0 up")
+        self.start(2)
+
+    def close(self) -> None:
+        for launcher in self._launchers.values():
+            launcher.terminate()
+            launcher.wait()
+        for name in ("el0", "el1", "el2", "el-s"):
+            _ip(f"netns del {name}")
+
+
+def _ip(commands: str) -> None:
+    for command in commands.split("; "):
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+def machine_times() -> dict[str, float]:
+    """Cut the power of one of three machines; return what that and its return cost."""
+    job = Machines(STATE_ELEMENTS, 1000, 0.1)
+    cut_s = ready_s = shrunk_s = 0.0
+    training: list[float] = []
+    steps = 0
+    try:
+        for event in job.events():
+            steps += event["event"] == "step"
+            if event["event"] == "ready" and cut_s:
+                ready_s = event["at_s"]
+            if event["event"] == "trains" and event["ranks"] == 3 and ready_s:
+                training.append(event["at_s"])
+                if len(training) == 3:
+                    break
+            if event["event"] == "trains" and event["ranks"] == 2:
+                shrunk_s = event["at_s"]
+            if steps == 90 and not cut_s:
+                cut_s = job.cut_power()
+            if steps == 150 and cut_s and not ready_s and 2 not in job._launchers:
+                job.come_back()
+    finally:
+        job.close()
+    state_mb = STATE_ELEMENTS * 4 / 1e6
+    return {
+        "state_mb": state_mb,
+        "shrink_s": shrunk_s - cut_s,
+        "join_s": max(training) - ready_s,
+    }
 
 
 def times() -> dict[str, float]:
@@ -160,13 +248,15 @@ def kills(count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, help="train on four ranks with so many kills")
+    parser.add_argument("--machines", action="store_true", help="namespaces, as root")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
         elements, epochs, pause_s = options.rank
         train(int(elements), int(epochs), float(pause_s))
     else:
-        print(json.dumps(times() if options.kills is None else kills(options.kills)))
+        measure = machine_times if options.machines else times
+        print(json.dumps(measure() if options.kills is None else kills(options.kills)))
 
 
 if __name__ == "__main__":

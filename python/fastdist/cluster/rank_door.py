@@ -17,7 +17,8 @@ from fastdist.link.peer import is_own_user, peer_pid
 
 _PAUSE_S = 0.05
 _SEND_S = 1.0  # that a rank may leave a message unread
-_MOST_BYTES = 1 << 20  # of a message
+MOST_BYTES = 1 << 20
+"""Limit for a message."""
 
 
 class Line:
@@ -52,7 +53,7 @@ class Line:
         except ConnectionError:
             data = b""
         self._received += data
-        if not data or len(self._received) > _MOST_BYTES:
+        if not data or len(self._received) > MOST_BYTES:
             raise EOFError
         *lines, rest = bytes(self._received).split(b"\n")
         self._received = bytearray(rest)

@@ -37,7 +37,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdist.cluster.launch import ROSTER_VARIABLE
-from fastdist.cluster.rank_door import RankDoor
+from fastdist.cluster.rank_door import MOST_BYTES, RankDoor
 
 if TYPE_CHECKING:
     from fastdist.link.listener import Listener
@@ -155,11 +155,12 @@ class Roster:
         self._listener: Listener | None = None
         self._branches: dict[int, _Branch] = {}
         if address is not None:
-            from fastdist.link.listener import (
-                Listener,
-            )  # and numpy, with which launchers start late
+            # It imports numpy, which launchers of one machine need not wait for.
+            from fastdist.link.listener import Listener
 
-            self._listener = Listener(address, on_drop=self._lose_branch)
+            self._listener = Listener(
+                address, max_frame_bytes=2 * MOST_BYTES, on_drop=self._lose_branch
+            )
             self.port = int(self._listener.address.rpartition(":")[2])
             self._selector.register(self._listener, selectors.EVENT_READ, self._hear_branches)
         self._door = RankDoor(self._selector, most, self._hear_rank, self._lose_rank)

@@ -288,7 +288,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_here(arguments: argparse.Namespace) -> Outcome:
     user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
     with ExitStack() as stack:
-        roster = elastic = None
+        roster: "Roster | Branch | None" = None
+        elastic = None
         if arguments.min is not None:
             roster = stack.enter_context(_roster(arguments))
             least = arguments.min if arguments.nnodes == 1 else 1

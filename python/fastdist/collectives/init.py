@@ -478,10 +478,11 @@ def _connect_machines(
     if len(layout.places) == 1:
         return inner, launch
     where = rendezvous.listener, rendezvous.addresses, rendezvous.key
-    own = layout, rank, inner, *where, timeout_s, rendezvous.launchers
-    if _World.member is not None:  # others go on without a machine that is silent
-        return NetEngine(*own, silence_s=SILENT_S), launch
-    return NetEngine(*own), launch
+    # Others go on without a machine of an elastic job that is silent.
+    silence_s = 0.0 if _World.member is None else SILENT_S
+    launchers = rendezvous.launchers
+    made = NetEngine(layout, rank, inner, *where, timeout_s, launchers, silence_s=silence_s)
+    return made, launch
 
 
 def _is_loopback(coordinator: str) -> bool:

@@ -329,7 +329,7 @@ class TestBranch:
         reasons: list[str] = []
         roster = stack.enter_context(Roster(1, most, "tcp://127.0.0.1:*"))
         address = f"tcp://127.0.0.1:{roster.port}"
-        return roster, stack.enter_context(Branch(address, most, reasons.append)), reasons
+        return roster, stack.enter_context(closing(Branch(address, most, reasons.append))), reasons
 
     def member(self, stack: ExitStack, of: Roster | Branch) -> Member:
         return stack.enter_context(closing(Member(RosterPlace(of.name, 0))))
@@ -350,7 +350,7 @@ class TestBranch:
 
     def test_ranks_come_before_the_roster(self, stack: ExitStack, pool: ThreadPoolExecutor) -> None:
         port = free_port()
-        branch = stack.enter_context(Branch(f"tcp://127.0.0.1:{port}", 1, print))
+        branch = stack.enter_context(closing(Branch(f"tcp://127.0.0.1:{port}", 1, print)))
         place = pool.submit(join, self.member(stack, branch))
         time.sleep(0.3)
         stack.enter_context(Roster(1, 1, f"tcp://127.0.0.1:{port}"))
@@ -383,7 +383,7 @@ class TestBranch:
         roster = stack.enter_context(Roster(1, 1, "tcp://127.0.0.1:*"))
         monkeypatch.setenv("FASTDIST_SECRET", "the secret of others")
         address = f"tcp://127.0.0.1:{roster.port}"
-        stack.enter_context(Branch(address, 1, reasons.append))
+        stack.enter_context(closing(Branch(address, 1, reasons.append)))
         wait_until(lambda: bool(reasons))
         assert "have both the same FASTDIST_SECRET?" in reasons[0]
 

@@ -288,10 +288,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _run_here(arguments: argparse.Namespace) -> Outcome:
     user = take_variables() if arguments.ends_with_stdin else dict(arguments.env)
     with ExitStack() as stack:
-        roster: "Roster | Branch | None" = None
+        roster: Roster | Branch | None = None
         elastic = None
         if arguments.min is not None:
-            roster = stack.enter_context(_roster(arguments))
+            roster = _roster(arguments)
+            stack.callback(roster.close)
             least = arguments.min if arguments.nnodes == 1 else 1
             elastic = Elastic(least, roster.has_begun, roster.finish)
         launcher = ""

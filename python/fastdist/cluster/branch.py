@@ -73,12 +73,6 @@ class Branch:
         self._thread = threading.Thread(target=self._run, name="fastdist branch", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> Branch:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def has_begun(self) -> bool:
         """Return True once there was a world."""
         return self._has_begun

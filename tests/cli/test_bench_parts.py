@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +18,6 @@ import pytest
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.arrays import ArrayLibrary, numpy_arrays
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
-from fastdist.cli.bench.channel import Channel, ChannelClosedError
 from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
 from fastdist.cli.bench.driver import Call
 from fastdist.cli.bench.engine_ranks import reason_in
@@ -130,22 +128,6 @@ def test_bytes_are_those_of_the_largest_buffer(name: str, size: int, world_size:
 def test_a_barrier_has_one_case_and_no_bytes() -> None:
     cases = array_cases("barrier", (8, 1024), 2)
     assert [(case.bytes, case.redop) for case in cases] == [(0, "")]
-
-
-# Messages
-
-
-@given(st.lists(st.dictionaries(st.text(), st.integers() | st.text()), max_size=5))
-def test_messages_arrive_whole_and_in_order(messages: list[dict[str, Any]]) -> None:
-    ends = socket.socketpair()
-    sender, receiver = map(Channel, ends)
-    for message in messages:
-        sender.send(message)
-    assert [receiver.receive() for _ in messages] == messages
-    sender.close()
-    with pytest.raises(ChannelClosedError):
-        receiver.receive()
-    receiver.close()
 
 
 # Wrong results

@@ -7,13 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary
 from fastdist.cli.bench.cases import DTYPE_BYTES, Case
 from fastdist.cli.bench.gpu import Gpu
 
 Call = Callable[[], object]
+Message = dict[str, Any]  # between the bench and its ranks
 
 _BUCKET_BYTES = 25 << 20
 _TORCH = ("25 MB buckets", "one by one", "coalesced")

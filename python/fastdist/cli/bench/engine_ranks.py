@@ -9,11 +9,11 @@ import signal
 import socket
 import subprocess
 import time
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
+from fastdist.cli.bench.driver import Message
 from fastdist.cli.bench.peers import Engine
 from fastdist.cluster.launch import without_rank
 from fastdist.errors import FastdistError
@@ -53,7 +53,7 @@ class EngineRanks:
         self._log = socket_path.with_suffix(".log")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._launched = Sessions()
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, Connection[Message, Message]] = {}
         self._workers: list[int] = []  # pidfds: a launcher's ranks need not be in its group
 
     def launch(self) -> None:
@@ -101,13 +101,13 @@ class EngineRanks:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        channel = Channel(connection)
-        try:
-            rank = int(channel.receive()["rank"])
-        except ChannelClosedError:
-            return  # its launcher reports the error
         with contextlib.suppress(ProcessLookupError):  # it has ended
             self._workers.append(os.pidfd_open(peer_pid(connection)))
+        channel: Connection[Message, Message] = Connection(connection.detach())
+        try:
+            rank = int(channel.recv()["rank"])
+        except (EOFError, OSError):
+            return  # its launcher reports the error
         if rank in self._channels or not 0 <= rank < self._ranks:
             self._fail(f"expected ranks 0 to {self._ranks - 1} once each, got another rank {rank}")
         self._channels[rank] = channel
@@ -115,17 +115,16 @@ class EngineRanks:
     def _raise_sent_error(self) -> None:
         """Raise EngineError if a rank has sent an error."""
         for rank, channel in self._channels.items():
-            with contextlib.suppress(ChannelClosedError):
-                while wait([channel.fileno()], 0):
-                    channel.read()
-            self._take(rank, {})
+            with contextlib.suppress(EOFError, OSError):
+                while channel.poll():
+                    self._take(rank, {})
 
     def command(self, message: Message, timeout_s: float) -> list[Message]:
         """Send a message to every rank; return the replies in the order of ranks, as `replies`."""
         for rank, channel in self._channels.items():
             try:
                 channel.send(message)
-            except ChannelClosedError:
+            except OSError:
                 self._fail_rank(rank, "has ended")
         return self.replies(timeout_s)
 
@@ -137,28 +136,23 @@ class EngineRanks:
         """
         received: dict[int, Message] = {}
         deadline = time.monotonic() + timeout_s
-        sockets = [channel.fileno() for channel in self._channels.values()]
-        for rank in self._channels:
-            self._take(rank, received)
         while missing := set(self._channels) - set(received):
-            ready = wait(sockets, deadline - time.monotonic())
+            ready = wait(self._channels.values(), deadline - time.monotonic())
             if not ready:
                 self._fail_rank(min(missing), f"has not answered within {timeout_s:.0f} s")
             for rank, channel in self._channels.items():
-                if channel.fileno() in ready:
+                if channel in ready:
                     try:
-                        channel.read()
-                    except ChannelClosedError:
+                        self._take(rank, received)
+                    except (EOFError, OSError):
                         self._fail_rank(rank, "has ended")
-                    self._take(rank, received)
         return [received[rank] for rank in range(self._ranks)]
 
     def _take(self, rank: int, received: dict[int, Message]) -> None:
-        message = self._channels[rank].take()
-        if message is not None:
-            if "error" in message:
-                self._fail(f"rank {rank} raised", str(message["error"]))
-            received[rank] = message
+        message = self._channels[rank].recv()
+        if "error" in message:
+            self._fail(f"rank {rank} raised", str(message["error"]))
+        received[rank] = message
 
     def _fail_rank(self, rank: int, what: str) -> NoReturn:
         self._launched.wait(_LAST_WORDS_S)  # launchers print the reason when they end
@@ -179,7 +173,7 @@ class EngineRanks:
 
     def close(self) -> None:
         """Let the ranks leave the engine; kill ranks that do not end."""
-        with contextlib.suppress(ChannelClosedError):  # they are killed below
+        with contextlib.suppress(OSError):  # they are killed below
             for channel in self._channels.values():
                 channel.send({"command": "quit"})
         self._launched.wait(_QUIT_S)

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.channel import Message
-from fastdist.cli.bench.driver import LIST_VARIANTS
+from fastdist.cli.bench.driver import LIST_VARIANTS, Message
 from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
 from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.peers import Engine

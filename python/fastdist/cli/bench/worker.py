@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Client
 from pathlib import Path
 from time import perf_counter_ns
 
@@ -21,8 +21,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.cli.bench.arrays import UnsupportedCaseError
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.channel import Channel, ChannelClosedError, Message
-from fastdist.cli.bench.driver import Driver, open_driver
+from fastdist.cli.bench.driver import Driver, Message, open_driver
 from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
 from fastdist.cli.bench.measured_call import BoundCase, MeasuredCall
 from fastdist.cluster.launch import detect_launch
@@ -103,19 +102,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--driver", required=True)
     parser.add_argument("--socket", type=Path, required=True)
     options = parser.parse_args(arguments)
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(str(options.socket))
-    channel = Channel(connection)
+    channel = Client(str(options.socket), "AF_UNIX")
     try:
         launch = detect_launch()
         channel.send({"rank": 0 if launch is None else launch.rank})
         driver = open_driver(options.driver, options.socket.parent)
         worker = Worker(driver)
         channel.send({"ready": driver.version})
-        while (message := channel.receive())["command"] != "quit":
+        # While it waits it takes no processor time from the engine that is measured.
+        while (message := channel.recv())["command"] != "quit":
             channel.send(getattr(worker, message["command"])(message))
         driver.close()
-    except ChannelClosedError:
+    except (EOFError, ConnectionError):
         os._exit(1)  # leaving the engine could wait for ranks that have ended
     except BaseException:
         channel.send({"error": traceback.format_exc()})

@@ -18,7 +18,7 @@ def test_the_command_alone_prints_its_help() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: fastdist ")
-    for command in ("run", "serve", "keys", "bench", "doctor"):
+    for command in ("run", "serve", "bench", "doctor"):
         assert f"\n    {command} " in done.stdout
 
 

@@ -42,7 +42,6 @@ MESSAGES = """\
 --help
 run --help
 serve --help
-keys --help
 bench --help
 bench all_reduce --help
 bench report --help
@@ -146,7 +145,6 @@ def test_lines_are_broken_between_words() -> None:
         ("ps", False),
         ("why", True),
         ("doctor", True),
-        ("keys", True),
         ("--version", True),
         ("run --help", False),
         (f"bench compare {REPORT} {REPORT}", True),

@@ -17,7 +17,7 @@ TensorFlow runs in a Python environment of its own (parameter_server_tensorflow.
     python -m venv tf && tf/bin/pip install tensorflow-cpu==2.21.0
 
 fastdist's requests go over a socket in a private folder, as in a job of `fastdist run` on one
-machine; with --encrypted by TCP with keys, as in jobs on several machines. TensorFlow uses TCP
+machine; with --encrypted by TCP, as in jobs on several machines. TensorFlow uses TCP
 without encryption. rpc moves tensors between processes of one machine through shared memory;
 --rpc-over-tcp makes it use TCP, as between machines.
 

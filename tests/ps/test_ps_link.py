@@ -429,9 +429,12 @@ def test_a_forked_process_does_not_share_a_client(server: Server) -> None:
 @pytest.mark.filterwarnings("ignore:This process")  # has threads
 def test_a_forked_process_does_not_go_on_with_a_request() -> None:
     """It would encrypt other bytes with the numbers of this process's records."""
-    with Server("tcp://127.0.0.1:*") as server, Client([server.address], timeout_s=20) as client:
-        client.hello(0)
-        big = np.zeros(20_000_000, np.uint8)  # more than the socket takes
+    listener = Listener("tcp://127.0.0.1:*")
+    with contextlib.closing(listener), Client([listener.address], timeout_s=20) as client:
+        while not client._connections[0].is_connected:
+            client._connections.poll(0.01)
+            listener.receive(0.01)
+        big = np.zeros(20_000_000, np.uint8)  # more than the socket takes, which nobody reads
         ticket = client.submit(0, Op.ASSIGN, frames=[b"\0" * 8, big])
         stream = client._connections[0]._stream
         assert stream is not None

@@ -367,8 +367,35 @@ class TestBranch:
         with pytest.raises(SystemExit):
             late.join(20)
         roster.close()
-        time.sleep(0.3)
+        last = self.member(stack, branch)  # starts as the others have ended
+        with pytest.raises(SystemExit):
+            last.join(20)
         assert reasons == []
+
+    def test_a_rank_that_waits_is_let_go(self, stack: ExitStack, pool: ThreadPoolExecutor) -> None:
+        """Its world has ended with the roster's machine, whose rank was done."""
+        roster, branch, _ = self.begin(stack)
+        here, there = self.member(stack, roster), self.member(stack, branch)
+        for place in [pool.submit(join, member) for member in (here, there)]:
+            place.result(20)
+        here.finish()
+        wait_until(lambda: branch._has_finished)
+        left = pool.submit(join, there)
+        time.sleep(0.3)
+        assert not left.done()  # the other rank still has its world
+        roster.close()
+        with pytest.raises(SystemExit):
+            left.result(20)
+
+    def test_a_program_that_fails_ends_the_job(self, stack: ExitStack) -> None:
+        failures: list[str] = []
+        roster = stack.enter_context(Roster(1, 2, "tcp://127.0.0.1:*", failures.append))
+        address = f"tcp://127.0.0.1:{roster.port}"
+        branch = stack.enter_context(closing(Branch(address, 1, failures.append)))
+        wait_until(lambda: branch._is_connected)
+        branch.end(has_failed=True)
+        wait_until(lambda: bool(failures))
+        assert "failed on another machine" in failures[0]
 
     def test_a_roster_that_leaves_is_told(self, stack: ExitStack) -> None:
         roster, branch, reasons = self.begin(stack)
@@ -385,7 +412,7 @@ class TestBranch:
         address = f"tcp://127.0.0.1:{roster.port}"
         stack.enter_context(closing(Branch(address, 1, reasons.append)))
         wait_until(lambda: bool(reasons))
-        assert "have both the same FASTDIST_SECRET?" in reasons[0]
+        assert "does not let this machine in: does it have the same secret?" in reasons[0]
 
     def test_garbage_drops_its_sender_alone(
         self, stack: ExitStack, pool: ThreadPoolExecutor

@@ -144,8 +144,10 @@ class TestRanks:
             ("--hosts", "a,b,c", "--min", 1, "--max", 2),
             "--max 2 leaves one of the 3 machines empty",
         ),
+        (("--min", 1, "--max", 2, "--node-rank", 0), "; --node-rank does not go with them"),
+        (("--nnodes", "1:1", "--workers", 1, "--ps", 1), "--nnodes starts ranks"),
         (("--nnodes", "3:1", "-n", 1), "expected MIN:MAX, with MIN at most MAX, got '3:1'"),
-        (("--nnodes", "1:3"), "--nnodes 3 needs --node-rank"),
+        (("--nnodes", "1:3"), "--nnodes MIN:MAX needs --node-rank"),
         (("--min", 0, "--max", 2), "expected a number of ranks of at least 1, got '0'"),
         (("--min", 1, "--max", 2, "--env", "RANK=1"), "--env RANK: ranks of an elastic job change"),
     ],
@@ -159,7 +161,7 @@ def test_options(launcher: Launcher, words: tuple[object, ...], said: str) -> No
 def test_programs_that_are_not_elastic(launcher: Launcher, script: Script) -> None:
     done = launcher.run("--min", 1, "--max", 2, script("import fastdist as fd\nfd.init()"))
     assert done.returncode == 1
-    assert b"expected fastdist.init(elastic=True), or start it without --min" in done.stderr
+    assert b"expected fastdist.init(elastic=True), or start it without these" in done.stderr
 
 
 def test_launchers_that_are_not_elastic(launcher: Launcher, script: Script) -> None:

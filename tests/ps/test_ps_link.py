@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
@@ -424,6 +425,37 @@ def test_a_forked_process_does_not_share_a_client(server: Server) -> None:
         assert os.waitpid(child, 0)[1] == 0
         client.push(0, number, -np.ones(2))
         assert (client.pull(0, number, (2,)) == 1).all()
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # has threads
+def test_a_forked_process_leaves_the_socket() -> None:
+    code = """
+        import os, sys
+        from fastdist import ps
+        server = ps.Server()
+        if os.fork() == 0:
+            server.close()
+            sys.exit(0)  # runs what is to be run at the exit
+        assert os.wait()[1] == 0
+        with ps.Client([server.address], timeout_s=5) as client:
+            client.hello(0)
+        print(os.path.dirname(server.address.removeprefix("ipc://")))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    assert not os.path.exists(done.stdout.strip())  # removed at the exit
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_all_addresses(host: str) -> None:
+    if not Path("/proc/net/if_inet6").exists() and "::" in host:
+        pytest.skip("needs IPv6")
+    with Server("tcp://*:*") as server:
+        port = server.address.rsplit(":", 1)[1]
+        with Client([f"tcp://{host}:{port}"], timeout_s=5) as client:
+            client.hello(0)
 
 
 @pytest.mark.filterwarnings("ignore:This process")  # has threads

@@ -8,7 +8,7 @@ import resource
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -187,7 +187,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         "--nnodes",
         metavar="M",
         type=_machines,
-        default=(1, 1),
+        default=(None, 1),
         help="number of machines, each of which starts -n ranks; needs --node-rank and --rdzv. "
         "MIN:MAX: an elastic job, whose machines may come and go",
     )
@@ -265,7 +265,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     arguments.least_nodes, arguments.nnodes = arguments.nnodes
     _check_options(arguments)
-    if arguments.least_nodes < arguments.nnodes:
+    if arguments.least_nodes is not None:
         arguments.min = arguments.least_nodes * arguments.ranks
         arguments.max = arguments.nnodes * arguments.ranks
     if arguments.replace is not None:
@@ -319,6 +319,11 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         )
         with _traced(arguments), slow_ranks_told(_NAME):
             outcome = supervise(job)
+        if isinstance(roster, Roster) and outcome.exit_code == 0:
+            with suppress(KeyboardInterrupt):
+                roster.await_branches()
+        elif not isinstance(roster, Roster | None):
+            roster.end(outcome.has_failed)
         if outcome.first is not None:
             _note_first(*outcome.first)
         return outcome
@@ -346,9 +351,9 @@ def _keeps_roster(arguments: argparse.Namespace) -> bool:
 
 def _roster_for_machines(arguments: argparse.Namespace, port: int | str) -> Roster:
     try:
-        return Roster(arguments.min, arguments.max, f"tcp://*:{port}")
+        return Roster(arguments.min, arguments.max, f"tcp://*:{port}", _give_up)
     except OSError as error:
-        raise UsageError(f"cannot listen at {error.strerror}") from None
+        raise UsageError(f"cannot listen at {error.strerror}: choose another --rdzv") from None
     except (ClusterConfigError, ImportError) as error:
         raise UsageError(str(error)) from None
 
@@ -469,7 +474,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
         if arguments.evaluator:
             raise UsageError("--evaluator needs --workers and --ps")
         _check_machines(arguments)
-    elif arguments.nnodes > 1 or arguments.hosts is not None:
+    elif arguments.least_nodes or arguments.nnodes > 1 or arguments.hosts is not None:
         option = "--hosts" if arguments.hosts is not None else "--nnodes"
         raise UsageError(f"{option} starts ranks; start each parameter server by itself")
     elif arguments.ranks is not None:
@@ -500,8 +505,10 @@ def _check_elastic(arguments: argparse.Namespace) -> None:
         "-n": arguments.ranks,
         "--workers": arguments.workers,
         "--ps": arguments.ps,
-        "--nnodes": arguments.nnodes if arguments.nnodes > 1 else None,
+        "--nnodes": arguments.least_nodes or (arguments.nnodes > 1 or None),
         "--evaluator": arguments.evaluator or None,
+        "--node-rank": arguments.node_rank,
+        "--rdzv": None if arguments.hosts is not None else arguments.rdzv,
     }
     for option, value in others.items():
         if value is not None:
@@ -532,11 +539,14 @@ def _check_machines(arguments: argparse.Namespace) -> None:
     machines, own = arguments.nnodes, arguments.node_rank
     if arguments.hosts is not None:
         if machines > 1 or own is not None:
-            raise UsageError("--hosts starts all machines, --nnodes only this one; use one")
+            raise UsageError(
+                "--hosts starts all machines, --nnodes only this one; use one. An elastic job on "
+                "--hosts takes --min and --max"
+            )
         if arguments.ranks is None:
             raise UsageError("--hosts needs -n, the number of ranks on each machine")
         return
-    if machines == 1:
+    if machines == 1 and arguments.least_nodes is None:
         for option, value in (("--node-rank", own), ("--rdzv", arguments.rdzv)):
             if value is not None:
                 raise UsageError(f"{option} needs --nnodes, the number of machines")
@@ -547,8 +557,9 @@ def _check_machines(arguments: argparse.Namespace) -> None:
         ("-n, the same on every machine", arguments.ranks),
     ):
         if value is None:
-            raise UsageError(f"--nnodes {machines} needs {option}")
-    if arguments.max_restarts and arguments.least_nodes == machines:
+            count = machines if arguments.least_nodes is None else "MIN:MAX"
+            raise UsageError(f"--nnodes {count} needs {option}")
+    if arguments.max_restarts and arguments.least_nodes is None:
         raise UsageError(
             "--max-restarts starts all ranks again, --nnodes only those of this machine; use "
             "--hosts"
@@ -622,10 +633,13 @@ def _count(what: str, least: int = 1) -> Callable[[str], int]:
     return parse
 
 
-def _machines(text: str) -> tuple[int, int]:
+def _machines(text: str) -> tuple[int | None, int]:
+    """Parse "M" or "MIN:MAX"; the least number is None in a job that is not elastic."""
     least, colon, most = text.partition(":")
     parse = _count("machines")
-    found = parse(least), parse(most if colon else least)
+    if not colon:
+        return None, parse(least)
+    found = parse(least), parse(most)
     if found[0] <= found[1]:
         return found
     raise argparse.ArgumentTypeError(f"expected MIN:MAX, with MIN at most MAX, got {text!r}")

@@ -163,6 +163,8 @@ def host_tasks(
         task = Task(f"machine {host}", host, dict(os.environ), command=command, stdin=stdin)
         if is_elastic:
             task = replace(task, ending=Ending.RESTARTED, restart_delay_s=_MACHINE_DELAY_S)
+            # ssh fails with 255; a launcher whose program fails has restarted it itself.
+            task = replace(task, final_codes=range(1, 128))
         tasks.append(task)
     return tasks
 

@@ -11,6 +11,7 @@ again, and they join as new ones. A message is a JSON list.
 | said, NUMBER, KEY, VALUE | a message of a rank |
 | left, NUMBER | a rank has ended |
 | finished | the job has done its work |
+| failed | the program has failed here before there was a world |
 
 | from the roster | meaning |
 |---|---|
@@ -35,9 +36,12 @@ from fastdist._config import settings
 from fastdist.cluster.rank_door import RankDoor
 from fastdist.cluster.roster import SILENT_S
 from fastdist.link.connections import Connections
+from fastdist.link.secret import job_secret
+from fastdist.processes.terminal import note
 
 _BEAT_S = 1.0
 _POLL_S = 0.1
+_REFUSED_S = 5.0  # that the launcher may refuse this machine
 
 
 class Branch:
@@ -63,8 +67,9 @@ class Branch:
         self.name = self._door.name
         self._unsaid: dict[int, list[tuple[Any, ...]]] = {}  # of ranks whom the roster has not met
         self._met: set[int] = set()
+        self._waiting: set[int] = set()  # for a place in a world
         self._is_connected = False
-        self._has_begun = self._has_finished = False
+        self._has_begun = self._has_finished = self._has_given_up = False
         self._beat_s = 0.0
         self._heard_s = time.monotonic()
         self._orders, self._taken = socket.socketpair()
@@ -81,13 +86,21 @@ class Branch:
         """Say that the job has done its work; nobody joins any more."""
         self._orders.send(b"f")
 
+    def end(self, has_failed: bool) -> None:
+        """Say whether the program has failed here before there was a world."""
+        if has_failed and not self._has_begun:
+            self._orders.send(b"x")
+
     def close(self) -> None:
         """End the thread, and all connections."""
         self._orders.close()
         self._thread.join()
 
     def _obey(self) -> None:
-        if self._taken.recv(64):
+        order = self._taken.recv(1)
+        if order == b"x":
+            self._say("failed")
+        elif order:
             self._has_finished = True
             self._say("finished")
         else:
@@ -115,14 +128,18 @@ class Branch:
     def _hear_rank(self, number: int, kind: str, value: Any) -> None:
         if kind == "finished":
             self._has_finished = True
+        elif kind == "join":
+            self._waiting.add(number)
         if self._is_connected:
             self._met.add(number)
             self._say("said", number, kind, value)
         else:
             self._unsaid.setdefault(number, []).append(("said", number, kind, value))
+            self._let_go()
 
     def _lose_rank(self, number: int) -> None:
         self._unsaid.pop(number, None)
+        self._waiting.discard(number)
         if number in self._met:
             self._met.remove(number)
             self._say("left", number)
@@ -140,13 +157,14 @@ class Branch:
             if kind == "beat":
                 self._has_begun = rest[0]
             elif kind == "tell":
-                self._door.send(*rest)
+                self._pass_on(*rest)
             elif kind == "kill":
                 self._door.kill(*rest)
             elif kind == "finished":
                 self._has_finished = True
             elif kind == "closed" and not self._has_finished:
                 self._give_up(f"the launcher at {self._place} has ended")
+                return
         is_connected = self._connections[0].is_connected
         if is_connected and not self._is_connected:
             self._heard_s = time.monotonic()
@@ -159,13 +177,32 @@ class Branch:
         elif self._is_connected and not is_connected:
             self._part()
 
+    def _pass_on(self, number: int, message: dict[str, Any]) -> None:
+        if "place" in message:
+            self._has_begun = True
+            self._waiting.discard(number)
+        self._door.send(number, message)
+
     def _part(self) -> None:
         """Go on without the roster, whose other ranks go on without those of this machine."""
         self._is_connected = False
-        if not self._has_finished:
+        if not self._has_finished and not self._has_given_up:
+            if self._met:
+                note(
+                    f"fastdist run: no word from the launcher at {self._place}; the ranks here "
+                    "begin anew"
+                )
             for number in self._met:
                 self._door.kill(number)
         self._met.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Let ranks go that wait for a world of a job that has done its work."""
+        if self._has_finished and not self._is_connected:
+            for number in self._waiting:
+                self._door.send(number, {"ended": True})
+            self._waiting.clear()
 
     def _look_at_time(self) -> None:
         now_s = time.monotonic()
@@ -176,15 +213,20 @@ class Branch:
         if self._is_connected and silent_s > SILENT_S:
             self._connections[0].lose()
             self._part()
+        if self._has_finished or self._has_given_up:
+            return
         limit_s = settings().rendezvous_timeout_s
-        if silent_s > limit_s and not self._has_finished:
-            why = f"no word from the launcher at {self._place} for {limit_s:g} s: "
-            if self._connections[0].was_refused:
-                why += "it does not let this machine in; have both the same FASTDIST_SECRET?"
-            else:
-                why += "does it run, and can this machine reach it?"
-            self._give_up(why)
+        if silent_s > min(limit_s, _REFUSED_S) and self._connections[0].was_refused:
+            self._give_up(
+                f"the launcher at {self._place} does not let this machine in: does it have the "
+                f"same secret? That of this machine is {job_secret().origin}"
+            )
+        elif silent_s > limit_s:
+            self._give_up(
+                f"no word from the launcher at {self._place} for {limit_s:g} s: does it run, and "
+                "can this machine reach it?"
+            )
 
     def _give_up(self, why: str) -> None:
-        self._has_finished = True
+        self._has_given_up = True
         self._on_lost(why)

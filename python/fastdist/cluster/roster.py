@@ -32,16 +32,18 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdist.cluster.launch import ROSTER_VARIABLE
 from fastdist.cluster.rank_door import MOST_BYTES, RankDoor
+from fastdist.processes.terminal import note
 
 if TYPE_CHECKING:
     from fastdist.link.listener import Listener
 
+_PAUSE_S = 0.1
 _LAST_CALL_S = 30.0
 _LATE_S = 5.0  # that a rank has left which others have waited for in vain
 _GATHERING_S = 30.0  # that a gathering may take, if ranks wait so long
@@ -133,6 +135,8 @@ class Roster:
         most: number of ranks that are started; the first world waits for all of them, or, once
             there are `least`, for half a minute.
         address: "tcp://host:port" for the launchers of other machines; None if there are none.
+        on_failure: a function to call, in the thread, if the program has failed on one of them
+            before there was a world.
 
     Raises:
         OSError: another process listens at the address, or it is not this machine's.
@@ -140,7 +144,15 @@ class Roster:
         ImportError: the package for encryption is missing, which other machines need.
     """
 
-    def __init__(self, least: int, most: int, address: str | None = None) -> None:
+    def __init__(
+        self,
+        least: int,
+        most: int,
+        address: str | None = None,
+        on_failure: Callable[[str], None] = note,
+    ) -> None:
+        self._on_failure = on_failure
+        self._has_noted = False  # what this world waits for
         self._least = least
         self._most = most
         self._members: list[_Member] = []  # in the order in which they came
@@ -184,6 +196,11 @@ class Roster:
     def finish(self) -> None:
         """Say that the job has done its work; nobody joins any more."""
         self._orders.send(b"f")
+
+    def await_branches(self) -> None:
+        """Wait for the ends of the other machines' launchers, whose ranks may need the roster."""
+        while self._branches:
+            time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """End the thread, and all connections."""
@@ -264,6 +281,8 @@ class Roster:
             self._lose(self._member(branch, number))
         elif kind == "finished":
             self._finish()
+        elif kind == "failed" and not self._world:
+            self._on_failure("the program has failed on another machine, before the ranks had met")
 
     def _lose_silent(self) -> None:
         now_s = time.monotonic()
@@ -353,14 +372,28 @@ class Roster:
                 member.send(ended=True)
         if not waiting:
             return
-        if self._tell_ranks() or (len(waiting) < self._least and not self._has_finished):
+        if self._tell_ranks():
+            return
+        if len(waiting) < self._least and not self._has_finished:
+            if self._listener is not None and not self._has_noted:
+                self._has_noted = True
+                note(
+                    f"fastdist run: waiting for ranks: {len(waiting)} of at least {self._least} "
+                    "are there"
+                )
             return
         if not self._world and len(waiting) < self._most:
             self._last_call_s = self._last_call_s or time.monotonic() + _LAST_CALL_S
             if time.monotonic() < self._last_call_s:
                 return
+            if self._listener is not None:
+                note(
+                    f"fastdist run: {len(waiting)} of {self._most} ranks begin; others may join "
+                    "them later"
+                )
         self._last_call_s = self._gathered_s = None
         self._world += 1
+        self._has_noted = False
         self._size = len(waiting)
         waiting.sort(key=lambda member: -(member.progress or 0))  # ties keep arrival order
         doors = [member.door for member in waiting]

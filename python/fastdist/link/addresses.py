@@ -49,14 +49,26 @@ def listen(address: str) -> tuple[socket.socket, str]:
             made = _listen_at_path(path)
         else:
             host, port = _host_and_port(address)
-            kind, *_, where = _resolved(host, port, socket.AI_PASSIVE)
-            made = socket.create_server(where, family=kind, backlog=_WAITING)
+            made = _listen_at(host, port)
             shown = f"[{host}]" if ":" in host else host or "0.0.0.0"
             address = f"tcp://{shown}:{made.getsockname()[1]}"
     except OSError as error:
         raise OSError(error.errno, f"{address}: {error.strerror or error}") from None
     made.setblocking(False)
     return made, address
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    if not host and socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=_WAITING, dualstack_ipv6=True
+            )
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
+    kind, *_, where = _resolved(host, port, socket.AI_PASSIVE)
+    return socket.create_server(where, family=kind, backlog=_WAITING)
 
 
 def _listen_at_path(path: str) -> socket.socket:

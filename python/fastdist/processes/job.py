@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 GRACE_S = 5.0  # seconds between a signal and SIGKILL
@@ -33,6 +33,7 @@ class Task:
             the launcher ends.
         stdin: bytes that its own command finds in stdin.
         restart_delay_s: seconds until it is restarted.
+        final_codes: exit codes after which it is not restarted.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Task:
     command: Sequence[str] | None = None
     stdin: bytes = b""
     restart_delay_s: float = 0.2
+    final_codes: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

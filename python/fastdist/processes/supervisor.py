@@ -307,7 +307,8 @@ class _Supervisor:
             self._timers.setdefault(self._terminate, time.monotonic() + _CAUSE_WAIT_S)
 
     def _schedule_restart(self, process: Process) -> None:
-        most = self._job.max_restarts
+        is_final = process.status in self._task(process).final_codes
+        most = 0 if is_final else self._job.max_restarts
         failure = f"{process.name} failed: {process.how_it_ended}"
         least = self._job.elastic.least if self._job.elastic is not None else 0
         if least and any(p.status == 0 for p in self._processes):
@@ -320,6 +321,7 @@ class _Supervisor:
             self._timers[partial(self._restart, process)] = time.monotonic() + delay_s
         else:
             why = f"all {most} restarts are used up" if most else "--max-restarts is 0"
+            why = "its own restarts are used up" if is_final else why
             left = sum(p.status is None for p in self._processes) + len(self._restarting)
             if left < least:
                 self._say(f"{failure}; {why}, and {left} of at least {least} are left")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import shutil
 import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 from fastdist.link.listener import Listener, ListenerClosed
@@ -19,6 +22,11 @@ from fastdist.ps.wire.protocol import APPLIED_ONCE, MAX_FRAME_BYTES, Header, Op,
 
 _MAX_UNSENT_BYTES = 512 << 20  # of replies that clients have not taken yet
 _SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))  # answered in other threads
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # else it is a forked one, which serves nobody
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Server:
@@ -67,10 +75,12 @@ class Server:
         self.ended = self._service.ended
         self.failure: BaseException | None = None
         self._finished: deque[tuple[Any, ...]] = deque()  # answers to slow requests
+        self._process = os.getpid()
         self._folder = None
         if address is None:
-            self._folder = TemporaryDirectory(prefix="fastdist-server-")  # mode 0700
-            address = f"ipc://{self._folder.name}/socket"
+            self._folder = mkdtemp(prefix="fastdist-server-")  # mode 0700
+            address = f"ipc://{self._folder}/socket"
+            atexit.register(_remove, self._folder, os.getpid())
         self._listener = Listener(
             address, max_frame_bytes=max_frame_bytes, max_arriving_bytes=max_staged_bytes
         )
@@ -94,7 +104,7 @@ class Server:
         self._listener.stop()
         self._thread.join()
         if self._folder is not None:
-            self._folder.cleanup()
+            _remove(self._folder, self._process)
 
     def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""

@@ -192,7 +192,9 @@ class Connection:
         """Record that the connection is broken, or could not be made."""
         now = time.monotonic()
         is_new = was_refused or (self._stream is not None and not self._is_connecting)
-        if is_new and not self.is_connected:
+        if self._is_connecting or self._stream is None:  # nobody listens
+            self.was_refused = was_refused
+        elif is_new and not self.is_connected:
             self.was_refused = was_refused or now - self._began_at < _REFUSAL_S
         self._has_changed |= is_new
         self.is_connected = False

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -389,12 +390,14 @@ class TestBranch:
 
     def test_a_program_that_fails_ends_the_job(self, stack: ExitStack) -> None:
         failures: list[str] = []
-        roster = stack.enter_context(Roster(1, 2, "tcp://127.0.0.1:*", failures.append))
-        address = f"tcp://127.0.0.1:{roster.port}"
+        address = f"tcp://127.0.0.1:{free_port()}"
         branch = stack.enter_context(closing(Branch(address, 1, failures.append)))
-        wait_until(lambda: branch._is_connected)
-        branch.end(has_failed=True)
+        ending = threading.Thread(target=branch.end, args=(True,))
+        ending.start()
+        time.sleep(0.3)
+        stack.enter_context(Roster(1, 2, address, failures.append))
         wait_until(lambda: bool(failures))
+        ending.join()
         assert "failed on another machine" in failures[0]
 
     def test_a_roster_that_leaves_is_told(self, stack: ExitStack) -> None:

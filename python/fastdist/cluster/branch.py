@@ -42,6 +42,7 @@ from fastdist.processes.terminal import note
 _BEAT_S = 1.0
 _POLL_S = 0.1
 _REFUSED_S = 5.0  # that the launcher may refuse this machine
+_TELL_S = 10.0  # to reach the launcher with a last word
 
 
 class Branch:
@@ -69,7 +70,8 @@ class Branch:
         self._met: set[int] = set()
         self._waiting: set[int] = set()  # for a place in a world
         self._is_connected = False
-        self._has_begun = self._has_finished = self._has_given_up = False
+        self._has_begun = self._has_finished = self._has_given_up = self._has_failed = False
+        self._is_told = threading.Event()  # that the program has failed
         self._beat_s = 0.0
         self._heard_s = time.monotonic()
         self._orders, self._taken = socket.socketpair()
@@ -90,6 +92,7 @@ class Branch:
         """Say whether the program has failed here before there was a world."""
         if has_failed and not self._has_begun:
             self._orders.send(b"x")
+            self._is_told.wait(_TELL_S)
 
     def close(self) -> None:
         """End the thread, and all connections."""
@@ -99,7 +102,8 @@ class Branch:
     def _obey(self) -> None:
         order = self._taken.recv(1)
         if order == b"x":
-            self._say("failed")
+            self._has_failed = True
+            self._tell_failure()
         elif order:
             self._has_finished = True
             self._say("finished")
@@ -174,8 +178,14 @@ class Branch:
                 for message in messages:
                     self._say(*message)
             self._unsaid.clear()
+            self._tell_failure()
         elif self._is_connected and not is_connected:
             self._part()
+
+    def _tell_failure(self) -> None:
+        if self._has_failed and self._is_connected:
+            self._say("failed")
+            self._is_told.set()
 
     def _pass_on(self, number: int, message: dict[str, Any]) -> None:
         if "place" in message:

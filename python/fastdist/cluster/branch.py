@@ -89,7 +89,8 @@ class Branch:
         self._orders.send(b"f")
 
     def end(self, has_failed: bool) -> None:
-        """Say whether the program has failed here before there was a world."""
+        """Say whether the program has failed here before there was a world; then hear no more."""
+        self._has_given_up = True
         if has_failed and not self._has_begun:
             self._orders.send(b"x")
             self._is_told.wait(_TELL_S)

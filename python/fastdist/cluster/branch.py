@@ -239,5 +239,6 @@ class Branch:
             )
 
     def _give_up(self, why: str) -> None:
-        self._has_given_up = True
-        self._on_lost(why)
+        if not self._has_given_up:
+            self._has_given_up = True
+            self._on_lost(why)

@@ -77,7 +77,7 @@ def roster_place(environ: Mapping[str, str] = os.environ) -> RosterPlace | None:
 
 
 class _Door(Protocol):
-    """Where a rank is reached: this machine's `RankDoor`, or a branch on another machine."""
+    """Reaches ranks: those of this machine by a `RankDoor`, others by their machine's branch."""
 
     def send(self, number: int, message: dict[str, Any]) -> None: ...
     def kill(self, number: int) -> None: ...
@@ -199,7 +199,7 @@ class Roster:
 
     def await_branches(self) -> None:
         """Wait for the ends of the other machines' launchers, whose ranks may need the roster."""
-        while self._branches:
+        while self._branches and self._thread.is_alive():
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:

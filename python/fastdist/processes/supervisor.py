@@ -320,8 +320,10 @@ class _Supervisor:
             delay_s = self._task(process).restart_delay_s
             self._timers[partial(self._restart, process)] = time.monotonic() + delay_s
         else:
-            why = f"all {most} restarts are used up" if most else "--max-restarts is 0"
-            why = "its own restarts are used up" if is_final else why
+            if is_final:
+                why = "its own restarts are used up"
+            else:
+                why = f"all {most} restarts are used up" if most else "--max-restarts is 0"
             left = sum(p.status is None for p in self._processes) + len(self._restarting)
             if left < least:
                 self._say(f"{failure}; {why}, and {left} of at least {least} are left")

@@ -38,7 +38,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdist.cluster.launch import ROSTER_VARIABLE
 from fastdist.cluster.rank_door import MOST_BYTES, RankDoor
-from fastdist.processes.terminal import note
 
 if TYPE_CHECKING:
     from fastdist.link.listener import Listener
@@ -74,6 +73,12 @@ def roster_place(environ: Mapping[str, str] = os.environ) -> RosterPlace | None:
     """Return this process's place; None if its job is not elastic."""
     text = environ.get(ROSTER_VARIABLE)
     return None if text is None else RosterPlace(**json.loads(text))
+
+
+def _note(text: str) -> None:
+    from fastdist.processes.terminal import note  # ranks, which import this module, need it not
+
+    note(f"fastdist run: {text}")
 
 
 class _Door(Protocol):
@@ -149,9 +154,9 @@ class Roster:
         least: int,
         most: int,
         address: str | None = None,
-        on_failure: Callable[[str], None] = note,
+        on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        self._on_failure = on_failure
+        self._on_failure = on_failure or _note
         self._has_noted = False  # what this world waits for
         self._least = least
         self._most = most
@@ -377,20 +382,14 @@ class Roster:
         if len(waiting) < self._least and not self._has_finished:
             if self._listener is not None and not self._has_noted:
                 self._has_noted = True
-                note(
-                    f"fastdist run: waiting for ranks: {len(waiting)} of at least {self._least} "
-                    "are there"
-                )
+                _note(f"waiting for ranks: {len(waiting)} of at least {self._least} are there")
             return
         if not self._world and len(waiting) < self._most:
             self._last_call_s = self._last_call_s or time.monotonic() + _LAST_CALL_S
             if time.monotonic() < self._last_call_s:
                 return
             if self._listener is not None:
-                note(
-                    f"fastdist run: {len(waiting)} of {self._most} ranks begin; others may join "
-                    "them later"
-                )
+                _note(f"{len(waiting)} of {self._most} ranks begin; others may join them later")
         self._last_call_s = self._gathered_s = None
         self._world += 1
         self._has_noted = False

@@ -18,7 +18,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["KERAS_BACKEND"] = "torch"  # read when keras is imported
 # Ray makes its workers nice, and they would hardly run beside the tests of other processes.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
 # Ranks on several machines make no file in the user's folder.
 os.environ.setdefault("FASTDIST_SECRET", "the secret of the tests")
 

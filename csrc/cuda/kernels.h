@@ -36,7 +36,8 @@ void unpack(const Moves& moves, const std::byte* bucket, const Cast& cast, Strea
 // `moves`. A NaN counts as larger than every number.
 void measure(const Moves& moves, DType bucket_dtype, float* magnitudes, StreamHandle stream);
 
-// Computes out[i] = blocks[0][i] ∘ blocks[1][i] ∘ …, in that order; block k begins at k · stride.
+// Reduces the elements of `count` blocks by the tree over their numbers (core/reduction_tree.h);
+// block k begins at k · stride.
 // 16-bit and 8-bit floats accumulate in float32. All addresses and sizes must be multiples of 16
 // bytes.
 void reduce_blocks(DType dtype, ReduceOp op, const std::byte* blocks, std::size_t stride, int count,

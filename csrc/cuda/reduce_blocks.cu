@@ -1,5 +1,5 @@
 // Reductions that NCCL lacks, of blocks gathered from all ranks. A thread reads an element of each
-// block, in rank order, so every rank computes the same bits.
+// block and reduces them by the tree of core/reduction_tree.h, so every rank computes the same bits.
 
 #include <cstdint>
 #include <string>
@@ -14,6 +14,7 @@ namespace fastdist::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kMostPending = 32;  // levels of the tree over any number of blocks
 
 struct Blocks {
   const std::byte* first;
@@ -93,6 +94,17 @@ struct Xor {
   __device__ static std::uint64_t apply(std::uint64_t a, std::uint64_t b) { return a ^ b; }
 };
 
+// Computes what the function of this name in core/reduction_tree.h does.
+__device__ int reductions_after(unsigned k, unsigned count) {
+  int found = 0;
+  if (k + 1 < count) {
+    for (; (k & 1U) != 0; k >>= 1) ++found;
+  } else {
+    for (; k != 0; k &= k - 1) ++found;
+  }
+  return found;
+}
+
 template <class T, class Operation>
 __global__ void __launch_bounds__(kThreads) reduce_kernel(Blocks blocks, float factor) {
   constexpr int kEach = kQuantumBytes / sizeof(T);
@@ -107,11 +119,29 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(Blocks blocks, float f
     typename W::Type sums[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) sums[i] = W::widen(quantum.values[i]);
+    typename W::Type pending[kMostPending][kEach];
+    int depth = 0;
     for (int k = 1; k < blocks.count; ++k) {
       quantum = reinterpret_cast<const Quantum*>(blocks.first + blocks.stride * k)[q];
+      int reductions =
+          reductions_after(static_cast<unsigned>(k), static_cast<unsigned>(blocks.count));
+      if (reductions == 0) {
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          pending[depth][i] = sums[i];
+          sums[i] = W::widen(quantum.values[i]);
+        }
+        ++depth;
+        continue;
+      }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         sums[i] = Operation::apply(sums[i], W::widen(quantum.values[i]));
+      }
+      for (; reductions > 1; --reductions) {
+        --depth;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) sums[i] = Operation::apply(pending[depth][i], sums[i]);
       }
     }
 #pragma unroll

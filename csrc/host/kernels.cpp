@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/instruction_set.h"
+#include "core/reduction_tree.h"
 #include "host/kernels_table.h"
 
 namespace fastdist::host {
@@ -27,9 +28,32 @@ const Kernels& kernels() {
 
 }  // namespace
 
+Groups::Groups(std::size_t n, std::span<const std::uint8_t> after) {
+  if (n > kUsual) many_.resize(n);
+  Group* const groups = n > kUsual ? many_.data() : usual_.data();
+  const auto follow = [&](std::size_t i) {
+    return static_cast<int>(after.empty() ? reductions_after(i, n) : after[i]);
+  };
+  std::size_t n_groups = 0;
+  for (std::size_t i = 0; i < n;) {
+    std::size_t sources = 1;
+    int own = 0;  // reductions within the group
+    if (i + 1 < n && follow(i) == 0 && follow(i + 1) >= 1) sources = 2, own = 1;
+    if (i + 3 < n && own == 1 && follow(i + 1) == 1 && follow(i + 2) == 0 && follow(i + 3) >= 2) {
+      sources = 4, own = 2;
+    }
+    i += sources;
+    groups[n_groups++] = {static_cast<std::uint8_t>(sources),
+                          static_cast<std::uint8_t>(follow(i - 1) - own)};
+  }
+  tree_ = {groups, n_groups, n};
+}
+
 void reduce(DType dtype, ReduceOp op, std::byte* dst, std::byte* also,
-            std::span<const std::byte* const> sources, std::size_t count) {
-  kernels().reduce(dtype, op)(dst, also, sources.data(), sources.size(), count);
+            std::span<const std::byte* const> sources, std::size_t count,
+            std::span<const std::uint8_t> after) {
+  const Groups groups(sources.size(), after);
+  kernels().reduce(dtype, op)(dst, also, sources.data(), groups.tree(), count);
 }
 
 void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {

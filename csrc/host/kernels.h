@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 #include <string_view>
 
@@ -10,11 +11,13 @@
 
 namespace fastdist::host {
 
-// Computes dst[i] = src[0][i] ∘ src[1][i] ∘ …, in that order; dst may be one of the sources. `also`
-// receives a copy unless it is null. float16, bfloat16 and float8 accumulate in float32. The
+// Reduces the sources' elements by the tree over their numbers (core/reduction_tree.h), or by the
+// one that `after` describes: as many reductions follow source i. dst may be one of the sources.
+// `also` receives a copy unless it is null. float16, bfloat16 and float8 accumulate in float32. The
 // operation must be defined for the dtype.
 void reduce(DType dtype, ReduceOp op, std::byte* dst, std::byte* also,
-            std::span<const std::byte* const> sources, std::size_t count);
+            std::span<const std::byte* const> sources, std::size_t count,
+            std::span<const std::uint8_t> after = {});
 
 // Copies memory. With `stream`, stores bypass the caches, for data that is not read again soon. A
 // release store does not order such stores; an atomic exchange does (on x86 a locked instruction

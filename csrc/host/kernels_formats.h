@@ -235,25 +235,5 @@ struct Xor {
   }
 };
 
-struct Keep {
-  template <class V>
-  static V finish(const V& v, std::size_t) {
-    return v;
-  }
-};
-struct Divide {
-  template <class V>
-  static V finish(const V& v, std::size_t n) {
-    using T = decltype([](const V& x) {
-      if constexpr (requires { x[0]; }) {
-        return x[0];
-      } else {
-        return x;
-      }
-    }(v));
-    return v / static_cast<T>(n);
-  }
-};
-
 }  // namespace
 }  // namespace fastdist::host::FASTDIST_ISA

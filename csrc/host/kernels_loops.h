@@ -21,6 +21,7 @@ namespace fastdist::host::FASTDIST_ISA {
 namespace {
 
 constexpr std::size_t kUnroll = 4;
+constexpr std::size_t kMostPending = 32;  // levels of the tree over any number of sources
 
 template <class A, class B>
 constexpr bool kIsSame = false;
@@ -29,74 +30,180 @@ constexpr bool kIsSame<A, A> = true;
 
 // --- loops --------------------------------------------------------------------------------------
 
-// kSources is the number of sources if known at compile time, otherwise 0.
-template <class Format, class Operation, class Finish, std::size_t kSources>
+// An operation on small integers, which C++ promotes to int.
+template <class Operation>
+struct Narrow {
+  template <class V>
+  static V apply(const V& a, const V& b) {
+    return static_cast<V>(Operation::apply(a, b));
+  }
+};
+
+template <class Operation, std::size_t kWidth, class V>
+void apply(V (&to)[kWidth], const V (&left)[kWidth], const V (&right)[kWidth]) {
+  for (std::size_t u = 0; u < kWidth; ++u) to[u] = Operation::apply(left[u], right[u]);
+}
+
+// Ways to reduce kWidth values of each source; `read(s, values)` reads those of source s.
+
+// In any order: the results do not depend on it.
+struct InTurn {
+  template <class Operation, std::size_t kWidth, class V, class Read>
+  static void reduce(V (&values)[kWidth], const Tree& tree, const Read& read) {
+    read(0, values);
+    for (std::size_t s = 1; s < tree.n_sources; ++s) {
+      V next[kWidth];
+      read(s, next);
+      apply<Operation>(values, values, next);
+    }
+  }
+};
+
+// By the complete tree over kSources sources.
+template <std::size_t kSources>
+struct Complete {
+  static constexpr std::size_t kLeft = kSources <= 2 ? 1 : kSources <= 4 ? 2 : 4;
+  template <class Operation, std::size_t kWidth, class V, class Read>
+  static void reduce(V (&values)[kWidth], const Tree&, const Read& read) {
+    from<Operation>(0, values, read);
+  }
+  template <class Operation, std::size_t kWidth, class V, class Read>
+  static void from(std::size_t s, V (&values)[kWidth], const Read& read) {
+    if constexpr (kSources == 1) {
+      read(s, values);
+    } else {
+      V right[kWidth];
+      Complete<kLeft>::template from<Operation>(s, values, read);
+      Complete<kSources - kLeft>::template from<Operation>(s + kLeft, right, read);
+      apply<Operation>(values, values, right);
+    }
+  }
+};
+
+// By any tree.
+struct ByGroups {
+  template <class Operation, std::size_t kWidth, class V, class Read>
+  static void reduce(V (&values)[kWidth], const Tree& tree, const Read& read) {
+    V pending[kMostPending][kWidth];  // results that wait for their right sibling
+    std::size_t depth = 0;
+    std::size_t s = 0;
+    for (std::size_t g = 0; g < tree.n_groups; ++g) {
+      const Group group = tree.groups[g];
+      V next[kWidth];
+      if (group.sources == 4) {
+        Complete<4>::from<Operation>(s, next, read);
+      } else if (group.sources == 2) {
+        Complete<2>::from<Operation>(s, next, read);
+      } else {
+        read(s, next);
+      }
+      s += group.sources;
+      if (group.reductions != 0) {
+        apply<Operation>(values, values, next);
+        for (int left = group.reductions; left > 1; --left) {
+          apply<Operation>(values, pending[--depth], values);
+        }
+        continue;
+      }
+      for (std::size_t u = 0; u < kWidth; ++u) {
+        if (g != 0) pending[depth][u] = values[u];
+        values[u] = next[u];
+      }
+      if (g != 0) ++depth;
+    }
+  }
+};
+
+// Divides the results by the number of sources if kIsMean is true and `is_mean` too.
+template <class Way, class Format, class Operation, bool kIsMean = false>
 void reduce_loop(std::byte* dst_bytes, std::byte* also_bytes, const std::byte* const* source_bytes,
-                 std::size_t n_sources, std::size_t count) {
+                 const Tree& tree, std::size_t count, bool is_mean = false) {
+  using Value = typename Format::Value;
   using T = typename Format::Storage;
   using V = decltype(Format::read_vector(nullptr));
-  constexpr std::size_t kLanes = kVector / sizeof(typename Format::Value);
-  const std::size_t n = kSources != 0 ? kSources : n_sources;
+  constexpr std::size_t kLanes = kVector / sizeof(Value);
+  const auto n = static_cast<Value>(tree.n_sources);
   T* dst = reinterpret_cast<T*>(dst_bytes);
   T* also = reinterpret_cast<T*>(also_bytes);
   const T* const* sources = reinterpret_cast<const T* const*>(source_bytes);
 
   std::size_t i = 0;
   for (; i + kUnroll * kLanes <= count; i += kUnroll * kLanes) {
-    V acc[kUnroll];
-    for (std::size_t u = 0; u < kUnroll; ++u)
-      acc[u] = Format::read_vector(sources[0] + i + u * kLanes);
-    for (std::size_t s = 1; s < n; ++s) {
+    V acc[kUnroll] = {};
+    Way::template reduce<Operation>(acc, tree, [&](std::size_t s, V(&to)[kUnroll]) {
       for (std::size_t u = 0; u < kUnroll; ++u) {
-        acc[u] = Operation::apply(acc[u], Format::read_vector(sources[s] + i + u * kLanes));
+        to[u] = Format::read_vector(sources[s] + i + u * kLanes);
       }
-    }
+    });
     for (std::size_t u = 0; u < kUnroll; ++u) {
-      acc[u] = Finish::finish(acc[u], n);
+      if (kIsMean && is_mean) acc[u] = acc[u] / n;
       Format::write_vector(dst + i + u * kLanes, acc[u]);
       if (also != nullptr) Format::write_vector(also + i + u * kLanes, acc[u]);
     }
   }
   for (; i < count; ++i) {
-    using Value = typename Format::Value;
-    auto acc = Format::read(sources[0] + i);
-    for (std::size_t s = 1; s < n; ++s) {
-      acc = static_cast<Value>(Operation::apply(acc, Format::read(sources[s] + i)));
-    }
-    acc = static_cast<Value>(Finish::finish(acc, n));
-    Format::write(dst + i, acc);
-    if (also != nullptr) Format::write(also + i, acc);
+    Value acc[1] = {};
+    Way::template reduce<Narrow<Operation>>(
+        acc, tree, [&](std::size_t s, Value(&to)[1]) { to[0] = Format::read(sources[s] + i); });
+    if (kIsMean && is_mean) acc[0] = acc[0] / n;
+    Format::write(dst + i, acc[0]);
+    if (also != nullptr) Format::write(also + i, acc[0]);
   }
 }
 
-template <class Format, class Operation, class Finish = Keep>
-void reduce_any(std::byte* dst, std::byte* also, const std::byte* const* sources, std::size_t n,
-                std::size_t count) {
+// Operations on integers and bits, the minimum and the maximum.
+template <class Format, class Operation>
+void reduce_exact(std::byte* dst, std::byte* also, const std::byte* const* sources,
+                  const Tree& tree, std::size_t count) {
   // Most reductions are sums of two; loops for two of all operations would double the build time.
   if constexpr (kIsSame<Operation, Sum>) {
-    if (n == 2) return reduce_loop<Format, Operation, Finish, 2>(dst, also, sources, n, count);
+    if (tree.n_sources == 2) {
+      return reduce_loop<Complete<2>, Format, Operation>(dst, also, sources, tree, count);
+    }
   }
-  reduce_loop<Format, Operation, Finish, 0>(dst, also, sources, n, count);
+  reduce_loop<InTurn, Format, Operation>(dst, also, sources, tree, count);
 }
 
-// Sums and means of complex numbers are computed on their parts.
-template <class T, class Operation, class Finish = Keep>
-void reduce_parts(std::byte* dst, std::byte* also, const std::byte* const* sources, std::size_t n,
-                  std::size_t count) {
-  reduce_any<Native<T>, Operation, Finish>(dst, also, sources, n, 2 * count);
+// Sums and means that are rounded; those of complex numbers are computed on their parts.
+template <class Format>
+void add(std::byte* dst, std::byte* also, const std::byte* const* sources, const Tree& tree,
+         std::size_t count, bool is_mean) {
+  const auto by = [&]<class Way>(Way) {
+    reduce_loop<Way, Format, Sum, true>(dst, also, sources, tree, count, is_mean);
+  };
+  const std::size_t n = tree.n_sources;
+  if constexpr (sizeof(typename Format::Storage) > 1) {  // each loop takes time to build
+    if (n == 2) return by(Complete<2>{});
+    if (n == 3 && tree.groups[0].sources == 2) return by(Complete<3>{});
+    if (n == 4 && tree.n_groups == 1) return by(Complete<4>{});
+    if (n == 8 && tree.n_groups == 2) return by(Complete<8>{});
+  }
+  by(ByGroups{});
+}
+
+template <class Format, std::size_t kParts, bool kIsMean>
+void add(std::byte* dst, std::byte* also, const std::byte* const* sources, const Tree& tree,
+         std::size_t count) {
+  add<Format>(dst, also, sources, tree, kParts * count, kIsMean);
+}
+
+template <class Format>
+void multiply(std::byte* dst, std::byte* also, const std::byte* const* sources, const Tree& tree,
+              std::size_t count) {
+  reduce_loop<ByGroups, Format, Prod>(dst, also, sources, tree, count);
 }
 
 template <class T>
 void multiply_complex(std::byte* dst, std::byte* also, const std::byte* const* sources,
-                      std::size_t n, std::size_t count) {
+                      const Tree& tree, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const std::size_t at = i * sizeof(Complex<T>);
-    auto acc = load<Complex<T>>(sources[0] + at);
-    for (std::size_t s = 1; s < n; ++s) {
-      acc = Prod::apply(acc, load<Complex<T>>(sources[s] + at));
-    }
-    store(dst + at, acc);
-    if (also != nullptr) store(also + at, acc);
+    Complex<T> acc[1] = {};
+    ByGroups::reduce<Prod>(acc, tree, [&](std::size_t s, Complex<T>(&to)[1]) {
+      to[0] = load<Complex<T>>(sources[s] + at);
+    });
+    store(dst + at, acc[0]);
+    if (also != nullptr) store(also + at, acc[0]);
   }
 }
 
@@ -104,15 +211,15 @@ template <class Format>
 ReduceFunction floating(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
-      return reduce_any<Format, Sum>;
+      return add<Format, 1, false>;
     case ReduceOp::kMean:
-      return reduce_any<Format, Sum, Divide>;
+      return add<Format, 1, true>;
     case ReduceOp::kProd:
-      return reduce_any<Format, Prod>;
+      return multiply<Format>;
     case ReduceOp::kMin:
-      return reduce_any<Format, Min>;
+      return reduce_exact<Format, Min>;
     case ReduceOp::kMax:
-      return reduce_any<Format, Max>;
+      return reduce_exact<Format, Max>;
     case ReduceOp::kAnd:
     case ReduceOp::kOr:
     case ReduceOp::kXor:
@@ -126,19 +233,19 @@ template <class Ordered, class Unsigned>
 ReduceFunction integral(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
-      return reduce_any<Native<Unsigned>, Sum>;
+      return reduce_exact<Native<Unsigned>, Sum>;
     case ReduceOp::kProd:
-      return reduce_any<Native<Unsigned>, Prod>;
+      return reduce_exact<Native<Unsigned>, Prod>;
     case ReduceOp::kMin:
-      return reduce_any<Native<Ordered>, Min>;
+      return reduce_exact<Native<Ordered>, Min>;
     case ReduceOp::kMax:
-      return reduce_any<Native<Ordered>, Max>;
+      return reduce_exact<Native<Ordered>, Max>;
     case ReduceOp::kAnd:
-      return reduce_any<Native<Unsigned>, And>;
+      return reduce_exact<Native<Unsigned>, And>;
     case ReduceOp::kOr:
-      return reduce_any<Native<Unsigned>, Or>;
+      return reduce_exact<Native<Unsigned>, Or>;
     case ReduceOp::kXor:
-      return reduce_any<Native<Unsigned>, Xor>;
+      return reduce_exact<Native<Unsigned>, Xor>;
     case ReduceOp::kMean:
       return nullptr;
   }
@@ -151,13 +258,13 @@ ReduceFunction boolean(ReduceOp op) {
     case ReduceOp::kSum:
     case ReduceOp::kMax:
     case ReduceOp::kOr:
-      return reduce_any<Native<std::uint8_t>, Or>;
+      return reduce_exact<Native<std::uint8_t>, Or>;
     case ReduceOp::kProd:
     case ReduceOp::kMin:
     case ReduceOp::kAnd:
-      return reduce_any<Native<std::uint8_t>, And>;
+      return reduce_exact<Native<std::uint8_t>, And>;
     case ReduceOp::kXor:
-      return reduce_any<Native<std::uint8_t>, Xor>;
+      return reduce_exact<Native<std::uint8_t>, Xor>;
     case ReduceOp::kMean:
       return nullptr;
   }
@@ -168,9 +275,9 @@ template <class T>
 ReduceFunction complex(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
-      return reduce_parts<T, Sum>;
+      return add<Native<T>, 2, false>;
     case ReduceOp::kMean:
-      return reduce_parts<T, Sum, Divide>;
+      return add<Native<T>, 2, true>;
     case ReduceOp::kProd:
       return multiply_complex<T>;
     case ReduceOp::kMin:

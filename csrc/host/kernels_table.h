@@ -1,15 +1,48 @@
 // The functions that each instruction set provides; kernels.h describes them.
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
 
 #include "core/types.h"
 
 namespace fastdist::host {
 
+// One, two or four sources that are reduced by the complete tree over them, and how many reductions
+// follow; each takes the last two results.
+struct Group {
+  std::uint8_t sources;
+  std::uint8_t reductions;
+};
+struct Tree {
+  const Group* groups;
+  std::size_t n_groups;
+  std::size_t n_sources;
+};
+
+// The groups of the tree over n sources or, with `after`, of the one in which as many reductions
+// follow each source.
+class Groups {
+ public:
+  explicit Groups(std::size_t n, std::span<const std::uint8_t> after = {});
+  Groups(const Groups&) = delete;
+  Groups& operator=(const Groups&) = delete;
+  [[nodiscard]] Tree tree() const noexcept { return tree_; }
+
+ private:
+  static constexpr std::size_t kUsual = 64;
+  std::array<Group, kUsual> usual_;
+  std::vector<Group> many_;
+  Tree tree_;
+};
+
 // `also` receives a copy of dst; it may be null.
 using ReduceFunction = void (*)(std::byte* dst, std::byte* also, const std::byte* const* sources,
-                                std::size_t n_sources, std::size_t count);
+                                const Tree& tree, std::size_t count);
 
 struct Kernels {
   std::string_view name;

@@ -37,6 +37,7 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
     order_.insert(order_.end(), ranks.begin(), ranks.end());
     is_even_ &= ranks.size() == machines_[0].size();
   }
+  plan_partials();
   Registry<NetCommunicator>::add(*this);
 }
 

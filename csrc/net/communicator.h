@@ -6,9 +6,10 @@
 // ends there. In a large one each rank carries its share of the bytes over its own connections, in
 // chunks: while one crosses, a machine's ranks reduce the next and distribute the previous one.
 //
-// A reduction of any size goes through the ranks of each machine in order, and then through the
-// machines in order. So the bits are the same on every rank and in every run, but may differ from
-// those of the same ranks on one machine. 16-bit and 8-bit floats are reduced in float32.
+// A reduction of any size follows one binary tree over the ranks' numbers (core/reduction_tree.h). A
+// machine sends the value of each of the largest subtrees whose ranks it has: one if its ranks are
+// an aligned block of a power of two. So the bits are the same wherever the ranks run. 16-bit and
+// 8-bit floats are reduced in float32.
 #pragma once
 
 #include <array>
@@ -28,6 +29,7 @@
 #include "core/communicator.h"
 #include "core/failure.h"
 #include "core/process.h"
+#include "core/reduction_tree.h"
 #include "core/signature.h"
 #include "host/communicator.h"
 #include "net/answers.h"
@@ -186,13 +188,20 @@ class NetCommunicator final : public BlockingCommunicator {
 
   // A reduction of a run of arrays with the same dtype.
   struct Reduction;
-  // What a rank sends to its partners and receives from them: part i goes to or comes from machine
-  // i. If `step` is 0, every partner is sent the same bytes.
+  // What a rank sends to its partners and receives from them. Machine i is sent `bytes` at i ·
+  // `step`; what it sends comes to places from[i] to from[i + 1] in units of `unit` bytes.
   struct Parts {
     const std::byte* out;
     std::size_t step;
-    std::byte* in;
     std::size_t bytes;
+    std::byte* in;
+    std::span<const std::size_t> from;
+    std::size_t unit;
+  };
+  // The value of a subtree that a machine sends.
+  struct Partial {
+    int machine;
+    std::size_t number;  // of the machine's
   };
 
   // communicator.cpp
@@ -242,11 +251,22 @@ class NetCommunicator final : public BlockingCommunicator {
   [[nodiscard]] std::vector<int> missing_in(Wait& wait);
   [[nodiscard]] CallHead last_call(int p) const;
 
+  // partials.cpp
+  void plan_partials();
+  [[nodiscard]] std::size_t partials_of(int machine) const {
+    const auto m = static_cast<std::size_t>(machine);
+    return first_partial_[m + 1] - first_partial_[m];
+  }
+  [[nodiscard]] std::size_t all_partials() const { return first_partial_.back(); }
+  void reduce_here(const std::byte* gathered, std::size_t stride, DType dtype, ReduceOp op,
+                   std::byte* to, std::size_t parts, std::size_t count) const;
+
   // reduce.cpp
   void reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
                      const CallOptions& options);
   void reduce_payloads(const Reduction& call);
   void reduce_chunks(Reduction& call);
+  [[nodiscard]] bool carries(const Reduction& call) const;
   [[nodiscard]] std::size_t parts_of(const Reduction& call) const;
   void load(Reduction& call, std::size_t chunk);
   [[nodiscard]] std::byte* pack(Reduction& call, std::size_t chunk, std::size_t padded);
@@ -302,6 +322,11 @@ class NetCommunicator final : public BlockingCommunicator {
   LinkModel links_;
   std::chrono::milliseconds patience_{0};  // with silent machines
   bool is_even_ = true;                    // all machines have the same number of ranks
+  std::vector<std::size_t> first_partial_;  // of each machine, where machine follows machine
+  std::vector<std::size_t> each_;           // 0, 1, …, machines
+  std::vector<Partial> partials_;           // of all machines, in the order of their ranks
+  std::vector<std::uint8_t> after_;         // how many reductions follow each
+  std::vector<Subtree> here_;               // this machine's subtrees, of the numbers of its ranks
   std::vector<std::unique_ptr<Peer>> peers_;
   std::vector<int> busy_;  // peers whose streams have bytes to move
   int generation_ = process_generation();
@@ -324,7 +349,7 @@ class NetCommunicator final : public BlockingCommunicator {
   std::vector<CallHead> last_;              // the latest of each rank, by rank
   static constexpr std::size_t kSlots = 3;  // chunks in flight
   std::array<Buffer, kSlots> own_, parts_, results_;
-  Buffer packed_, unpacked_;
+  Buffer packed_, gathered_, unpacked_;
 };
 
 }  // namespace fastdist::net

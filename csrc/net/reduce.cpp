@@ -2,10 +2,11 @@
 //
 // A run of arrays goes through three steps, chunk by chunk, so that the steps of successive chunks
 // overlap:
-// - load: the ranks of each machine reduce the chunk, and each rank gets the sum of its share;
+// - load: the ranks of each machine reduce the chunk, and each rank gets its share of the machine's
+//   partial results (partials.cpp), of which most placements have one;
 // - cross: partners exchange their shares. Between two machines, and for small arrays, each sends
-//   its share to all partners and adds what it receives. Otherwise each machine adds one part of
-//   the share and sends the result to the others, so that no byte crosses a link twice;
+//   its share to all partners and reduces what it receives. Otherwise each machine reduces one part
+//   of the share and sends the result to the others, so that no byte crosses a link twice;
 // - finish: the ranks of each machine gather the shares.
 //
 // If machines have different numbers of ranks, only their first ranks cross.
@@ -48,8 +49,9 @@ struct NetCommunicator::Reduction {
   std::size_t chunks;
   std::size_t shares;  // ranks of a machine that carry a share
   bool direct;         // one crossing instead of two
-  // Of chunk k, in slot k % kSlots: this rank's share in `wide`, its result and, for each partner,
-  // the stream positions at which both crossings have arrived (`first`, `second`) or are `sent`.
+  // Of chunk k, in slot k % kSlots: this rank's share of the partial results in `wide`, part by
+  // part, its result and, for each partner, the stream positions at which both crossings have
+  // arrived (`first`, `second`) or are `sent`.
   std::array<std::byte*, kSlots> own = {}, result = {};
   std::array<std::vector<std::uint64_t>, kSlots> first = {}, second = {}, sent = {};
 
@@ -73,6 +75,11 @@ struct NetCommunicator::Reduction {
     return pieces == 1 ? found : nullptr;
   }
 };
+
+// Returns true if this rank's share crosses.
+bool NetCommunicator::carries(const Reduction& call) const {
+  return static_cast<std::size_t>(local_of(rank_)) < call.shares;
+}
 
 // Returns the number of parts into which a share is divided.
 std::size_t NetCommunicator::parts_of(const Reduction& call) const {
@@ -117,32 +124,24 @@ void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op
   });
 }
 
-// Reduces the inputs that came with the records, in the same order as larger inputs.
+// Reduces the inputs that came with the records.
 void NetCommunicator::reduce_payloads(const Reduction& call) {
   const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
   if (!has_result || call.count == 0) return;
   const std::size_t item = size_of(call.wide);
   const std::size_t bytes = call.count * item;
   std::vector<std::byte> wide(call.wide == call.dtype ? 0 : places_.size() * bytes);
-  std::vector<const std::byte*> inputs;
+  std::vector<const std::byte*> inputs(order_.size());
   for (std::size_t i = 0; i < order_.size(); ++i) {
     const std::byte* payload = records_[i].payload.data();
     if (!wide.empty()) {
       host::convert(call.wide, wide.data() + i * bytes, call.dtype, payload, call.count, 1.0F);
       payload = wide.data() + i * bytes;
     }
-    inputs.push_back(payload);
+    inputs[static_cast<std::size_t>(order_[i])] = payload;
   }
-  std::vector<std::byte> sums(machines_.size() * bytes);
-  std::vector<const std::byte*> by_machine;
-  std::size_t at = 0;
-  for (std::size_t m = 0; m < machines_.size(); ++m) {
-    by_machine.push_back(sums.data() + m * bytes);
-    host::reduce(call.wide, summed(call.op), sums.data() + m * bytes, nullptr,
-                 std::span(inputs).subspan(at, machines_[m].size()), call.count);
-    at += machines_[m].size();
-  }
-  host::reduce(call.wide, summed(call.op), sums.data(), nullptr, by_machine, call.count);
+  std::vector<std::byte> sums(bytes);
+  host::reduce(call.wide, summed(call.op), sums.data(), nullptr, inputs, call.count);
   std::vector<std::byte> result(call.count * size_of(call.dtype));
   finish_sums(call.wide, call.op, places_.size(), sums.data(), call.dtype, result.data(),
               call.count);
@@ -188,19 +187,28 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
   if (width() == 1) {
     call.own[slot] = source;
   } else {
-    call.own[slot] = own_[slot].of(*inner_, share * wide_item);
+    const bool is_one = here_.size() == 1;
+    const auto ranks = static_cast<std::size_t>(width());
+    call.own[slot] = own_[slot].of(*inner_, here_.size() * share * wide_item);
+    std::byte* const gathered =
+        is_one ? call.own[slot] : gathered_.of(*inner_, ranks * share * wide_item);
     const TensorView in = view_of(source, padded, call.wide);
-    const TensorView out = view_of(call.own[slot], share, call.wide);
+    const TensorView out = view_of(gathered, is_one ? share : ranks * share, call.wide);
     inside(2, [&](const CallOptions& o) {
-      if (is_even_) {
-        inner_->reduce_scatter(in, out, summed(call.op), o);
-      } else {
-        inner_->reduce({&in, 1}, local_of(rank_) == 0 ? TensorViews{&out, 1} : TensorViews{},
-                       summed(call.op), 0, o);
+      if (!is_one) {
+        if (is_even_) return inner_->all_to_all(in, out, {}, o);
+        return inner_->gather(in, out, 0, o);
       }
+      if (is_even_) return inner_->reduce_scatter(in, out, summed(call.op), o);
+      inner_->reduce({&in, 1}, local_of(rank_) == 0 ? TensorViews{&out, 1} : TensorViews{},
+                     summed(call.op), 0, o);
     });
+    if (!is_one && carries(call)) {
+      reduce_here(gathered, share * wide_item, call.wide, summed(call.op), call.own[slot],
+                  parts_of(call), share / parts_of(call));
+    }
   }
-  if (static_cast<std::size_t>(local_of(rank_)) < call.shares) send_share(call, k);
+  if (carries(call)) send_share(call, k);
 }
 
 // Returns the inputs of chunk k in `wide`, with zeros up to `padded` elements.
@@ -227,9 +235,9 @@ std::byte* NetCommunicator::pack(Reduction& call, std::size_t k, std::size_t pad
   return packed;
 }
 
-// Starts the first crossing of this rank's share of chunk k. Layout of the slot's buffer: one part
-// from each machine (a whole share in direct calls), then this rank's share in `wire`, if that
-// differs from `wide`.
+// Starts the first crossing of this rank's share of chunk k. Layout of the slot's buffer: one part of
+// each partial result (a whole share in direct calls), machine by machine, then this rank's share in
+// `wire`, if that differs from `wide`.
 void NetCommunicator::send_share(Reduction& call, std::size_t k) {
   const std::size_t slot = k % kSlots;
   const std::size_t share = call.share(k, parts_of(call));
@@ -237,13 +245,14 @@ void NetCommunicator::send_share(Reduction& call, std::size_t k) {
   const std::size_t item = size_of(call.dtype);
   const std::size_t wire_item = size_of(call.wire);
   const std::size_t part = share / parts_of(call);
+  const std::size_t own = here_.size() * share;
   std::byte* const buffer = parts_[slot].of(
-      *inner_, (machines_.size() * part + (call.wire != call.wide ? share : 0)) * wire_item);
+      *inner_, (all_partials() * part + (call.wire != call.wide ? own : 0)) * wire_item);
   const std::byte* outgoing = call.own[slot];
   if (call.wire != call.wide) {
-    std::byte* const narrow = buffer + machines_.size() * part * wire_item;
-    host::convert(call.wire, narrow, call.wide, call.own[slot], share, 1.0F);
-    host::convert(call.wide, call.own[slot], call.wire, narrow, share, 1.0F);  // as others see it
+    std::byte* const narrow = buffer + all_partials() * part * wire_item;
+    host::convert(call.wire, narrow, call.wide, call.own[slot], own, 1.0F);
+    host::convert(call.wide, call.own[slot], call.wire, narrow, own, 1.0F);  // as others see it
     outgoing = narrow;
   }
   // A machine's only rank computes into the output, if its share is the whole chunk.
@@ -252,9 +261,10 @@ void NetCommunicator::send_share(Reduction& call, std::size_t k) {
           ? Reduction::contiguous(call.out, call.begin(k) * item, length * item)
           : nullptr;
   if (call.result[slot] == nullptr) call.result[slot] = results_[slot].of(*inner_, share * item);
-  const std::size_t bytes = part * wire_item;
+  const std::size_t unit = part * wire_item;
+  const std::size_t bytes = here_.size() * unit;
   cross(call, slot, call.name == Op::kAllReduce || !call.direct,
-        {outgoing, call.direct ? 0 : bytes, buffer, bytes}, call.first[slot]);
+        {outgoing, call.direct ? 0 : bytes, bytes, buffer, first_partial_, unit}, call.first[slot]);
 }
 
 // Starts to exchange parts with all partners, or else to send them to the root's machine only.
@@ -267,7 +277,8 @@ void NetCommunicator::cross(Reduction& call, std::size_t slot, bool to_all, cons
     const int p = partner(m);
     if (to_all || m == machine_of(call.root)) post_send(p, parts.out + i * parts.step, parts.bytes);
     if (to_all || here == machine_of(call.root)) {
-      post_receive(p, parts.in + i * parts.bytes, parts.bytes);
+      post_receive(p, parts.in + parts.from[i] * parts.unit,
+                   (parts.from[i + 1] - parts.from[i]) * parts.unit);
     }
     arrived[i] = peer(p).stream.to_receive();
     call.sent[slot][i] = peer(p).stream.to_send();
@@ -275,9 +286,9 @@ void NetCommunicator::cross(Reduction& call, std::size_t slot, bool to_all, cons
   progress();
 }
 
-// Adds up what the machines have sent for chunk k. If there is a second crossing, starts it.
+// Reduces what the machines have sent for chunk k. If there is a second crossing, starts it.
 void NetCommunicator::combine(Reduction& call, std::size_t k) {
-  if (static_cast<std::size_t>(local_of(rank_)) >= call.shares) return;
+  if (!carries(call)) return;
   const std::size_t slot = k % kSlots;
   const std::size_t part = call.share(k, parts_of(call)) / parts_of(call);
   const int here = machine_of(rank_);
@@ -288,21 +299,27 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
   const std::size_t wire_item = size_of(call.wire);
   std::byte* const buffer = parts_[slot].of(*inner_, 0);
   std::vector<std::byte> widened;
-  if (call.wire != call.wide) widened.resize(machines_.size() * part * size_of(call.wide));
-  std::vector<const std::byte*> sources(machines_.size());
+  if (call.wire != call.wide) widened.resize(all_partials() * part * size_of(call.wide));
   for (int m = 0; m < machines(); ++m) {
-    const auto i = static_cast<std::size_t>(m);
-    if (m == here) {
-      sources[i] = call.own[slot] + own_at * size_of(call.wide);
+    if (m != here) await_received(partner(m), call.first[slot][static_cast<std::size_t>(m)]);
+  }
+  std::vector<const std::byte*> sources;
+  std::byte* received = nullptr;
+  for (const Partial& partial : partials_) {
+    if (partial.machine == here) {
+      const std::size_t at = own_at * here_.size() + partial.number * part;
+      sources.push_back(call.own[slot] + at * size_of(call.wide));
       continue;
     }
-    await_received(partner(m), call.first[slot][i]);
-    sources[i] = buffer + i * part * wire_item;
+    const std::size_t at =
+        (first_partial_[static_cast<std::size_t>(partial.machine)] + partial.number) * part;
+    received = buffer + at * wire_item;
     if (call.wire != call.wide) {
-      std::byte* const to = widened.data() + i * part * size_of(call.wide);
-      host::convert(call.wide, to, call.wire, sources[i], part, 1.0F);
-      sources[i] = to;
+      std::byte* const to = widened.data() + at * size_of(call.wide);
+      host::convert(call.wide, to, call.wire, received, part, 1.0F);
+      received = to;
     }
+    sources.push_back(received);
   }
   for (int m = 0; call.direct && width() == 1 && m < machines(); ++m) {
     // The output may be the input, from which the share is sent.
@@ -310,17 +327,16 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
   }
   // Sums go to memory that nothing is sent from: the result, or one of the inputs.
   std::byte* const sums =
-      call.wide == call.dtype
-          ? result + own_at * size_of(call.dtype)
-          : const_cast<std::byte*>(sources[static_cast<std::size_t>(here == 0 ? 1 : 0)]);
-  host::reduce(call.wide, summed(call.op), sums, nullptr, sources, part);
+      call.wide == call.dtype ? result + own_at * size_of(call.dtype) : received;
+  host::reduce(call.wide, summed(call.op), sums, nullptr, sources, part, after_);
   finish_sums(call.wide, call.op, places_.size(), sums, call.dtype,
               result + own_at * size_of(call.dtype), part);
   if (call.direct) return;
 
   const std::size_t bytes = part * size_of(call.dtype);
   cross(call, slot, call.name == Op::kAllReduce,
-        {result + own_at * size_of(call.dtype), 0, result, bytes}, call.second[slot]);
+        {result + own_at * size_of(call.dtype), 0, bytes, result, each_, bytes},
+        call.second[slot]);
 }
 
 // Gathers the shares of chunk k within the machine.
@@ -330,15 +346,15 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
   const std::size_t share = call.share(k, parts);
   const std::size_t item = size_of(call.dtype);
   const std::size_t length = call.length(k);
-  const bool carries = static_cast<std::size_t>(local_of(rank_)) < call.shares;
+  const bool is_carrier = carries(call);
   if (call.name == Op::kReduce && machine_of(rank_) != machine_of(call.root)) return;
-  if (carries && !call.direct) {
+  if (is_carrier && !call.direct) {
     for (int m = 0; m < machines(); ++m) {
       if (m == machine_of(rank_)) continue;
       await_received(partner(m), call.second[slot][static_cast<std::size_t>(m)]);
     }
   }
-  std::byte* const result = carries ? call.result[slot] : results_[slot].of(*inner_, share * item);
+  std::byte* const result = is_carrier ? call.result[slot] : results_[slot].of(*inner_, share * item);
   const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
   std::byte* gathered = result;
   if (width() > 1) {
@@ -356,12 +372,12 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
       } else if (is_even_) {
         inner_->all_gather(in, out, o);
       } else {
-        const TensorView whole = view_of(carries ? result : gathered, share, call.dtype);
+        const TensorView whole = view_of(is_carrier ? result : gathered, share, call.dtype);
         inner_->broadcast({&whole, 1}, 0, o);
       }
     });
     if (direct != nullptr) return;
-    if (call.name == Op::kAllReduce && !is_even_ && carries) gathered = result;
+    if (call.name == Op::kAllReduce && !is_even_ && is_carrier) gathered = result;
   }
   if (!has_result || (width() == 1 && result != results_[slot].of(*inner_, 0))) return;
   for (int m = 0; width() == 1 && m < machines(); ++m) {  // sent from the arrays themselves

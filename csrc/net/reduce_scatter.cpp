@@ -1,5 +1,5 @@
 // reduce_scatter between machines: on every machine, one rank reduces the machine's inputs for a
-// destination and sends it the result.
+// destination and sends it the partial results.
 
 #include <algorithm>
 #include <vector>
@@ -27,13 +27,14 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
     const int here = machine_of(rank_);
     for (std::size_t begin = 0; begin < out.count; begin += chunk) {
       const std::size_t count = std::min(chunk, out.count - begin);
-      std::byte* const partial = own_[0].of(*inner_, places_.size() * count * wide_item);
-      std::byte* const received = parts_[0].of(*inner_, machines_.size() * count * wide_item);
+      const std::size_t bytes = count * wide_item;  // of a partial result
+      const std::size_t sent = here_.size() * bytes;
+      std::byte* const own = own_[0].of(*inner_, places_.size() * sent);
+      std::byte* const received = parts_[0].of(*inner_, all_partials() * bytes);
       for (int m = 0; m < machines(); ++m) {
-        if (m != here) {
-          post_receive(partner(m), received + static_cast<std::size_t>(m) * count * wide_item,
-                       count * wide_item);
-        }
+        if (m == here) continue;
+        post_receive(partner(m), received + first_partial_[static_cast<std::size_t>(m)] * bytes,
+                     partials_of(m) * bytes);
       }
       std::byte* mine = nullptr;
       // Begin with the next machine, so that not all send to the same one at the same time.
@@ -45,31 +46,42 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
         const int worker = local_of(q) % width();
         std::byte* source = in.data + (static_cast<std::size_t>(q) * out.count + begin) * item;
         if (wide != in.dtype) {
-          std::byte* const packed = packed_.of(*inner_, count * wide_item);
+          std::byte* const packed = packed_.of(*inner_, bytes);
           host::convert(wide, packed, in.dtype, source, count, 1.0F);
           source = packed;
         }
-        std::byte* const target = partial + i * count * wide_item;
+        std::byte* const target = own + i * sent;
+        const bool is_worker = worker == local_of(rank_);
         const TensorView from = view_of(source, count, wide);
-        const TensorView to = view_of(target, count, wide);
-        inside(2, [&](const CallOptions& o) {
-          inner_->reduce({&from, 1},
-                         worker == local_of(rank_) ? TensorViews{&to, 1} : TensorViews{},
-                         summed(op), worker, o);
-        });
+        if (here_.size() == 1) {
+          const TensorView to = view_of(target, count, wide);
+          inside(2, [&](const CallOptions& o) {
+            inner_->reduce({&from, 1}, is_worker ? TensorViews{&to, 1} : TensorViews{}, summed(op),
+                           worker, o);
+          });
+        } else {
+          const std::size_t all = static_cast<std::size_t>(width()) * count;
+          std::byte* const gathered = gathered_.of(*inner_, all * wide_item);
+          const TensorView to = view_of(gathered, all, wide);
+          inside(2, [&](const CallOptions& o) { inner_->gather(from, to, worker, o); });
+          if (is_worker) reduce_here(gathered, bytes, wide, summed(op), target, 1, count);
+        }
         if (q == rank_) mine = target;
-        if (worker != local_of(rank_) || is_here(q)) continue;
-        post_send(q, target, count * wide_item);
+        if (!is_worker || is_here(q)) continue;
+        post_send(q, target, sent);
         progress();
       }
       std::vector<const std::byte*> sources;
       for (int m = 0; m < machines(); ++m) {
         if (m != here) await_received(partner(m));
-        sources.push_back(m == here ? mine
-                                    : received + static_cast<std::size_t>(m) * count * wide_item);
       }
-      std::byte* const sums = results_[0].of(*inner_, count * wide_item);
-      host::reduce(wide, summed(op), sums, nullptr, sources, count);
+      for (const auto& [m, number] : partials_) {
+        sources.push_back(m == here ? mine + number * bytes
+                                    : received + (first_partial_[static_cast<std::size_t>(m)] +
+                                                  number) * bytes);
+      }
+      std::byte* const sums = results_[0].of(*inner_, bytes);
+      host::reduce(wide, summed(op), sums, nullptr, sources, count, after_);
       finish_sums(wide, op, places_.size(), sums, in.dtype, out.data + begin * item, count);
       await_all_sent();
     }

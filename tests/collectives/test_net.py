@@ -28,7 +28,6 @@ from fastdist.errors import (
     PeerFailureError,
 )
 from ranks import run_in_threads
-from reference import SMALL_FLOATS, reduced
 
 TIMEOUT_S = 60.0
 LOCAL = "127.0.0.1"
@@ -68,33 +67,7 @@ class MachineThreads:
         pass
 
 
-def reduced_by_place(places: tuple[tuple[int, ...], ...]) -> Callable[..., Any]:
-    """Reduce like a hierarchy: each place in order, then the places; a mean divides last."""
-
-    def in_two_levels(inputs: list[np.ndarray], op: str) -> np.ndarray:
-        dtype = inputs[0].dtype
-        small = dtype.name in SMALL_FLOATS
-        wide = [x.astype(np.float32) for x in inputs] if small else inputs
-        summed = "sum" if op == "mean" else op
-        result = reduced([reduced([wide[r] for r in ranks], summed) for ranks in places], summed)
-        if op == "mean":
-            parts = result.view(result.real.dtype)
-            result = (parts / np.array(len(inputs), parts.dtype)).view(result.dtype)
-        with np.errstate(all="ignore"):
-            return result.astype(dtype)
-
-    return in_two_levels
-
-
 class MachineContract(CommunicatorContract):
-    """The contract, with the sums of machines, which add floats in another order."""
-
-    @pytest.fixture(autouse=True)
-    def _two_levels(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-        fixture = "ranks" if "ranks" in request.fixturenames else "doomed_ranks"
-        places = request.getfixturevalue(fixture).layout.places
-        monkeypatch.setattr(contract, "reduced", reduced_by_place(places))
-
     def test_compression(self, ranks: Any) -> None:
         """Totals are compressed between machines, so that bits differ from the contract's."""
         ranks.run(check_compression_roughly)

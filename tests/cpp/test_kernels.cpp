@@ -7,8 +7,10 @@
 #include <iterator>
 #include <limits>
 #include <memory>
+#include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -21,6 +23,7 @@
 namespace fastdist::test {
 namespace {
 
+using host::Groups;
 using host::Kernels;
 
 std::vector<const Kernels*> instruction_sets() {
@@ -186,12 +189,21 @@ F float_op(ReduceOp op, F a, F b) {
 
 using Sources = std::vector<const std::byte*>;
 
+// Reduces the sources' values by the tree: the left half is the largest power of two.
+template <class T, class Value, class Combine>
+T over_tree(std::span<const std::byte* const> sources, const Value& value, const Combine& combine) {
+  if (sources.size() == 1) return value(sources[0]);
+  std::size_t left = 1;
+  while (2 * left < sources.size()) left *= 2;
+  return combine(over_tree<T>(sources.first(left), value, combine),
+                 over_tree<T>(sources.subspan(left), value, combine));
+}
+
 template <class T>
 bool integer_fits(ReduceOp op, const Sources& sources, std::size_t i, const std::byte* got) {
-  T expected = load_as<T>(sources[0] + i * sizeof(T));
-  for (std::size_t s = 1; s < sources.size(); ++s) {
-    expected = integer_op<T>(op, expected, load_as<T>(sources[s] + i * sizeof(T)));
-  }
+  const T expected = over_tree<T>(
+      sources, [&](const std::byte* data) { return load_as<T>(data + i * sizeof(T)); },
+      [&](T a, T b) { return integer_op<T>(op, a, b); });
   return load_as<T>(got + i * sizeof(T)) == expected;
 }
 
@@ -202,10 +214,9 @@ bool same_float(F a, F b) {
 
 template <class F>
 bool float_fits(ReduceOp op, const Sources& sources, std::size_t i, const std::byte* got) {
-  F expected = load_as<F>(sources[0] + i * sizeof(F));
-  for (std::size_t s = 1; s < sources.size(); ++s) {
-    expected = float_op<F>(op, expected, load_as<F>(sources[s] + i * sizeof(F)));
-  }
+  F expected = over_tree<F>(
+      sources, [&](const std::byte* data) { return load_as<F>(data + i * sizeof(F)); },
+      [&](F a, F b) { return float_op<F>(op, a, b); });
   if (op == ReduceOp::kMean) expected /= static_cast<F>(sources.size());
   return same_float(load_as<F>(got + i * sizeof(F)), expected);
 }
@@ -217,10 +228,8 @@ bool narrow_fits(DType dtype, ReduceOp op, const Sources& sources, std::size_t i
   const auto value = [&](const std::byte* data) {
     return static_cast<float>(narrow.format().value(code_at(data + i * item, item)));
   };
-  float expected = value(sources[0]);
-  for (std::size_t s = 1; s < sources.size(); ++s) {
-    expected = float_op<float>(op, expected, value(sources[s]));
-  }
+  float expected =
+      over_tree<float>(sources, value, [&](float a, float b) { return float_op<float>(op, a, b); });
   if (op == ReduceOp::kMean) expected /= static_cast<float>(sources.size());
   const double rounded = narrow.format().value(narrow(expected));
   return same_float(narrow.format().value(code_at(got + i * item, item)), rounded);
@@ -228,28 +237,19 @@ bool narrow_fits(DType dtype, ReduceOp op, const Sources& sources, std::size_t i
 
 template <class F>
 bool complex_fits(ReduceOp op, const Sources& sources, std::size_t i, const std::byte* got) {
-  const auto part = [&](const std::byte* data, std::size_t k) {
-    return load_as<F>(data + (2 * i + k) * sizeof(F));
+  using Pair = std::pair<F, F>;
+  const auto value = [&](const std::byte* data) {
+    return Pair{load_as<F>(data + 2 * i * sizeof(F)), load_as<F>(data + (2 * i + 1) * sizeof(F))};
   };
-  F re = part(sources[0], 0);
-  F im = part(sources[0], 1);
-  for (std::size_t s = 1; s < sources.size(); ++s) {
-    const F x = part(sources[s], 0);
-    const F y = part(sources[s], 1);
-    if (op == ReduceOp::kProd) {
-      const F old = re;
-      re = old * x - im * y;
-      im = old * y + im * x;
-    } else {
-      re += x;
-      im += y;
-    }
-  }
+  auto [re, im] = over_tree<Pair>(sources, value, [&](const Pair& a, const Pair& b) {
+    if (op != ReduceOp::kProd) return Pair{a.first + b.first, a.second + b.second};
+    return Pair{a.first * b.first - a.second * b.second, a.first * b.second + a.second * b.first};
+  });
   if (op == ReduceOp::kMean) {
     re /= static_cast<F>(sources.size());
     im /= static_cast<F>(sources.size());
   }
-  return same_float(part(got, 0), re) && same_float(part(got, 1), im);
+  return same_float(value(got).first, re) && same_float(value(got).second, im);
 }
 
 bool fits(DType dtype, ReduceOp op, const Sources& sources, std::size_t i, const std::byte* got) {
@@ -363,7 +363,8 @@ void check_reduce(const Kernels& kernels, DType dtype, ReduceOp op, std::size_t 
                        : result.get() + skip;
   auto second = std::make_unique<std::byte[]>(bytes + skip);
   std::byte* also = count % 2 == 0 ? second.get() + skip : nullptr;
-  kernels.reduce(dtype, op)(dst, also, sources.data(), n, count);
+  const Groups groups(n);
+  kernels.reduce(dtype, op)(dst, also, sources.data(), groups.tree(), count);
   CHECK(also == nullptr || std::memcmp(also, dst, bytes) == 0);
   for (std::size_t i = 0; i < count; ++i) {
     CHECK_THAT(fits(dtype, op, originals, i, dst),
@@ -380,7 +381,7 @@ void check_reductions(DType dtype) {
         CHECK(kernels->reduce(dtype, op) == nullptr);
         continue;
       }
-      for (const std::size_t n : {1U, 2U, 3U, 7U}) {
+      for (const std::size_t n : {1U, 2U, 3U, 8U, 13U}) {
         for (const std::size_t count : kCounts) {
           check_reduce(*kernels, dtype, op, n, count, 0, -1);
           check_reduce(*kernels, dtype, op, n, count, size_of(dtype), static_cast<int>(n) - 1);
@@ -425,12 +426,13 @@ CASE(bits_do_not_depend_on_the_place) {
         }
         std::vector<std::byte> whole(kCount * item);
         std::vector<std::byte> one(item);
-        kernels->reduce(dtype, op)(whole.data(), nullptr, sources.data(), 3, kCount);
+        const Groups groups(3);
+        kernels->reduce(dtype, op)(whole.data(), nullptr, sources.data(), groups.tree(), kCount);
         const Format format = format_of(dtype);
         for (std::size_t i = 0; i < kCount; ++i) {
           Sources at;
           for (const std::byte* s : sources) at.push_back(s + i * item);
-          kernels->reduce(dtype, op)(one.data(), nullptr, at.data(), 3, 1);
+          kernels->reduce(dtype, op)(one.data(), nullptr, at.data(), groups.tree(), 1);
           if (std::memcmp(one.data(), whole.data() + i * item, item) == 0) continue;
           // NaNs may differ in their payload.
           const bool nan = is_narrow(dtype) ? is_nan_code(format, code_at(one.data(), item))

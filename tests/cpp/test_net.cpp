@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "check.h"
+#include "host/kernels.h"
+#include "host/kernels.h"
 #include "machines.h"
 #include "net/communicator.h"
 #include "net/connect.h"
@@ -151,6 +153,77 @@ CASE(every_collective_on_every_layout) {
         check_reductions(c, count);
         check_movement(c, count);
         c.barrier(patient());
+      }
+    });
+  }
+}
+
+// The sum of float32 values by the tree over ranks [begin, end).
+float tree_sum(const std::vector<std::vector<float>>& of_ranks, std::size_t i, std::size_t begin,
+               std::size_t end) {
+  if (end - begin == 1) return of_ranks[begin][i];
+  std::size_t left = 1;
+  while (2 * left < end - begin) left *= 2;
+  return tree_sum(of_ranks, i, begin, begin + left) + tree_sum(of_ranks, i, begin + left, end);
+}
+
+// Random numbers, as float32 and as the float32 or bfloat16 array that a rank gives.
+void check_bits(NetCommunicator& c, std::size_t count, bool is_narrow) {
+  const auto n = static_cast<std::size_t>(c.size());
+  const auto r = static_cast<std::size_t>(c.rank());
+  const DType dtype = is_narrow ? DType::kBFloat16 : DType::kFloat32;
+  const std::size_t bytes = count * n * size_of(dtype);
+  std::vector<std::vector<float>> values(n, std::vector<float>(count * n));
+  std::vector<std::byte> own(bytes);
+  for (std::size_t p = 0; p < n; ++p) {
+    for (std::size_t i = 0; i < values[p].size(); ++i) {
+      values[p][i] = static_cast<float>(static_cast<double>(mix(p, 7, i)) * 0x1p-40) - 3e6F;
+    }
+    std::vector<std::byte> narrow(bytes);
+    host::convert(dtype, narrow.data(), DType::kFloat32,
+                  reinterpret_cast<const std::byte*>(values[p].data()), count * n, 1.0F);
+    host::convert(DType::kFloat32, reinterpret_cast<std::byte*>(values[p].data()), dtype,
+                  narrow.data(), count * n, 1.0F);
+    if (p == r) own = narrow;
+  }
+  const auto expected = [&](std::size_t begin, std::size_t length, bool is_mean) {
+    std::vector<float> sums(length);
+    for (std::size_t i = 0; i < length; ++i) {
+      sums[i] = tree_sum(values, begin + i, 0, n) / (is_mean ? static_cast<float>(n) : 1.0F);
+    }
+    std::vector<std::byte> result(length * size_of(dtype));
+    host::convert(dtype, result.data(), DType::kFloat32,
+                  reinterpret_cast<const std::byte*>(sums.data()), length, 1.0F);
+    return result;
+  };
+  const auto of = [&](std::vector<std::byte>& data) {
+    return TensorView{data.data(), data.size() / size_of(dtype), dtype, 0};
+  };
+  std::vector<std::byte> part(count * size_of(dtype));
+  c.reduce_scatter(of(own), of(part), ReduceOp::kMean, patient());
+  CHECK(part == expected(r * count, count, true));
+  std::vector<std::byte> at_root(bytes);
+  const TensorView in = of(own), out = of(at_root);
+  c.reduce({&in, 1}, r == 1 ? TensorViews{&out, 1} : TensorViews{}, ReduceOp::kSum, 1, patient());
+  CHECK(r != 1 || at_root == expected(0, count * n, false));
+  c.all_reduce({&in, 1}, {&in, 1}, ReduceOp::kMean, patient());
+  CHECK(own == expected(0, count * n, true));
+}
+
+CASE(the_same_bits_wherever_ranks_run) {
+  const std::vector<Machines> layouts = {{{0, 1, 2, 3}, {4, 5, 6, 7}},
+                                         {{0, 1}, {2, 3}, {4, 5}, {6, 7}},
+                                         {{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}},
+                                         {{0, 1, 2}, {3, 4, 5}, {6, 7}},
+                                         {{0, 2, 4, 6}, {1, 3, 5, 7}},
+                                         {{0, 5}, {1, 2, 3, 4}},
+                                         {{0, 1, 2}, {3, 4, 5}},
+                                         {{0}, {1, 2, 3, 4, 5, 6}}};
+  for (const Machines& layout : layouts) {
+    with_machines(layout, [](NetCommunicator& c) {
+      for (const std::size_t count : {1, 40, 1003, 30'001}) {
+        check_bits(c, count, false);
+        check_bits(c, count, true);
       }
     });
   }

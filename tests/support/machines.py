@@ -108,11 +108,17 @@ def network_of_three() -> Iterator[Network]:
     yield from _made(3)
 
 
+@pytest.fixture(scope="module")
+def network_of_eight() -> Iterator[Network]:
+    """Eight namespaces on a switch."""
+    yield from _made(8)
+
+
 def _made(count: int) -> Iterator[Network]:
     if shutil.which("ip") is None:
         pytest.skip("needs ip (iproute2) to make network namespaces")
     tag = secrets.token_hex(2)
-    names = tuple(f"fd{tag}{letter}" for letter in "abc"[:count])
+    names = tuple(f"fd{tag}{letter}" for letter in "abcdefgh"[:count])
     addresses = tuple(f"10.213.7.{machine + 1}" for machine in range(count))
     switch = f"fd{tag}s"
     spaces = names if count == 2 else (*names, switch)

@@ -169,7 +169,9 @@ class Communicator:
     ) -> Any:
         """Reduce element by element over all ranks; every rank gets the result.
 
-        Every rank must call. The result has the same bits on every rank, for all sizes.
+        Every rank must call. The result has the same bits on every rank, for all sizes and on
+        whichever machines the ranks run: values are reduced by one binary tree over the ranks'
+        numbers. Exceptions are `compress` between machines, and NCCL.
 
         Args:
             array: the input, and the output unless `out` is given; the same size on all ranks.

@@ -1,0 +1,59 @@
+// The partial results that a machine sends: one for each of the largest subtrees of the reduction
+// tree whose ranks it has.
+
+#include <algorithm>
+#include <numeric>
+
+#include "host/kernels.h"
+#include "net/communicator.h"
+
+namespace fastdist::net {
+
+void NetCommunicator::plan_partials() {
+  struct Placed {
+    Subtree ranks;
+    Partial partial;
+  };
+  std::vector<Placed> placed;
+  first_partial_ = {0};
+  for (int m = 0; m < machines(); ++m) {
+    const std::vector<Subtree> subtrees = subtrees_of(ranks_of(m), size());
+    for (std::size_t i = 0; i < subtrees.size(); ++i) placed.push_back({subtrees[i], {m, i}});
+    first_partial_.push_back(placed.size());
+    if (m != machine_of(rank_)) continue;
+    for (const Subtree& ranks : subtrees) {
+      const int begin = local_of(ranks.begin);
+      here_.push_back({begin, begin + ranks.end - ranks.begin});
+    }
+  }
+  each_.resize(machines_.size() + 1);
+  std::iota(each_.begin(), each_.end(), 0);
+  std::ranges::sort(placed, {}, [](const Placed& p) { return p.ranks.begin; });
+  std::vector<Subtree> subtrees;
+  for (const Placed& p : placed) {
+    subtrees.push_back(p.ranks);
+    partials_.push_back(p.partial);
+  }
+  after_ = reductions_of(subtrees, size());
+}
+
+// Reduces what the ranks of this machine have given, `stride` bytes apart, to its partial results:
+// for each of `parts` parts of `count` elements, one after the other.
+void NetCommunicator::reduce_here(const std::byte* gathered, std::size_t stride, DType dtype,
+                                  ReduceOp op, std::byte* to, std::size_t parts,
+                                  std::size_t count) const {
+  const std::size_t bytes = count * size_of(dtype);
+  std::vector<const std::byte*> sources;
+  for (std::size_t i = 0; i < parts; ++i) {
+    for (const Subtree& ranks : here_) {
+      sources.clear();
+      for (int r = ranks.begin; r < ranks.end; ++r) {
+        sources.push_back(gathered + static_cast<std::size_t>(r) * stride + i * bytes);
+      }
+      host::reduce(dtype, op, to, nullptr, sources, count);
+      to += bytes;
+    }
+  }
+}
+
+}  // namespace fastdist::net

@@ -17,7 +17,8 @@ struct Subtree {
   int end;
 };
 
-// Returns how many reductions follow once value `i` of `n` is known. Each takes the last two results.
+// Returns how many reductions follow once value `i` of `n` is known. Each takes the last two
+// results.
 [[nodiscard]] constexpr std::uint8_t reductions_after(std::size_t i, std::size_t n) noexcept {
   return static_cast<std::uint8_t>(i + 1 < n ? std::countr_one(i) : std::popcount(i));
 }

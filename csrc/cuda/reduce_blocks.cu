@@ -1,5 +1,6 @@
 // Reductions that NCCL lacks, of blocks gathered from all ranks. A thread reads an element of each
-// block and reduces them by the tree of core/reduction_tree.h, so every rank computes the same bits.
+// block and reduces them by the tree of core/reduction_tree.h, so every rank computes the same
+// bits.
 
 #include <cstdint>
 #include <string>

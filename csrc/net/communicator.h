@@ -6,10 +6,10 @@
 // ends there. In a large one each rank carries its share of the bytes over its own connections, in
 // chunks: while one crosses, a machine's ranks reduce the next and distribute the previous one.
 //
-// A reduction of any size follows one binary tree over the ranks' numbers (core/reduction_tree.h). A
-// machine sends the value of each of the largest subtrees whose ranks it has: one if its ranks are
-// an aligned block of a power of two. So the bits are the same wherever the ranks run. 16-bit and
-// 8-bit floats are reduced in float32.
+// A reduction of any size follows one binary tree over the ranks' numbers (core/reduction_tree.h).
+// A machine sends the value of each of the largest subtrees whose ranks it has: one if its ranks
+// are an aligned block of a power of two. So the bits are the same wherever the ranks run. 16-bit
+// and 8-bit floats are reduced in float32.
 #pragma once
 
 #include <array>
@@ -320,8 +320,8 @@ class NetCommunicator final : public BlockingCommunicator {
   std::vector<int> local_;                  // each rank's number on its machine
   std::vector<int> order_;                  // all ranks, machine by machine
   LinkModel links_;
-  std::chrono::milliseconds patience_{0};  // with silent machines
-  bool is_even_ = true;                    // all machines have the same number of ranks
+  std::chrono::milliseconds patience_{0};   // with silent machines
+  bool is_even_ = true;                     // all machines have the same number of ranks
   std::vector<std::size_t> first_partial_;  // of each machine, where machine follows machine
   std::vector<std::size_t> each_;           // 0, 1, …, machines
   std::vector<Partial> partials_;           // of all machines, in the order of their ranks

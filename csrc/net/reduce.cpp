@@ -235,9 +235,9 @@ std::byte* NetCommunicator::pack(Reduction& call, std::size_t k, std::size_t pad
   return packed;
 }
 
-// Starts the first crossing of this rank's share of chunk k. Layout of the slot's buffer: one part of
-// each partial result (a whole share in direct calls), machine by machine, then this rank's share in
-// `wire`, if that differs from `wide`.
+// Starts the first crossing of this rank's share of chunk k. Layout of the slot's buffer: one part
+// of each partial result (a whole share in direct calls), machine by machine, then this rank's
+// share in `wire`, if that differs from `wide`.
 void NetCommunicator::send_share(Reduction& call, std::size_t k) {
   const std::size_t slot = k % kSlots;
   const std::size_t share = call.share(k, parts_of(call));
@@ -335,8 +335,7 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
 
   const std::size_t bytes = part * size_of(call.dtype);
   cross(call, slot, call.name == Op::kAllReduce,
-        {result + own_at * size_of(call.dtype), 0, bytes, result, each_, bytes},
-        call.second[slot]);
+        {result + own_at * size_of(call.dtype), 0, bytes, result, each_, bytes}, call.second[slot]);
 }
 
 // Gathers the shares of chunk k within the machine.
@@ -354,7 +353,8 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
       await_received(partner(m), call.second[slot][static_cast<std::size_t>(m)]);
     }
   }
-  std::byte* const result = is_carrier ? call.result[slot] : results_[slot].of(*inner_, share * item);
+  std::byte* const result =
+      is_carrier ? call.result[slot] : results_[slot].of(*inner_, share * item);
   const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
   std::byte* gathered = result;
   if (width() > 1) {

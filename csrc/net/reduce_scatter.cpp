@@ -76,9 +76,9 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
         if (m != here) await_received(partner(m));
       }
       for (const auto& [m, number] : partials_) {
-        sources.push_back(m == here ? mine + number * bytes
-                                    : received + (first_partial_[static_cast<std::size_t>(m)] +
-                                                  number) * bytes);
+        sources.push_back(
+            m == here ? mine + number * bytes
+                      : received + (first_partial_[static_cast<std::size_t>(m)] + number) * bytes);
       }
       std::byte* const sums = results_[0].of(*inner_, bytes);
       host::reduce(wide, summed(op), sums, nullptr, sources, count, after_);

@@ -14,7 +14,6 @@
 
 #include "check.h"
 #include "host/kernels.h"
-#include "host/kernels.h"
 #include "machines.h"
 #include "net/communicator.h"
 #include "net/connect.h"

@@ -389,6 +389,32 @@ class Noisy(torch.optim.SGD):
                 p.add_(torch.randn_like(p), alpha=1e-2)
 
 
+def test_statistics_of_a_part_of_a_batch(run: Run) -> None:
+    """torch's update_bn gets whole batches, and gives the statistics of one device."""
+    x = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+            averaged = torch.optim.swa_utils.AveragedModel(model)
+            plain = nn.Linear(3, 4)
+        batches = strategy.distribute_dataset(x, global_batch_size=8)
+        parts = [strategy.local_results(batch)[0] for batch in batches]
+        with pytest.raises(FastdistError, match=r"AveragedModel.*this replica's part of a batch"):
+            torch.optim.swa_utils.update_bn(parts, averaged)
+        averaged.eval()
+        assert averaged(parts[0]).shape[1] == plain(parts[0]).shape[1] == 4
+        assert torch.equal(strategy.run(lambda: model(x[:4])).values[0], model(x[:4]))
+        torch.optim.swa_utils.update_bn(x.split(8), averaged)
+        alone = nn.BatchNorm1d(4, momentum=None)
+        for part in x.split(8):
+            alone(model[0](part))
+        torch.testing.assert_close(averaged.module[1].running_mean, alone.running_mean)
+        strategy.check_in_sync()
+
+    run(case)
+
+
 def test_optimizers_draw_the_same_on_all_replicas(run: Run) -> None:
     def case(strategy: Strategy) -> list[Any]:
         torch.manual_seed(3)

@@ -45,6 +45,7 @@ from fastdist.training.modules import (
 from fastdist.training.optimizer_steps import OptimizerSteps
 from fastdist.training.outside import OutsideParameters
 from fastdist.training.parameter_sample import ParameterSample
+from fastdist.training.parts import watch_parts
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
 
@@ -230,6 +231,13 @@ class AdoptedModules:
             model.buffered = [self._buffered_module(module) for module in buffered_modules([root])]
         if workers is not None:
             when_initialized(roots, self._share_lazy)
+
+    def watch_parts(self, parts: Sequence[Any]) -> None:
+        """Refuse these parts of batches as input of normalizations outside `run`."""
+        if self.num_replicas_in_sync == 1:
+            return
+        models = [m for m in self._models if any(each.keeps_means for each in m.buffered)]
+        watch_parts(parts, [root for m in models if (root := m.root()) is not None])
 
     def use(self, communicators: ReplicaCommunicators | None) -> None:
         """Reduce gradients through these communicators from now on."""

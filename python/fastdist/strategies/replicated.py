@@ -342,7 +342,11 @@ class ReplicatedStrategy(Strategy):
         """Return the values of this process's replicas, in order (experimental_local_results)."""
         if isinstance(value, Variable):
             return (value.component,)
-        return value.values if type(value) is PerReplica else (value,)
+        if type(value) is not PerReplica:
+            return (value,)
+        if value.origin is not None:
+            self._members.watch_parts(value.values)
+        return value.values
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers are bitwise equal on all replicas."""

@@ -1,4 +1,4 @@
-"""Refuses one replica's part of a batch where a module would take its statistics for the batch's."""
+"""Refuses one replica's part of a batch where a module would take its statistics for all of it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def _refuse(module: nn.Module, args: tuple[Any, ...]) -> None:
         return
     if any(isinstance(value, torch.Tensor) and value in _parts for value in args):
         raise FastdistError(
-            f"{type(module).__name__}, in training mode and outside run, got this replica's part of "
-            "a batch: its running statistics would be those of the part. Call "
+            f"{type(module).__name__}, in training mode and outside run, got this replica's part "
+            "of a batch: its running statistics would be those of the part. Call "
             "strategy.run(model, args=(batch,)), or model.eval() before; torch's "
             "update_bn(loader, model) needs the plain DataLoader, whose batches are whole"
         )

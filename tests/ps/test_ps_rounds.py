@@ -69,6 +69,29 @@ def workers(stack: ExitStack, servers: list[Server], count: int) -> list[Worker]
     return [Worker(stack.enter_context(Client(addresses, timeout_s=20))) for _ in range(count)]
 
 
+def test_sums_do_not_depend_on_arrival(stack: ExitStack, servers: list[Server]) -> None:
+    """Float32 sums of five, by the tree over their places; rows in the order of their places."""
+    members = workers(stack, servers, 5)
+    chance = np.random.default_rng(0)
+    dense = chance.standard_normal((5, 4, 3)).astype(np.float32)
+    rows = chance.standard_normal((5, 1, 2)).astype(np.float32)
+    ((a, b), (c, d)), e = (dense[:2], dense[2:4]), dense[4]
+    total = ((a + b) + (c + d)) + e
+    found = []
+    for round, arrival in enumerate(([0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [3, 4, 1, 0, 2]), 1):
+        before = members[0].dense.pull(), members[0].rows.pull([7])
+        for place in arrival:
+            one = members[place]
+            changes = [*one.dense.change(dense[place]), *one.rows.change([7], rows[place])]
+            begin_changes(one.client, changes, round, place).result()
+        assert members[0].commit(round)
+        np.testing.assert_array_equal(members[0].dense.pull(), before[0] - total)
+        found.append((members[0].rows.pull([7]) - before[1]).tolist())
+        reset = [*one.dense.change(-total), *one.rows.change([7], found[-1])]
+        begin_changes(one.client, reset).result()
+    assert found[0] == found[1] == found[2]
+
+
 def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     pulls = [begin_pulls(worker.client, [worker.dense.lookup()]) for _ in range(3)]

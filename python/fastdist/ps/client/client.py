@@ -112,6 +112,7 @@ class Client:
         timeout_s: float | None = None,
         *,
         round: int = 0,
+        place: int = 0,
         destination: Destination | None = None,
     ) -> Ticket:
         """Send a request; several may be in flight, to all servers.
@@ -123,6 +124,7 @@ class Client:
             frames: bytes or contiguous arrays, unchanged until the ticket has been waited for.
             timeout_s: the timeout of slow requests; None for the client's own.
             round: the round that a push waits for, or that the request names; 0 for none.
+            place: the push's place in the sum of its round.
             destination: the object that takes the reply, or makes `wait` raise ValueError.
 
         Returns:
@@ -146,6 +148,7 @@ class Client:
             number,
             min(in_flight, default=self._numbers[server]),
             round,
+            place,
         )
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(server, op, header, frames, nbytes, limit_s, time.monotonic(), destination)
@@ -377,6 +380,7 @@ class Client:
         self,
         items: Sequence[Item],
         round: int = 0,
+        place: int = 0,
         *,
         op: Op = Op.CHANGE,
         then_read: Sequence[Item] = (),
@@ -387,7 +391,7 @@ class Client:
             items: the gradients, which must not change until all tickets have been waited for. A
                 busy server may drop a client that does not wait for large ones within 10 s; they
                 are sent again then.
-            round: the `round` of `submit`.
+            round, place: those of `submit`.
             op: ASSIGN sets values instead, which must be items without a wire.
             then_read: values to read after the gradients are applied, in the same messages as
                 far as possible; the items hold them once all tickets have been waited for.
@@ -407,7 +411,8 @@ class Client:
             if group is last[server] and server in first:
                 frames.append(names_of(first[server]))
                 to = Destination(first[server])
-            tickets.append(self.submit(server, op, 0, frames, round=round, destination=to))
+            ticket = self.submit(server, op, 0, frames, round=round, place=place, destination=to)
+            tickets.append(ticket)
         for group in rest:  # a server answers in the order in which messages come
             server, to = group[0].server, Destination(group)
             tickets.append(self.submit(server, Op.READ, 0, [names_of(group)], destination=to))

@@ -279,15 +279,18 @@ def begin_pulls(
     return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in lookups])
 
 
-def begin_changes(client: Client, items: Sequence[Item], round: int = 0) -> Pending[None]:
+def begin_changes(
+    client: Client, items: Sequence[Item], round: int = 0, place: int = 0
+) -> Pending[None]:
     """Send gradients, without waiting; see `Client.begin_change`.
 
     Args:
         client: the client of the variables and tables.
         items: the result of their `change`.
         round: 0 applies the gradients at once; otherwise they wait for the round's commit.
+        place: their place in the sum of the round, which does not depend on when they arrive.
     """
-    return Pending(client.wait, client.begin_change(items, round), lambda replies: None)
+    return Pending(client.wait, client.begin_change(items, round, place), lambda replies: None)
 
 
 def commit_round(

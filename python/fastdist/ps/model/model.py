@@ -221,9 +221,9 @@ class ServedModel:
             for item in self._served(parameter).change(lr, weight)
         ]
 
-    def stage(self, changes: Sequence[Item], round: int) -> None:
-        """Send changes, which wait for the round's commit."""
-        begin_changes(self._client, changes, round).result()
+    def stage(self, changes: Sequence[Item], round: int, place: int = 0) -> None:
+        """Send changes, which wait for the round's commit, and have this place in its sum."""
+        begin_changes(self._client, changes, round, place).result()
 
     def exchange(self, optimizer: torch.optim.Optimizer, changes: Sequence[Item]) -> None:
         """Apply changes, and take the new values of everything but other optimizers' parameters."""

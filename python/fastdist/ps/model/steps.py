@@ -123,8 +123,8 @@ class ServedSteps:
         try:
             if weight > 0:
                 gradients = [(own, None) for own, _ in rates if own.grad is not None]
-                self._model.stage(self._model.changes(gradients, weight), round)
-                self._model.stage(self._model.buffers.changes(weight), round)
+                self._model.stage(self._model.changes(gradients, weight), round, context.place)
+                self._model.stage(self._model.buffers.changes(weight), round, context.place)
         except Exception as error:  # raised by all workers of the group
             failed = error
 

@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 
@@ -27,7 +28,8 @@ Gradient = tuple[Place, Array]
 class _OpenRound:
     """A round that still takes gradients."""
 
-    staged: dict[int, list[Gradient]] = field(default_factory=dict)  # by their object's number
+    # Gradients with their places in the sum, by their object's number.
+    staged: dict[int, list[tuple[int, Gradient]]] = field(default_factory=dict)
     nbytes: int = 0
     touched: float = 0.0  # the time of the last use, on the monotonic clock
 
@@ -47,7 +49,7 @@ class Rounds:
         self._open: dict[int, _OpenRound] = {}
         self._finished: OrderedDict[int, str] = OrderedDict()  # states; OPEN: being applied
 
-    def stage(self, round_: int, gradients: Sequence[tuple[int, Gradient]]) -> None:
+    def stage(self, round_: int, gradients: Sequence[tuple[int, Gradient]], place: int = 0) -> None:
         """Stage gradients, each with the number of its object, for a round that has not ended.
 
         Large arrays are kept without a copy.
@@ -75,22 +77,23 @@ class Rounds:
                     f"the server's limit of {self._max_bytes} (max_staged_bytes)"
                 )
             for number, gradient in staged:
-                found.staged.setdefault(number, []).append(gradient)
+                found.staged.setdefault(number, []).append((place, gradient))
             found.nbytes += nbytes
 
     def commit(self, round_: int) -> str | dict[int, list[Gradient]]:
         """Close a round whose gradients have all arrived.
 
         Returns:
-            The gradients of each object, to apply before calling `finish`. For a round that has
-            ended or is being applied: its state.
+            The gradients of each object in the order of their places, to apply before calling
+            `finish`. For a round that has ended or is being applied: its state.
         """
         with self._lock:
             found = self._find(round_)
             if found is None:
                 return self._finished[round_]
             self.finish(round_, OPEN)
-            return found.staged
+            by_place = {n: sorted(all_, key=itemgetter(0)) for n, all_ in found.staged.items()}
+            return {number: [one for _, one in all_] for number, all_ in by_place.items()}
 
     def finish(self, round_: int, state: str) -> None:
         """Record that a round is being applied, was applied, or was discarded."""
@@ -137,21 +140,29 @@ def sums_of(staged: Sequence[Gradient], scale: np.float32) -> Iterator[Gradient]
     """
     ids: list[Array] = []
     rows: list[Array] = []
-    ranges: dict[int, Array] = {}
+    ranges: dict[int, list[Array]] = {}
     for at, gradient in staged:
         if isinstance(at, int):
-            known = ranges.get(at)
-            if known is not None and known.size != gradient.size:
-                raise ValueError(f"gradients of {known.size} and {gradient.size} elements")
-            ranges[at] = gradient if known is None else known + gradient
+            known = ranges.setdefault(at, [])
+            if known and known[0].size != gradient.size:
+                raise ValueError(f"gradients of {known[0].size} and {gradient.size} elements")
+            known.append(gradient)
         else:
             ids.append(at)
             rows.append(gradient)
-    sums: Iterable[Gradient] = ranges.items()
+    sums: Iterable[Gradient] = ((at, _sum(ranges.pop(at))) for at in list(ranges))
     if ids:
         sums = [(_concatenate(ids), _concatenate(rows))]
     for at, total in sums:
         yield at, total if scale == 1 else total * scale
+
+
+def _sum(arrays: list[Array]) -> Array:
+    """Add up by the binary tree over the arrays' places, as ranks do."""
+    while len(arrays) > 1:
+        pairs = [a + b for a, b in zip(arrays[::2], arrays[1::2], strict=False)]
+        arrays = pairs + arrays[2 * len(pairs) :]
+    return arrays[0]
 
 
 def _concatenate(arrays: Sequence[Array]) -> Array:

@@ -235,7 +235,7 @@ class Service:
         if header.round:
             staged = zip(entries, places, values, strict=True)
             gradients = [(e.object, part) for e, at, own in staged for part in _parts(at, own)]
-            self._rounds.stage(header.round, gradients)
+            self._rounds.stage(header.round, gradients, header.place)
             return b""
         for (_, stored), at, gradient, lr in zip(found, places, values, lrs, strict=True):
             stored.push(at, gradient, lr)

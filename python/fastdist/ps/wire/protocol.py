@@ -10,16 +10,16 @@ from typing import Any
 
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 9
+VERSION = 10
 MAX_META_BYTES = 64 << 10
 MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
 MAX_FRAME_BYTES = 2**31 - 1
 UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"
-# Magic, version, kind, object, 4 unused bytes, number, floor, client: these stay the same in all
-# versions, so that each version can answer every other with an error. Then round, incarnation.
-_COMMON_HEADER = struct.Struct("<4sHHI4xQQ16s")
-_HEADER = struct.Struct("<4sHHI4xQQ16sQI")
+# Magic, version, kind, object, place, number, floor, client: these stay the same in all versions,
+# so that each version can answer every other with an error. Then round, incarnation.
+_COMMON_HEADER = struct.Struct("<4sHHIIQQ16s")
+_HEADER = struct.Struct("<4sHHIIQQ16sQI")
 HEADER_BYTES = _HEADER.size
 
 
@@ -114,6 +114,7 @@ class Header:
         object: number of the variable or table; its high 32 bits are the server's incarnation.
         floor: the client has the replies to all requests before this number.
         round: the round that a push waits for; 0 applies it at once.
+        place: the push's place in the sum of its round.
     """
 
     kind: int
@@ -122,6 +123,7 @@ class Header:
     object: int = 0
     floor: int = 0
     round: int = 0
+    place: int = 0
 
     def pack(self) -> bytes:
         """Return the header as `HEADER_BYTES` bytes."""
@@ -130,6 +132,7 @@ class Header:
             VERSION,
             self.kind,
             self.object & 0xFFFFFFFF,
+            self.place,
             self.number,
             self.floor,
             self.client,
@@ -142,13 +145,13 @@ class Header:
         """Parse a frame; raise ProtocolError if it is no header, VersionError if not of ours."""
         if len(data) < _COMMON_HEADER.size or bytes(data[:4]) != _MAGIC:
             raise ProtocolError(f"a first frame of {len(data)} bytes, not a header")
-        _, version, kind, index, number, floor, client = _COMMON_HEADER.unpack_from(data)
+        _, version, kind, index, place, number, floor, client = _COMMON_HEADER.unpack_from(data)
         if version != VERSION:
             raise VersionError(cls(kind, number, client, index, floor), version)
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
         *_, round_, incarnation = _HEADER.unpack(data)
-        return cls(kind, number, client, incarnation << 32 | index, floor, round_)
+        return cls(kind, number, client, incarnation << 32 | index, floor, round_, place)
 
 
 def kind_of(data: bytes | memoryview) -> int:

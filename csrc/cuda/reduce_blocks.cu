@@ -15,14 +15,15 @@ namespace fastdist::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostPending = 32;  // levels of the tree over any number of blocks
+constexpr int kMostPending = 12;  // levels of the tree
+constexpr int kMostBlocks = 1 << kMostPending;
 
 struct Blocks {
   const std::byte* first;
   std::size_t stride;
   int count;
   std::byte* out;
-  std::size_t quanta;
+  std::size_t bytes;
 };
 
 template <class T>
@@ -106,32 +107,46 @@ __device__ int reductions_after(unsigned k, unsigned count) {
   return found;
 }
 
+// Sums and products of floats are rounded; other results do not depend on the order.
+template <class Value, class Operation>
+constexpr bool kIsRounded =
+    (std::is_same_v<Operation, Sum> || std::is_same_v<Operation, Product>) &&
+    !std::is_integral_v<Value>;
+
 template <class T, class Operation>
 __global__ void __launch_bounds__(kThreads) reduce_kernel(Blocks blocks, float factor) {
-  constexpr int kEach = kQuantumBytes / sizeof(T);
-  struct alignas(16) Quantum {
+  using W = Wide<T>;
+  using Value = typename W::Type;
+  constexpr bool kRounded = kIsRounded<Value, Operation>;
+  // Few values that wait, so that they stay in registers: local memory is reserved for all threads
+  // that a GPU can run.
+  constexpr int kEach = kRounded && sizeof(T) == 1 ? 4 : kQuantumBytes / sizeof(T);
+  struct alignas(kEach * sizeof(T)) Quantum {
     T values[kEach];
   };
-  using W = Wide<T>;
   const std::size_t step = std::size_t{gridDim.x} * kThreads;
-  for (std::size_t q = std::size_t{blockIdx.x} * kThreads + threadIdx.x; q < blocks.quanta;
-       q += step) {
+  const std::size_t quanta = blocks.bytes / sizeof(Quantum);
+  for (std::size_t q = std::size_t{blockIdx.x} * kThreads + threadIdx.x; q < quanta; q += step) {
     Quantum quantum = reinterpret_cast<const Quantum*>(blocks.first)[q];
-    typename W::Type sums[kEach];
+    Value sums[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) sums[i] = W::widen(quantum.values[i]);
-    typename W::Type pending[kMostPending][kEach];
+    Value pending[kRounded ? kMostPending : 1][kEach];  // results that wait for their right sibling
     int depth = 0;
     for (int k = 1; k < blocks.count; ++k) {
       quantum = reinterpret_cast<const Quantum*>(blocks.first + blocks.stride * k)[q];
       int reductions =
-          reductions_after(static_cast<unsigned>(k), static_cast<unsigned>(blocks.count));
+          kRounded ? reductions_after(static_cast<unsigned>(k), static_cast<unsigned>(blocks.count))
+                   : 1;
       if (reductions == 0) {
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          pending[depth][i] = sums[i];
-          sums[i] = W::widen(quantum.values[i]);
+        for (int d = 0; d < kMostPending; ++d) {
+          if (!kRounded || d != depth) continue;
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) pending[d][i] = sums[i];
         }
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) sums[i] = W::widen(quantum.values[i]);
         ++depth;
         continue;
       }
@@ -142,12 +157,16 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(Blocks blocks, float f
       for (; reductions > 1; --reductions) {
         --depth;
 #pragma unroll
-        for (int i = 0; i < kEach; ++i) sums[i] = Operation::apply(pending[depth][i], sums[i]);
+        for (int d = 0; d < kMostPending; ++d) {
+          if (!kRounded || d != depth) continue;
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) sums[i] = Operation::apply(pending[d][i], sums[i]);
+        }
       }
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      if constexpr (std::is_same_v<typename W::Type, float>) sums[i] *= factor;
+      if constexpr (std::is_same_v<Value, float>) sums[i] *= factor;
       quantum.values[i] = W::narrow(sums[i]);
     }
     reinterpret_cast<Quantum*>(blocks.out)[q] = quantum;
@@ -161,9 +180,9 @@ struct Launch {
 
   template <class T, class Operation>
   void run(float factor = 1.0F) const {
-    constexpr std::size_t kMostBlocks = 4096;
-    const std::size_t needed = (blocks.quanta + kThreads - 1) / kThreads;
-    const auto grid = static_cast<unsigned>(needed < kMostBlocks ? needed : kMostBlocks);
+    constexpr std::size_t kMostGrid = 4096;
+    const std::size_t needed = (blocks.bytes / kQuantumBytes + kThreads - 1) / kThreads;
+    const auto grid = static_cast<unsigned>(needed < kMostGrid ? needed : kMostGrid);
     launch(reduce_kernel<T, Operation>, grid, kThreads, stream, blocks, factor);
   }
 };
@@ -238,7 +257,12 @@ void load_reduction_kernels() {
 void reduce_blocks(DType dtype, ReduceOp op, const std::byte* blocks, std::size_t stride, int count,
                    std::byte* out, std::size_t bytes, StreamHandle stream) {
   if (bytes == 0) return;
-  const Blocks all{blocks, stride, count, out, bytes / kQuantumBytes};
+  if (count > kMostBlocks) {
+    throw Error(ErrorCode::kUnsupported, "reductions that NCCL lacks take at most " +
+                                             std::to_string(kMostBlocks) + " ranks, got " +
+                                             std::to_string(count));
+  }
+  const Blocks all{blocks, stride, count, out, bytes};
   if (!visit(dtype, op, count, Launch{all, stream})) throw_no_kernel(dtype, op);
 }
 

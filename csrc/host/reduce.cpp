@@ -11,7 +11,7 @@
 //   three steps of successive rounds overlap, the staging area stays in the caches, and memory
 //   traffic is that of the arrays alone.
 //
-// One rank reduces each element, in rank order, so every rank and every method gives the same bits.
+// One rank reduces each element, so every rank and every method gives the same bits.
 
 #include <algorithm>
 

@@ -7,9 +7,9 @@
 // no ordering is added here.
 //
 // Reductions that NCCL lacks (reductions.h) are done by an exchange: each rank sends every other
-// rank the part that the other rank reduces, a kernel reduces in rank order, and the results are
-// sent back. Lists go through buckets (cuda/bucket_plan.h): one launch packs the next bucket while
-// the current one is transferred.
+// rank the part that the other rank reduces, a kernel reduces by the tree over ranks, and the
+// results are sent back. Lists go through buckets (cuda/bucket_plan.h): one launch packs the next
+// bucket while the current one is transferred.
 #pragma once
 
 #include <functional>

@@ -1,7 +1,7 @@
 // Reductions that NCCL lacks, as an exchange of parts: each rank sends every other rank the part
-// that the other rank reduces, a kernel reduces in rank order, and the results are sent to their
-// destinations. An exchange sends twice the bytes of the array, as a ring does, and gives the same
-// bits on every rank.
+// that the other rank reduces, a kernel reduces by the tree over ranks, and the results are sent to
+// their destinations. An exchange sends twice the bytes of the array, as a ring does, and gives the
+// same bits on every rank.
 //
 // An array goes through the scratch memory in chunks. A chunk is cut into one part per rank; each
 // part is a multiple of 16 bytes except for the last ones, which may be smaller or empty.

@@ -30,7 +30,7 @@ from fastdist.errors import ClusterConfigError
 from fastdist.link.peer import is_own_user
 
 _MAGIC = b"fastdist"
-_VERSION = 3
+_VERSION = 4
 _HELLO = struct.Struct("=8sIII")  # magic, version, rank, world size
 _ARRIVED = b"+"  # rank 0's answer: the rank has arrived, or hears why not
 _VERDICT = struct.Struct("=I")  # bytes of the refusal that follows; 0: welcome

@@ -233,11 +233,10 @@ class AdoptedModules:
             when_initialized(roots, self._share_lazy)
 
     def watch_parts(self, parts: Sequence[Any]) -> None:
-        """Refuse these parts of batches as input of normalizations outside `run`."""
-        if self.num_replicas_in_sync == 1:
-            return
-        models = [m for m in self._models if any(each.keeps_means for each in m.buffered)]
-        watch_parts(parts, [root for m in models if (root := m.root()) is not None])
+        """Refuse these parts of batches as input of BatchNorms outside `run`."""
+        if self.num_replicas_in_sync > 1:
+            modules = [each.ref() for model in self._models for each in model.buffered]
+            watch_parts(parts, [module for module in modules if module is not None])
 
     def use(self, communicators: ReplicaCommunicators | None) -> None:
         """Reduce gradients through these communicators from now on."""

@@ -315,7 +315,7 @@ class ReplicatedStrategy(Strategy):
         if op == "mean" and axis is None and type(value) is PerReplica:
             everyone = shares(value.weights or value.examples)
             weights = None if everyone is None else [everyone[self._worker]]
-        return reduce_values(workers, op, self.local_results(value), axis, weights)
+        return reduce_values(workers, op, _values_of(value), axis, weights)
 
     def update(
         self,
@@ -334,19 +334,14 @@ class ReplicatedStrategy(Strategy):
     def _gather(self, value: Any, axis: int) -> Any:
         with self.communicator() as workers:
             self._members.average_buffers()
-            return map_structure(
-                lambda leaf: gather_values(workers, self.local_results(leaf), axis), value
-            )
+            return map_structure(lambda leaf: gather_values(workers, _values_of(leaf), axis), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this process's replicas, in order (experimental_local_results)."""
-        if isinstance(value, Variable):
-            return (value.component,)
-        if type(value) is not PerReplica:
-            return (value,)
-        if value.origin is not None:
-            self._members.watch_parts(value.values)
-        return value.values
+        values = _values_of(value)
+        if type(value) is PerReplica and value.origin is not None:
+            self._members.watch_parts(values)
+        return values
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers are bitwise equal on all replicas."""
@@ -354,6 +349,12 @@ class ReplicatedStrategy(Strategy):
             self._members.refresh()
             self._members.average_buffers()
             self._members.require_in_sync()
+
+
+def _values_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Variable):
+        return (value.component,)
+    return value.values if type(value) is PerReplica else (value,)
 
 
 _connected: weakref.WeakSet[ReplicatedStrategy] = weakref.WeakSet()

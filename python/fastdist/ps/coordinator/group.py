@@ -77,7 +77,7 @@ class Group:
             self._is_aborted = False
             return
         if self._leader is None and len(self._weights) == len(self.links):
-            self._total = sum(self._weights.values())
+            self._total = math.fsum(self._weights.values())  # in any order
             self._start_commit()
 
     def _start_commit(self) -> None:

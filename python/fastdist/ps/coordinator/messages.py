@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from fastdist.errors import FastdistError
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"FDCO"
 _HEADER = struct.Struct("<4sHHQ")  # magic, version, kind, number
 

@@ -158,7 +158,7 @@ def sums_of(staged: Sequence[Gradient], scale: np.float32) -> Iterator[Gradient]
 
 
 def _sum(arrays: list[Array]) -> Array:
-    """Add up by the binary tree over the arrays' places, as ranks do."""
+    """Add up by the binary tree over the arrays, which are in the order of their places."""
     while len(arrays) > 1:
         pairs = [a + b for a, b in zip(arrays[::2], arrays[1::2], strict=False)]
         arrays = pairs + arrays[2 * len(pairs) :]

@@ -42,9 +42,10 @@ void check_parameter(const Parameter& p, int device) {
     }
   } else if constexpr (requires { p.stride; }) {
     for (int k = 0; k < p.count; ++k) {
-      check_quanta(p.first + static_cast<std::size_t>(k) * p.stride, p.quanta, device);
+      check_quanta(p.first + static_cast<std::size_t>(k) * p.stride, p.bytes / kQuantumBytes,
+                   device);
     }
-    check_quanta(p.out, p.quanta, device);
+    check_quanta(p.out, p.bytes / kQuantumBytes, device);
   }
 }
 

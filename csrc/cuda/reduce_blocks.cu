@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(Blocks blocks, float f
     Value sums[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) sums[i] = W::widen(quantum.values[i]);
-    Value pending[kRounded ? kMostPending : 1][kEach];  // results that wait for their right sibling
+    Value pending[kRounded ? kMostPending : 1][kEach] = {};  // wait for their right sibling
     int depth = 0;
     for (int k = 1; k < blocks.count; ++k) {
       quantum = reinterpret_cast<const Quantum*>(blocks.first + blocks.stride * k)[q];

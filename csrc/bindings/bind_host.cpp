@@ -6,8 +6,8 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -22,6 +22,7 @@
 #include "host/tuning.h"
 #include "net/communicator.h"
 #include "net/connect.h"
+#include "net/hello.h"
 
 namespace fastdist::bindings {
 namespace {
@@ -31,7 +32,6 @@ using host::Machine;
 using host::SharedBlock;
 using host::Tuning;
 using net::Listener;
-using net::Token;
 
 // Returns an array of bytes in memory that the communicator can use in place.
 py::array empty(Endpoint& self, std::size_t bytes) {
@@ -85,16 +85,21 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
 // `parent`: a communicator of more ranks whose measured links are used, or None.
 std::unique_ptr<NetEndpoint> connect_machines(
     const HostEndpoint& inner, const Listener& listener, int rank,
-    const std::vector<std::tuple<int, std::string, int>>& places, const py::bytes& token,
+    const std::vector<std::tuple<int, std::string, int>>& places, const py::function& sign,
     const NetEndpoint* parent, py::handle silence, py::handle timeout) {
   std::vector<net::Place> known;
   for (const auto& [machine, ip, port] : places) {
     known.push_back({machine, ip, static_cast<std::uint16_t>(port)});
   }
-  const std::string_view bytes = token;
-  Token secret;
-  if (bytes.size() != secret.size()) throw Error(ErrorCode::kValue, "token must have 32 bytes");
-  std::memcpy(secret.data(), bytes.data(), secret.size());
+  const auto sign_message = [&](std::span<const std::byte> message) {
+    const py::gil_scoped_acquire gil;
+    const auto* text = reinterpret_cast<const char*>(message.data());
+    const auto code = sign(py::bytes(text, message.size())).cast<std::string>();
+    net::Digest digest;
+    if (code.size() != digest.size()) throw Error(ErrorCode::kValue, "sign must give 32 bytes");
+    std::memcpy(digest.data(), code.data(), digest.size());
+    return digest;
+  };
   const auto patience = to_duration(timeout);
   const PythonCaller caller;
   caller.may_block();
@@ -114,7 +119,8 @@ std::unique_ptr<NetEndpoint> connect_machines(
                 "rank " + std::to_string(lost) + " has died or failed while the ranks connected",
                 {lost});
   };
-  auto connections = net::connect_ranks(listener, rank, known, secret, patience, caller, check);
+  auto connections =
+      net::connect_ranks(listener, rank, known, sign_message, patience, caller, check);
   const auto made = std::make_shared<net::NetCommunicator>(inner.engine(), rank, std::move(known),
                                                            std::move(connections));
   if (parent != nullptr) {

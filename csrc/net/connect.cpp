@@ -102,12 +102,11 @@ std::string endpoint(const Place& place) {
 
 class Rendezvous {
  public:
-  Rendezvous(const Listener& listener, int rank, const std::vector<Place>& places,
-             const Token& token)
+  Rendezvous(const Listener& listener, int rank, const std::vector<Place>& places, const Sign& sign)
       : listener_(listener),
         rank_(rank),
         places_(places),
-        token_(token),
+        sign_(sign),
         found_(places.size()),
         outages_(places.size()),
         probes_(places.size()) {
@@ -386,7 +385,7 @@ class Rendezvous {
   }
 
   [[nodiscard]] Digest proof_of(Side side, const Pending& one, int acceptor) const {
-    return net::proof_of(side, token_, one.hello, static_cast<std::uint32_t>(acceptor),
+    return net::proof_of(side, sign_, one.hello, static_cast<std::uint32_t>(acceptor),
                          one.challenge.nonce);
   }
 
@@ -433,7 +432,7 @@ class Rendezvous {
   const Listener& listener_;
   int rank_;
   const std::vector<Place>& places_;
-  const Token& token_;
+  const Sign& sign_;
   std::vector<Connections> found_;
   std::vector<int> outages_;   // by rank: the last error of connecting to it
   std::vector<Probe> probes_;  // by rank
@@ -466,10 +465,10 @@ std::uint16_t Listener::port() const {
 }
 
 std::vector<Connections> connect_ranks(const Listener& listener, int rank,
-                                       const std::vector<Place>& places, const Token& token,
+                                       const std::vector<Place>& places, const Sign& sign,
                                        std::chrono::nanoseconds timeout, const Caller& caller,
                                        const std::function<void()>& check) {
-  return Rendezvous(listener, rank, places, token).run(timeout, caller, check);
+  return Rendezvous(listener, rank, places, sign).run(timeout, caller, check);
 }
 
 }  // namespace fastdist::net

@@ -41,13 +41,13 @@ struct Connections {
   FileDescriptor in;
 };
 
-// Connects this rank to all others, which prove that they have the token (hello.h), and returns
-// the connections by rank. Every rank must call. `check` is called regularly, and throws if a rank
-// is lost. Throws kTimeout if ranks have not connected within `timeout`, and kPeerFailure if a rank
-// leaves before or after it has connected, or if another program answers in its place. A rank must
-// keep its listener until this returns.
+// Connects this rank to all others, which prove that they have the key of `sign` (hello.h), and
+// returns the connections by rank. Every rank must call. `check` is called regularly, and throws if
+// a rank is lost. Throws kTimeout if ranks have not connected within `timeout`, and kPeerFailure if
+// a rank leaves before or after it has connected, or if another program answers in its place. A
+// rank must keep its listener until this returns.
 [[nodiscard]] std::vector<Connections> connect_ranks(
-    const Listener& listener, int rank, const std::vector<Place>& places, const Token& token,
+    const Listener& listener, int rank, const std::vector<Place>& places, const Sign& sign,
     std::chrono::nanoseconds timeout, const Caller& caller, const std::function<void()>& check);
 
 }  // namespace fastdist::net

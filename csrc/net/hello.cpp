@@ -2,13 +2,11 @@
 
 #include <sys/random.h>
 
-#include <span>
-
 #include "core/error.h"
 
 namespace fastdist::net {
 
-Digest proof_of(Side side, const Token& token, const Hello& hello, std::uint32_t acceptor,
+Digest proof_of(Side side, const Sign& sign, const Hello& hello, std::uint32_t acceptor,
                 const Nonce& nonce) {
   const struct {
     Side side;
@@ -17,7 +15,13 @@ Digest proof_of(Side side, const Token& token, const Hello& hello, std::uint32_t
     Nonce nonce;
   } said{side, acceptor, hello, nonce};
   static_assert(sizeof(said) == 2 * sizeof(std::uint32_t) + sizeof(Hello) + sizeof(Nonce));
-  return hmac_sha256(token, std::as_bytes(std::span(&said, 1)));
+  return sign(std::as_bytes(std::span(&said, 1)));
+}
+
+bool is_equal(const Digest& a, const Digest& b) noexcept {
+  std::byte difference{};
+  for (std::size_t i = 0; i < a.size(); ++i) difference |= a[i] ^ b[i];
+  return difference == std::byte{};
 }
 
 Nonce make_nonce() {

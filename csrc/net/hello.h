@@ -14,13 +14,14 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-
-#include "net/hmac.h"
+#include <functional>
+#include <span>
 
 namespace fastdist::net {
 
-// The secret key that only the ranks of one communicator have.
-using Token = std::array<std::byte, 32>;
+using Digest = std::array<std::byte, 32>;
+// Returns the HMAC-SHA256 of a message by the key that only the ranks of one communicator have.
+using Sign = std::function<Digest(std::span<const std::byte>)>;
 using Nonce = std::array<std::byte, 16>;
 
 enum class Purpose : std::uint32_t { kOut, kIn, kStream };  // as the rank that connects sees it
@@ -43,8 +44,11 @@ inline constexpr std::byte kWelcome{1};
 enum class Side : std::uint32_t { kConnects, kAccepts };
 
 // Returns the proof of one side. `acceptor` is the rank that accepts, `nonce` its random number.
-[[nodiscard]] Digest proof_of(Side side, const Token& token, const Hello& hello,
+[[nodiscard]] Digest proof_of(Side side, const Sign& sign, const Hello& hello,
                               std::uint32_t acceptor, const Nonce& nonce);
+
+// Takes the same time wherever the digests differ.
+[[nodiscard]] bool is_equal(const Digest& a, const Digest& b) noexcept;
 
 [[nodiscard]] Nonce make_nonce();
 

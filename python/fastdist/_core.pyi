@@ -129,7 +129,8 @@ def connect_machines(
     rank: int,
     # of each rank: number of its machine, IP address and port of its listener
     places: Sequence[tuple[int, str, int]],
-    token: bytes,
+    # the HMAC-SHA256 of a message, by the key of the communicator
+    sign: Callable[[bytes], bytes],
     # a communicator of more ranks, whose links are as fast, or None to measure them
     parent: NetCommunicator | None,
     # after which a silent machine is lost; 0: never

@@ -80,15 +80,28 @@ bool say(const FileDescriptor& fd, const T& object) {
   return ::send(fd.get(), &object, sizeof(T), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(T));
 }
 
+// Signs by a hash that differs between keys and messages; Python gives ranks HMAC-SHA256.
+inline net::Sign signed_by(std::uint64_t key) {
+  return [key](std::span<const std::byte> message) {
+    net::Digest digest;
+    std::uint64_t state = mix(key, 0, 0);
+    for (std::byte& out : digest) {
+      for (const std::byte b : message) state = mix(state, std::to_integer<std::uint64_t>(b), key);
+      out = static_cast<std::byte>(state >> 56);
+    }
+    return digest;
+  };
+}
+
 // Connects to rank 0 as rank `rank`; returns no connection if it is not welcome.
 inline FileDescriptor connect_as(std::uint32_t rank, Purpose purpose, const Place& place,
-                                 const net::Token& token = {}) {
+                                 const net::Sign& sign = signed_by(0)) {
   FileDescriptor fd = connect_to(place);
   const net::Hello hello{.rank = rank, .purpose = purpose, .nonce = net::make_nonce()};
   net::Challenge challenge;
   std::byte welcome{};
   if (say(fd, hello) && hears(fd, challenge) &&
-      say(fd, proof_of(net::Side::kConnects, token, hello, 0, challenge.nonce)) &&
+      say(fd, proof_of(net::Side::kConnects, sign, hello, 0, challenge.nonce)) &&
       hears(fd, welcome) && welcome == net::kWelcome) {
     return fd;
   }

@@ -38,7 +38,7 @@ NetRanks connect(const Machines& machines) {
   NetRanks ranks(world.places.size());
   in_threads(static_cast<int>(ranks.size()), [&](int r) {
     const auto i = static_cast<std::size_t>(r);
-    auto connections = net::connect_ranks(*world.listeners[i], r, world.places, {},
+    auto connections = net::connect_ranks(*world.listeners[i], r, world.places, signed_by(0),
                                           std::chrono::seconds(20), *patient().caller, [] {});
     ranks[i] =
         std::make_unique<NetCommunicator>(world.inner[i], r, world.places, std::move(connections));

@@ -76,12 +76,12 @@ void write_all(const FileDescriptor& fd, const Bytes& bytes) {
   (void)::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
 
-// Half of the strangers know the token, but never say that they are rank 1.
+// Half of the strangers know the key, but never say that they are rank 1.
 CASE(greetings) {
   const World world = make_world({{0}, {1}});
-  const net::Token token{std::byte{9}};
+  const net::Sign sign = signed_by(9);
   const auto meet = [&](int r) {
-    return net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, token,
+    return net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, sign,
                               std::chrono::seconds(60), *patient().caller, [] {});
   };
   in_threads(2, [&](int r) {
@@ -103,7 +103,7 @@ CASE(greetings) {
         net::Challenge challenge;
         const bool knows = random.one_in(2) && hello.rank != 1;
         if (hears(fd, challenge)) {
-          Bytes proof = bytes_of(proof_of(net::Side::kConnects, knows ? token : net::Token{}, hello,
+          Bytes proof = bytes_of(proof_of(net::Side::kConnects, knows ? sign : signed_by(0), hello,
                                           0, challenge.nonce));
           random.change(proof);
           write_all(fd, proof);

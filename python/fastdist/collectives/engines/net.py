@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -100,10 +101,14 @@ class NetEngine(CompiledEngine):
                 Machine(ranks, self._ips[ranks[0]], launchers[ranks[0]]) for ranks in layout.places
             )
         places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
-        token = hashlib.sha256(key.encode()).digest()
+        secret = hashlib.sha256(key.encode()).digest()
+
+        def sign(message: bytes) -> bytes:
+            return hmac.digest(secret, message, "sha256")
+
         try:
             self.compiled = _core.connect_machines(
-                inner.compiled, listener, rank, places, token, parent, silence_s, timeout_s
+                inner.compiled, listener, rank, places, sign, parent, silence_s, timeout_s
             )
         except (LostRankError, OSError) as error:
             if isinstance(error, PeerFailureError) and parent is not None:

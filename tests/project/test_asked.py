@@ -24,6 +24,7 @@ PEERS = {
     "08_shared_memory.py": "gloo",
     "10_no_timeout_needed.py": "gloo",
     "12_notebook.py": "spawn",
+    "16_same_bits.py": "gloo",
 }
 
 

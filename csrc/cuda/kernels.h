@@ -36,10 +36,9 @@ void unpack(const Moves& moves, const std::byte* bucket, const Cast& cast, Strea
 // `moves`. A NaN counts as larger than every number.
 void measure(const Moves& moves, DType bucket_dtype, float* magnitudes, StreamHandle stream);
 
-// Reduces the elements of `count` blocks by the tree over their numbers (core/reduction_tree.h);
-// block k begins at k · stride.
-// 16-bit and 8-bit floats accumulate in float32. All addresses and sizes must be multiples of 16
-// bytes.
+// Reduces the elements of `count` blocks, at most 4,096, by the tree over their numbers
+// (core/reduction_tree.h); block k begins at k · stride. 16-bit and 8-bit floats accumulate in
+// float32. All addresses and sizes must be multiples of 16 bytes.
 void reduce_blocks(DType dtype, ReduceOp op, const std::byte* blocks, std::size_t stride, int count,
                    std::byte* out, std::size_t bytes, StreamHandle stream);
 

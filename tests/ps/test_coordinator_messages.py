@@ -66,7 +66,7 @@ def garbled(kinds: Any) -> Iterator[tuple[bytes, ...]]:
 
 
 def call(impostor: Impostor, number: int, arguments: bytes) -> tuple[Outcome, bytes]:
-    impostor.send(pack(Kind.CALL, number), CALL.pack(1, number, 1, 0, False), arguments, b"")
+    impostor.send(pack(Kind.CALL, number), CALL.pack(1, number, 1, False), arguments, b"")
     done, (outcome, content, _) = impostor.receive_until(Kind.RESULT)
     assert done == number
     return Outcome(outcome[0]), content
@@ -124,7 +124,7 @@ def test_strangers_cannot_end_a_step(cluster: PlainCluster) -> None:
     ):
         known.take_over(time.time_ns())
         known.send(pack(Kind.DEFINE, 1), cloudpickle.dumps(lambda: step))
-        about = CALL.pack(1, 1, 2, 0, False)
+        about = CALL.pack(1, 1, 2, False)
         known.send(pack(Kind.CALL, 1), about, cloudpickle.dumps(((), {})), b"")
         known.receive_until(Kind.STAGED)
         for message in garbled(TO_WORKER):

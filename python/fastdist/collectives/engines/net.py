@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -102,10 +103,7 @@ class NetEngine(CompiledEngine):
             )
         places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
         secret = hashlib.sha256(key.encode()).digest()
-
-        def sign(message: bytes) -> bytes:
-            return hmac.digest(secret, message, "sha256")
-
+        sign = partial(hmac.digest, secret, digest="sha256")
         try:
             self.compiled = _core.connect_machines(
                 inner.compiled, listener, rank, places, sign, parent, silence_s, timeout_s

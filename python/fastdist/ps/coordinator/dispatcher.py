@@ -204,18 +204,16 @@ class Dispatcher:
             if call is None:
                 return
             number = next(_numbers)
-            self._send_call(link, call, number, number, 1, 0)
+            self._send_call(link, call, number, number, 1)
 
     def _assign_group(self, links: Sequence[WorkerLink]) -> None:
         pairs = [(link, call) for link in links if (call := self._backlog.take()) is not None]
         numbers = [next(_numbers) for _ in pairs]
-        for place, ((link, call), number) in enumerate(zip(pairs, numbers, strict=True)):
+        for (link, call), number in zip(pairs, numbers, strict=True):
             self._group.links[number] = link
-            self._send_call(link, call, number, numbers[0], len(pairs), place)
+            self._send_call(link, call, number, numbers[0], len(pairs))
 
-    def _send_call(
-        self, link: WorkerLink, call: Call, number: int, group: int, size: int, place: int
-    ) -> None:
+    def _send_call(self, link: WorkerLink, call: Call, number: int, group: int, size: int) -> None:
         latest = self.state_update
         state_update = b"" if link.state_update == latest else latest
         link.state_update = latest
@@ -223,7 +221,7 @@ class Dispatcher:
             link.define(definition)
         link.begin_call(number, call)
         has_state = call.function.has_state or any(needed.has_state for needed in call.needs)
-        header = CALL.pack(call.function.number, group, size, place, has_state)
+        header = CALL.pack(call.function.number, group, size, has_state)
         link.send(Kind.CALL, number, header, call.arguments, state_update)
 
     def _require_workers(self) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 
 from fastdist.errors import FastdistError
 
-VERSION = 2
+VERSION = 1
 _MAGIC = b"FDCO"
 _HEADER = struct.Struct("<4sHHQ")  # magic, version, kind, number
 
-CALL = struct.Struct("<QQII?")  # function, group of calls, its size, place in it, has_state
+CALL = struct.Struct("<QQI?")  # function, group of calls, its size, has_state
 HELLO = struct.Struct("<QQI")  # time of the coordinator's start, seed, the worker's index
 WEIGHT = struct.Struct("<d")
 

@@ -60,7 +60,7 @@ class CallContext:
 
     group: int  # of the calls that take their steps together; unique, also among repetitions
     size: int  # calls in the group
-    place: int  # of this call among them
+    place: int  # of this call in their order, from 0; there may be gaps
     has_state: bool  # the call refers to values that workers share
     commit: Callable[[float, Callable[[float], None]], None]
     is_last: Callable[[], bool]  # returns True if no further call is waiting on this worker
@@ -193,7 +193,7 @@ class Worker:
 
     def _call(self, number: int, frames: Sequence[bytes]) -> None:
         header, arguments, state_update = frames
-        function, group, size, place, has_state = CALL.unpack(header)
+        function, group, size, has_state = CALL.unpack(header)
 
         def call() -> Any:
             fn = self._library.get((function, None))
@@ -201,7 +201,7 @@ class Worker:
             return fn(*args, **kwargs)
 
         commit = functools.partial(self._wait_for_step, number)
-        context = CallContext(group, size, place, has_state, commit, self._is_last)
+        context = CallContext(group, size, number - group, has_state, commit, self._is_last)
         outcome, content = Outcome.RETURNED, b""
         try:
             if state_update:

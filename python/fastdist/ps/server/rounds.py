@@ -92,8 +92,8 @@ class Rounds:
             if found is None:
                 return self._finished[round_]
             self.finish(round_, OPEN)
-            by_place = {n: sorted(all_, key=itemgetter(0)) for n, all_ in found.staged.items()}
-            return {number: [one for _, one in all_] for number, all_ in by_place.items()}
+            in_order = ((n, sorted(all_, key=itemgetter(0))) for n, all_ in found.staged.items())
+            return {number: [one for _, one in all_] for number, all_ in in_order}
 
     def finish(self, round_: int, state: str) -> None:
         """Record that a round is being applied, was applied, or was discarded."""

@@ -131,36 +131,40 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(Blocks blocks, float f
     Value sums[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) sums[i] = W::widen(quantum.values[i]);
-    Value pending[kRounded ? kMostPending : 1][kEach] = {};  // wait for their right sibling
-    int depth = 0;
+    [[maybe_unused]] Value pending[kMostPending][kEach] = {};  // wait for their right sibling
+    [[maybe_unused]] int depth = 0;
     for (int k = 1; k < blocks.count; ++k) {
       quantum = reinterpret_cast<const Quantum*>(blocks.first + blocks.stride * k)[q];
-      int reductions =
-          kRounded ? reductions_after(static_cast<unsigned>(k), static_cast<unsigned>(blocks.count))
-                   : 1;
-      if (reductions == 0) {
+      [[maybe_unused]] int reductions = 1;
+      if constexpr (kRounded) {
+        reductions =
+            reductions_after(static_cast<unsigned>(k), static_cast<unsigned>(blocks.count));
+        if (reductions == 0) {
 #pragma unroll
-        for (int d = 0; d < kMostPending; ++d) {
-          if (!kRounded || d != depth) continue;
+          for (int d = 0; d < kMostPending; ++d) {
+            if (d != depth) continue;
 #pragma unroll
-          for (int i = 0; i < kEach; ++i) pending[d][i] = sums[i];
+            for (int i = 0; i < kEach; ++i) pending[d][i] = sums[i];
+          }
+#pragma unroll
+          for (int i = 0; i < kEach; ++i) sums[i] = W::widen(quantum.values[i]);
+          ++depth;
+          continue;
         }
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) sums[i] = W::widen(quantum.values[i]);
-        ++depth;
-        continue;
       }
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         sums[i] = Operation::apply(sums[i], W::widen(quantum.values[i]));
       }
-      for (; reductions > 1; --reductions) {
-        --depth;
+      if constexpr (kRounded) {
+        for (; reductions > 1; --reductions) {
+          --depth;
 #pragma unroll
-        for (int d = 0; d < kMostPending; ++d) {
-          if (!kRounded || d != depth) continue;
+          for (int d = 0; d < kMostPending; ++d) {
+            if (d != depth) continue;
 #pragma unroll
-          for (int i = 0; i < kEach; ++i) sums[i] = Operation::apply(pending[d][i], sums[i]);
+            for (int i = 0; i < kEach; ++i) sums[i] = Operation::apply(pending[d][i], sums[i]);
+          }
         }
       }
     }

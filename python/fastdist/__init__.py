@@ -54,6 +54,7 @@ __all__ = [
     "PreemptionCheckpointHandler",
     "RemoteValue",
     "ReplicaContext",
+    "ShardedOptimizer",
     "Strategy",
     "TPUStrategy",
     "Variable",
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
         checkpoints_iterator,
     )
     from fastdist.integrations import keras
+    from fastdist.integrations.sharded_optimizer import ShardedOptimizer
     from fastdist.ps.coordinator import (
         ClusterCoordinator,
         PerWorkerValues,
@@ -153,6 +155,7 @@ _LAZY = {
     "MultiWorkerMirroredStrategy": "fastdist.strategies",
     "OneDeviceStrategy": "fastdist.strategies",
     "ReplicaContext": "fastdist.replicas.context",
+    "ShardedOptimizer": "fastdist.integrations.sharded_optimizer",
     "Strategy": "fastdist.strategies",
     "TPUStrategy": "fastdist.tpu.strategy",
     "get_replica_context": "fastdist.strategies",

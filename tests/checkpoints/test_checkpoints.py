@@ -50,6 +50,15 @@ class TestMirrored(CheckpointContract):
         return ManyProcesses(size)
 
 
+class TestShardedOptimizer(CheckpointContract):
+    sizes = (2,)
+    slow_sizes = (3,)
+
+    @staticmethod
+    def make(size: int) -> ManyProcesses:
+        return ManyProcesses(size, "sharded")
+
+
 class TestMultiWorkerMirrored(CheckpointContract):
     slow_sizes = (2,)
 

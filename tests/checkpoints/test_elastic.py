@@ -30,7 +30,9 @@ torch.manual_seed(0)
 step_folder, elastic_job = os.environ.get("STEP"), "FASTDIST_ROSTER" in os.environ
 if step_folder and elastic_job:
     os.mkdir(f"{step_folder}/started{os.getpid()}")
-strategy = fd.MultiWorkerMirroredStrategy() if elastic_job else fd.OneDeviceStrategy("cpu")
+options = fd.CommunicationOptions(shard_optimizer="SHARD" in os.environ)
+make = fd.MultiWorkerMirroredStrategy
+strategy = make(options=options) if elastic_job else fd.OneDeviceStrategy("cpu")
 x = torch.randn(93, 8)
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin(), torch.arange(93.0))
 torch.manual_seed(0 if not elastic_job else os.getpid())
@@ -161,9 +163,16 @@ class TestTraining:
             assert f"2 replicas train now, 3 before; they go on from commit {commit}" in errors
         assert errors.count("3 replicas train now, 2 before; they go on from commit") == 2
 
+    @pytest.mark.parametrize("shard", [{}, {"SHARD": "1"}], ids=["whole", "sharded"])
     def test_ranks_are_lost_in_many_ways(
-        self, launcher: Launcher, script: Script, step: Path, expected: list[Any]
+        self,
+        launcher: Launcher,
+        script: Script,
+        step: Path,
+        expected: list[Any],
+        shard: dict[str, str],
     ) -> None:
+        launcher.environ |= shard
         lost = {
             "at once": "checkpoint.step == 0 and rank == 0",
             "first": "checkpoint.step == 6",  # whoever comes first

@@ -85,6 +85,9 @@ KINDS: dict[str, Callable[[fd.CommunicationOptions], fd.Strategy]] = {
         options=dataclasses.replace(options, overlap=True)
     ),
     "multi_worker": lambda options: fd.MultiWorkerMirroredStrategy(options=options),
+    "sharded": lambda options: fd.MirroredStrategy(
+        own_devices(), options=dataclasses.replace(options, shard_optimizer=True)
+    ),
     "central": lambda options: fd.CentralStorageStrategy(own_devices(), options=options),
     "central_apart": central_apart,
 }
@@ -155,6 +158,14 @@ class TestMultiWorkerMirrored(Contract):
     @staticmethod
     def make(size: int) -> ManyProcesses:
         return ManyProcesses(size, "multi_worker")
+
+
+class TestShardedOptimizer(TrainingContract, ProgramsContract):
+    slow_sizes = (2,)
+
+    @staticmethod
+    def make(size: int) -> ManyProcesses:
+        return ManyProcesses(size, "sharded")
 
 
 class TestTrainingCentralStorage(TrainingContract):

@@ -46,6 +46,7 @@ from fastdist.training.optimizer_steps import OptimizerSteps
 from fastdist.training.outside import OutsideParameters
 from fastdist.training.parameter_sample import ParameterSample
 from fastdist.training.parts import watch_parts
+from fastdist.training.sharded import ShardedStep
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
 
@@ -147,13 +148,16 @@ class AdoptedModules:
         ]
         self._adopted += len(added)
         optimizers = [thing for thing in made if isinstance(thing, torch.optim.Optimizer)]
-        self._in_order += [weakref.ref(o) for o in optimizers if o not in self._optimizers]
+        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
+        self._in_order += map(weakref.ref, new)
         self._optimizers.update(optimizers)
         self._models += added
         self._compare(added)
-        if self._central is not None:
-            for optimizer in optimizers:
+        for optimizer in new:
+            if self._central is not None:
                 self._central.take_optimizer(optimizer, self._steps.require_allowed, self.connect)
+            elif self._options.shard_optimizer:
+                ShardedStep(optimizer, self.connect)
         self.use(communicators)
         own(roots, self)
 
@@ -260,7 +264,7 @@ class AdoptedModules:
                 self._accumulation,
                 self._buffers,
                 self._steps.record,
-                None if self._central else ParameterSample(list(self._reduced()), self._in_order),
+                self._sample(),
                 self._first_runs,
                 reduction=self._options.gradient_reduction,
                 bucket_bytes=self._options.bucket_bytes,
@@ -270,6 +274,12 @@ class AdoptedModules:
         refs = (reduced.ref for model in self._models for reduced in model.parameters)
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]
         self._steps.watch(self._optimizers, parameters, self.sync)
+
+    def _sample(self) -> ParameterSample | None:
+        if self._central is not None:
+            return None
+        with_states = [] if self._options.shard_optimizer else self._in_order
+        return ParameterSample(list(self._reduced()), with_states)
 
     def move(self, replica_id: int, replicas: int) -> None:
         """Belong to another number of replicas from now on; what is under way is dropped."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fastdist.errors import UnsupportedError
 from fastdist.replicas.devices import every_device, usable_device, usable_devices
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.mirrored import replica_of_machine
@@ -38,6 +39,7 @@ class CentralStorageStrategy(ReplicatedStrategy):
     Raises:
         ClusterConfigError: as for MirroredStrategy.
         ValueError: torch cannot use a device.
+        UnsupportedError: the options divide optimizers' states among replicas.
 
     Examples:
         >>> import fastdist as fd
@@ -54,6 +56,11 @@ class CentralStorageStrategy(ReplicatedStrategy):
         options: CommunicationOptions | None = None,
     ) -> None:
         options = options or CommunicationOptions()
+        if options.shard_optimizer:
+            raise UnsupportedError(
+                "CentralStorageStrategy has one copy of the optimizers' states for all replicas: "
+                "shard_optimizer needs MirroredStrategy or MultiWorkerMirroredStrategy"
+            )
         given = None
         if compute_devices is not None:
             given = usable_devices(compute_devices, "compute_devices")

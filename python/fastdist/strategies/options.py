@@ -23,6 +23,9 @@ class CommunicationOptions:
         gradient_reduction: "mean" over the examples of the global batch, so that replicas train
             as one device would, or "sum" over replicas (tf.distribute's convention; see
             `fastdist.nn.compute_average_loss`).
+        shard_optimizer: True: each replica keeps the optimizers' states of the parameters that it
+            owns, and steps for these. `state_dict` of an optimizer is then a call that every
+            replica must make.
 
     Examples:
         >>> import fastdist as fd
@@ -35,6 +38,7 @@ class CommunicationOptions:
     compress: Compression | None = None
     overlap: bool | Literal["auto"] = "auto"
     gradient_reduction: GradientReduction = "mean"
+    shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if self.bucket_bytes <= 0:

@@ -201,15 +201,17 @@ def _call_once(module: nn.Module, then: Callable[[nn.Module], None]) -> None:
     handle = module.register_forward_pre_hook(initialized)
 
 
-def broadcast_state(communicator: Communicator, tensors: Sequence[torch.Tensor]) -> None:
-    """Broadcast the values of rank 0 to every rank. Every rank must call."""
+def broadcast_state(
+    communicator: Communicator, tensors: Sequence[torch.Tensor], root: int = 0
+) -> None:
+    """Broadcast the root's values to every rank. Every rank must call."""
     ready = [tensor.detach() for tensor in tensors if is_materialized(tensor)]
     dense = [tensor for tensor in ready if tensor.is_contiguous()]
     if dense:
-        communicator.broadcast(dense)
+        communicator.broadcast(dense, root)
     for tensor in ready:
         if not tensor.is_contiguous():
-            tensor.copy_(communicator.broadcast(tensor.contiguous()))
+            tensor.copy_(communicator.broadcast(tensor.contiguous(), root))
 
 
 def tensor_digest(tensor: torch.Tensor) -> bytes:

@@ -171,6 +171,12 @@ class Calls(_ProcessGroup):
         self._completers = {}
         self._comm, self._messages = comm, _core.Messages(comm.engine.compiled).calls()
 
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the group's ranks."""
+        found: Communicator = self._comm
+        return found
+
     def rank(self) -> int:
         """Return this rank."""
         return int(self._comm.rank)

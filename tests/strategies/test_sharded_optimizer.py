@@ -1,0 +1,299 @@
+"""Optimizers whose states are divided among replicas: the bits of one that is not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fastdist as fd
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from fastdist import Strategy
+from fastdist.errors import UnsupportedError
+from ranks import ProcessRanks
+from replica_runs import Run, ranks, run
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["ranks", "run"]  # fixtures
+
+STEPS = 100
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+    "fused": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True),
+    "adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "muon": lambda params: torch.optim.Muon(params, lr=1e-2),
+}
+
+
+class Model(nn.Module):
+    """Matrices of several shapes; `bias` is False for Muon, which takes matrices alone."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Linear(12, 40, bias=bias), nn.ReLU(), nn.Linear(40, 33, bias=bias), nn.ReLU()),
+            *(nn.Linear(33, 64, bias=bias), nn.ReLU(), nn.Linear(64, 5, bias=bias)),
+        )
+        self.unused = nn.Linear(7, 7, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def batches(strategy: Strategy) -> Iterator[Any]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(210, 12, generator=generator)
+    y = torch.randint(5, (210,), generator=generator)
+    while True:
+        yield from strategy.distribute_dataset((x, y), global_batch_size=21)
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def trained(
+    strategy: Strategy, make: Callable[[Any], torch.optim.Optimizer], steps: int = STEPS
+) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """Return the parameters after training, and the optimizer."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = Model(bias="Muon" not in type(make([nn.Parameter(torch.ones(2, 2))])).__name__)
+        optimizer = make(model.parameters())
+
+    def step(batch: Any) -> None:
+        x, y = batch
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    for _, batch in zip(range(steps), batches(strategy), strict=False):
+        strategy.run(step, args=(batch,))
+    strategy.check_in_sync()
+    return values(model), optimizer
+
+
+def whole_strategy() -> Strategy:
+    """Another strategy of the same replicas, whose optimizers are not divided."""
+    return fd.MirroredStrategy()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bits(run: Run, name: str) -> None:
+    def case(strategy: Strategy) -> None:
+        expected, whole = trained(whole_strategy(), OPTIMIZERS[name])
+        found, sharded = trained(strategy, OPTIMIZERS[name])
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
+        one, other = whole.state_dict(), sharded.state_dict()
+        assert one.keys() == other.keys()
+        assert list(one["state"]) == list(other["state"])
+        for key, state in one["state"].items():
+            assert state.keys() == other["state"][key].keys()
+            for what, value in state.items():
+                assert torch.equal(
+                    torch.as_tensor(value), torch.as_tensor(other["state"][key][what])
+                )
+        assert len(sharded.state) < len(whole.state) or not whole.state
+
+    run(case, shard_optimizer=True)
+
+
+def test_parts_of_the_state(run: Run) -> None:
+    def case(strategy: Strategy) -> tuple[int, int]:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(48)))
+            optimizer = torch.optim.Adam(model.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 20)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        own = sum(state["exp_avg"].numel() for state in optimizer.state.values())
+        return own, sum(p.numel() for p in model.parameters())
+
+    found = run(case, shard_optimizer=True)
+    assert sum(own for own, _ in found) == found[0][1]
+    for own, elements in found:
+        assert own <= 1.05 * elements / len(found)
+
+
+def test_what_people_do_with_optimizers(run: Run) -> None:
+    """A scheduler, a scaler, two optimizers, frozen layers, groups added later, closures, EMA."""
+
+    def train(strategy: Strategy) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = Model()
+            head = nn.Linear(5, 5)
+            for p in model.layers[2].parameters():
+                p.requires_grad_(False)
+            first = torch.optim.AdamW(
+                [{"params": model.layers[:4].parameters(), "lr": 1e-2}, {"params": [], "lr": 0.5}]
+            )
+            second = torch.optim.SGD(model.layers[4].parameters(), lr=0.1, momentum=0.9)
+            average = torch.optim.swa_utils.AveragedModel(model)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(first, 0.95)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+
+        def step(batch: Any, turn: int) -> torch.Tensor:
+            x, y = batch
+            first.zero_grad()
+            second.zero_grad()
+            loss = F.cross_entropy(head(model(x)), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(first)
+            for p in first.param_groups[0]["params"]:
+                assert turn == 0 or p.grad is not None or not p.requires_grad
+            scaler.step(first)
+            scaler.step(second)
+            scaler.update()
+            schedule.step()
+            return loss.detach()
+
+        def closed(batch: Any) -> None:
+            x, y = batch
+
+            def closure() -> torch.Tensor:
+                second.zero_grad()
+                loss = F.cross_entropy(head(model(x)), y)
+                loss.backward()
+                return loss
+
+            loss = second.step(closure)
+            assert loss is not None
+
+        for turn, batch in zip(range(20), batches(strategy), strict=False):
+            if turn == 8:
+                for p in model.layers[2].parameters():
+                    p.requires_grad_(True)
+            if turn == 12:
+                first.add_param_group({"params": list(head.parameters()), "lr": 1e-3})
+            if turn % 5 == 4:
+                strategy.run(closed, args=(batch,))
+            else:
+                strategy.run(step, args=(batch, turn))
+            average.update_parameters(model)
+        strategy.check_in_sync()
+        return [*values(model), *values(head), *values(average)]
+
+    def case(strategy: Strategy) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            expected = train(whole_strategy())
+            found = train(strategy)
+        for one, other in zip(expected, found, strict=True):
+            assert torch.equal(one, other)
+
+    run(case, shard_optimizer=True)
+
+
+def test_a_failed_step_leaves_the_groups_whole(run: Run) -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ZeroDivisionError
+
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 2)
+            optimizer = Fails(model.parameters(), lr=0.1)
+
+        def step() -> None:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(ZeroDivisionError):
+            strategy.run(step)
+        assert len(optimizer.param_groups[0]["params"]) == 2
+
+    run(case, shard_optimizer=True)
+
+
+class ByNorm(torch.optim.Optimizer):
+    """Scales all steps by the norm of all gradients, as LAMB and Prodigy do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = sum(p.grad.square().sum() for p in params if p.grad is not None) ** 0.5
+        for p in params:
+            if p.grad is not None:
+                p.sub_(p.grad / norm)
+
+
+def train_by_ddp(comm: fd.Communicator, folder: str) -> None:
+    """In a process of `ranks`: the same bits, and states that torch alone can load."""
+    store = dist.FileStore(f"{folder}/store", comm.world_size)
+    dist.init_process_group("fastdist", rank=comm.rank, world_size=comm.world_size, store=store)
+    try:
+        found, states = [], []
+        for sharded in (False, True):
+            torch.manual_seed(0)
+            model = DistributedDataParallel(Model(), find_unused_parameters=True)
+            make = fd.ShardedOptimizer if sharded else lambda cls, *a, **k: cls(*a, **k)
+            optimizer = make(torch.optim.AdamW, model.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+            generator = torch.Generator().manual_seed(comm.rank)
+            for turn in range(10):
+                x = torch.randn(8, 12, generator=generator)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                schedule.step()
+                if turn == 5:
+                    optimizer.load_state_dict(optimizer.state_dict())
+            found.append(values(model))
+            states.append(optimizer.state_dict()["state"])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+        for key, state in states[0].items():
+            assert all(torch.equal(state[name], states[1][key][name]) for name in state)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_under_ddp(ranks: ProcessRanks, tmp_path: Path) -> None:
+    ranks.run(train_by_ddp, str(tmp_path))
+
+
+def test_a_group_of_another_backend(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        with pytest.raises(TypeError, match='needs a process group of backend "fastdist"'):
+            fd.ShardedOptimizer(torch.optim.Adam, [nn.Parameter(torch.ones(2))])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, ByNorm])
+def test_optimizers_that_look_across_parameters(run: Run, make: Any) -> None:
+    def case(strategy: Strategy) -> None:
+        scope = strategy.scope()
+        scope.__enter__()
+        make(nn.Linear(3, 2).parameters())
+        with pytest.raises(UnsupportedError, match=f"{make.__name__} cannot be divided"):
+            scope.__exit__(None, None, None)
+
+    run(case, shard_optimizer=True)
+
+
+def test_central_storage_refuses() -> None:
+    with pytest.raises(UnsupportedError, match="one copy of the optimizers' states"):
+        fd.CentralStorageStrategy(["cpu:0"], options=fd.CommunicationOptions(shard_optimizer=True))

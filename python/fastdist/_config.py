@@ -10,6 +10,8 @@
 | FASTDIST_SECRET_FILE | path of a file with that secret | see below |
 | FASTDIST_INSECURE | 1: jobs on several machines need no secret | 0 |
 | FASTDIST_REPLACE | gloo: programs that ask torch for Gloo get fastdist | nothing |
+| FASTDIST_RECORD | file for digests of training (`fastdist run --record`) | none |
+| FASTDIST_RECORD_EVERY | steps between two of its records | 100 |
 | GLOO_SOCKET_IFNAME | network interface by which other machines reach this one | by the route |
 
 Without a secret, processes take that in `fastdist/secret` of the user's configuration folder.
@@ -28,6 +30,7 @@ VARIABLE_PREFIX = "FASTDIST_"
 FOLDER_VARIABLE = "FASTDIST_PS_FOLDER"
 REPLACE_VARIABLE = "FASTDIST_REPLACE"
 REPLACEABLE = ("gloo",)
+RECORD_VARIABLES = ("FASTDIST_RECORD", "FASTDIST_RECORD_EVERY")
 SECRET_VARIABLE = "FASTDIST_SECRET"
 SECRET_VARIABLES = (SECRET_VARIABLE, "FASTDIST_SECRET_FILE", "FASTDIST_INSECURE")
 
@@ -67,6 +70,27 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         insecure=_flag(environ, "FASTDIST_INSECURE", defaults.insecure),
         config_folder=os.path.expanduser(environ.get("XDG_CONFIG_HOME") or defaults.config_folder),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Where digests of training are written, and the steps between two records."""
+
+    path: str
+    every: int
+
+
+def recording(environ: Mapping[str, str] = os.environ) -> Recording | None:
+    """Return what to record; None for nothing.
+
+    Raises:
+        ValueError: FASTDIST_RECORD_EVERY is no positive integer.
+    """
+    file, every = RECORD_VARIABLES
+    text = environ.get(every, "100")
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError(f"{every} must be a positive integer, got {text!r}")
+    return Recording(environ[file], int(text)) if environ.get(file) else None
 
 
 def replaced_backend(environ: Mapping[str, str] = os.environ) -> str | None:

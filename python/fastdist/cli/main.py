@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from fastdist._version import __version__
-from fastdist.cli import bench, doctor, ps, run, serve, trace, why
+from fastdist.cli import bench, compare_runs, doctor, ps, run, serve, trace, why
 from fastdist.cli.command import CommandParser, run_command
 
 
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fastdist {__version__}")
     subparsers = parser.add_subparsers(metavar="command")
-    for command in (run, serve, bench, doctor, ps, why, trace):
+    for command in (run, serve, bench, doctor, ps, why, trace, compare_runs):
         command.add_parser(subparsers)
     return parser
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from fastdist._config import REPLACE_VARIABLE, REPLACEABLE
+from fastdist._config import RECORD_VARIABLES, REPLACE_VARIABLE, REPLACEABLE
 from fastdist.cli.command import UsageError, add_command, has_colour
 from fastdist.cli.program import find_program
 from fastdist.cli.slow_ranks import slow_ranks_told
@@ -170,6 +170,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "FILE's name gets the machine's number",
     )
     parser.add_argument(
+        "--record",
+        metavar="FILE",
+        type=Path,
+        help="write digests of a strategy's gradients, parameters and optimizers' states, and fail "
+        "if replicas differ; fastdist compare-runs compares two files",
+    )
+    parser.add_argument(
+        "--record-every",
+        metavar="K",
+        type=_count("steps"),
+        default=100,
+        help="steps between two records (default: 100)",
+    )
+    parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as `python -m` does"
     )
     command = parser.add_argument(
@@ -271,6 +285,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replace is not None:
         _check_replacing(arguments)
         arguments.env.append((REPLACE_VARIABLE, arguments.replace))
+    if arguments.record is not None and arguments.hosts is None:
+        _begin_record(arguments)
     _say_what_comes_first(arguments)
     run_once = _run_here
     if arguments.hosts is not None:
@@ -446,6 +462,9 @@ def _job_on_hosts(
     there += ["--no-prefix"] * (not arguments.prefix) + ["-m"] * arguments.is_module
     if arguments.trace is not None:
         there += ["--trace", str(arguments.trace)]
+    if arguments.record is not None:
+        there += ["--record", str(arguments.record)]
+        there += ["--record-every", str(arguments.record_every)]
     if elastic is not None and arguments.max_restarts is not None:
         there += ["--max-restarts", str(arguments.max_restarts)]
     if not arguments.command:
@@ -493,6 +512,18 @@ def _check_replacing(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--replace needs torch to load fastdist, which {_AUTOLOAD}=0 forbids")
     if not metadata.entry_points(group="torch.backends", name="fastdist"):
         raise UsageError("--replace needs fastdist to be installed by pip: torch cannot find it")
+
+
+def _begin_record(arguments: argparse.Namespace) -> None:
+    """Empty the file of --record where rank 0 is, and tell the ranks."""
+    path = arguments.record.absolute()
+    try:
+        if arguments.node_rank in (None, 0):
+            path.write_bytes(b"")
+    except OSError as error:
+        raise UsageError(f"--record {path}: {error.strerror}") from None
+    values = str(path), str(arguments.record_every)
+    arguments.env += zip(RECORD_VARIABLES, values, strict=True)
 
 
 def _check_elastic(arguments: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fastdist._config import recording
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.per_replica import PerReplica
@@ -27,6 +28,7 @@ from fastdist.strategies.communicators import ReplicaCommunicators
 from fastdist.strategies.options import CommunicationOptions
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
 from fastdist.training.contributions import Accumulation, ReducedParameter
+from fastdist.training.digests import StepDigests
 from fastdist.training.first_runs import FirstRuns
 from fastdist.training.frameworks import inner_modules, state_of
 from fastdist.training.gradients import GradientSync
@@ -119,6 +121,10 @@ class AdoptedModules:
         self._steps = OptimizerSteps(options.gradient_reduction)
         self._first_runs = FirstRuns()
         self._outside = OutsideParameters(self.has)
+        has_all_states = central is None and not options.shard_optimizer
+        found = recording()
+        self._digests = None if found is None else StepDigests(found, has_all_states)
+        self._steps.digests = self._digests
         if replicas > 1:
             self._steps.begin(has_one_copy=central is not None)
 
@@ -155,7 +161,7 @@ class AdoptedModules:
         self._compare(added)
         for optimizer in new:
             if self._central is not None:
-                self._central.take_optimizer(optimizer, self._steps.require_allowed, self.connect)
+                self._central.take_optimizer(optimizer, self._steps.prepare, self.connect)
             elif self._options.shard_optimizer:
                 ShardedStep(optimizer, self.connect)
         self.use(communicators)
@@ -270,7 +276,10 @@ class AdoptedModules:
                 bucket_bytes=self._options.bucket_bytes,
                 compress=self._options.compress,
                 overlaps=communicators.overlaps or self._device.type == "cuda",
+                digests=self._digests,
             )
+            if self._digests is not None:
+                self._digests.watch(list(self._reduced()), communicators.replicas)
         refs = (reduced.ref for model in self._models for reduced in model.parameters)
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]
         self._steps.watch(self._optimizers, parameters, self.sync)
@@ -367,6 +376,8 @@ class AdoptedModules:
     ) -> Iterator[None]:
         """Return a context manager around the user's function."""
         self._outside.watch(fn, given)
+        if self._digests is not None:
+            self._digests.begin_run()
         workers = None if self._central is None else self.connect()
         if self._central is not None and workers is not None:
             workers.barrier()  # after what replicas have written between runs
@@ -379,8 +390,19 @@ class AdoptedModules:
         if self._central is not None and workers is not None:
             self._central.require_unchanged()
             workers.barrier()  # no replica writes while another one computes
+        everyone = None if self._digests is None else self.connect()
+        if self._digests is not None and everyone is not None:
+            self._digests.end_run(everyone, self._known_optimizers())
         self._first_runs.report(replica == 0)
         self._buffers.report(replica == 0)
+
+    def note_step(self) -> None:
+        """Note that an optimizer which is not torch's is about to step."""
+        if self._digests is not None:
+            self._digests.note_step()
+
+    def _known_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for ref in self._in_order if (optimizer := ref()) is not None]
 
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""

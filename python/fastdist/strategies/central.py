@@ -92,13 +92,12 @@ class CentralParameters:
     def take_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
-        require_allowed: Callable[[torch.optim.Optimizer], None],
+        prepare: Callable[[torch.optim.Optimizer], None],
         workers: Callable[[], Communicator | None],
     ) -> None:
         """Make a step of all replicas' optimizers one step of the owner's optimizer.
 
-        `require_allowed` raises if the optimizer must not step now; `workers` connects the
-        replicas.
+        `prepare` raises if the optimizer must not step now; `workers` connects the replicas.
         """
         plain = optimizer.step
 
@@ -111,7 +110,7 @@ class CentralParameters:
                     f"{type(own).__name__}.step got a closure; under CentralStorageStrategy the "
                     "optimizer steps once for all replicas and cannot evaluate their closures"
                 )
-            require_allowed(own)
+            prepare(own)
             own.__dict__["_opt_called"] = True  # schedulers check this attribute
             if state.replica is not None:
                 self.require_unchanged()

@@ -213,6 +213,10 @@ class ReplicatedStrategy(Strategy):
             self._is_running = False
         return wrap([result], examples, context.weights if context.is_weighed else None)
 
+    def note_step(self) -> None:
+        """Note that an optimizer which is not torch's is about to step."""
+        self._members.note_step()
+
     def _set_weights(self, context: ReplicaContext, weights: tuple[float, ...] | None) -> None:
         context.weights = weights
         parts = shares(weights) if self.options.gradient_reduction == "mean" else None

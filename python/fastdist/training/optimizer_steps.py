@@ -21,6 +21,7 @@ from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.per_replica import Origin
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.training.contributions import GradientReduction, call_weakly
+from fastdist.training.digests import StepDigests
 from fastdist.training.gradients import GradientSync
 from fastdist.training.step_record import StepRecord
 
@@ -36,10 +37,12 @@ class OptimizerSteps:
 
     Attributes:
         record: the steps so far, to be compared with other replicas.
+        digests: the digests of recorded steps; None if none are recorded.
     """
 
     def __init__(self, reduction: GradientReduction) -> None:
         self.record = StepRecord()
+        self.digests: StepDigests | None = None
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -112,7 +115,7 @@ class OptimizerSteps:
             if (context is not None and self._is_running) or self._has_one_copy:
                 self._require_foreign(optimizer)
             return None
-        self.require_allowed(optimizer)
+        self.prepare(optimizer)
         enter(Phase.OPTIMIZER)
         if not self._has_one_copy:
             self.record.note(optimizer)
@@ -143,8 +146,8 @@ class OptimizerSteps:
         elif was == 1 and change < 0:
             self._common.leave()
 
-    def require_allowed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer of the strategy may step now.
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer of the strategy may step now, and hash gradients to be recorded.
 
         Raises:
             FastdistError: the gradients are not reduced over all replicas yet.
@@ -155,11 +158,12 @@ class OptimizerSteps:
                 f"{type(optimizer).__name__}.step() was called during backward, before the "
                 "gradients were reduced over replicas; call it after backward() has returned"
             )
-        if state.replica is None:
-            return
-        if self._sync is not None:
-            self._sync.require_reduced()
-        self._require_own(optimizer)
+        if state.replica is not None:
+            if self._sync is not None:
+                self._sync.require_reduced()
+            self._require_own(optimizer)
+        if self.digests is not None:
+            self.digests.note_step()
 
     def _is_own(self, parameter: torch.Tensor) -> bool:
         known = self._parameters.get(id(parameter))

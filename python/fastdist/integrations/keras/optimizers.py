@@ -8,28 +8,23 @@ import keras
 import torch
 
 from fastdist.replicas.context import state
-from fastdist.strategies.central import CentralParameters
+from fastdist.strategies.replicated import ReplicatedStrategy
 
 
-def share_steps(model: Any, central: CentralParameters | None) -> None:
-    """Adapt the optimizers of a model: the one it was compiled with, and other attributes.
-
-    Args:
-        model: the model.
-        central: the owner of the only copy of all parameters; None if every replica has a copy.
-    """
+def share_steps(model: Any, strategy: ReplicatedStrategy) -> None:
+    """Adapt the optimizers of a model: the one it was compiled with, and other attributes."""
     for value in list(vars(model).values()):
         if isinstance(value, keras.optimizers.Optimizer) and "apply" not in vars(value):
-            value.apply = _SharedApply(value, central)
+            value.apply = _SharedApply(value, strategy)
 
 
 class _SharedApply:
     """The method `apply` of an optimizer, for all replicas together."""
 
-    def __init__(self, optimizer: Any, central: CentralParameters | None) -> None:
+    def __init__(self, optimizer: Any, strategy: ReplicatedStrategy) -> None:
         self._apply = optimizer.apply
         self._optimizer = optimizer
-        self._central = central
+        self._strategy = strategy
         self._is_central = False  # True once the optimizer's variables are in the one copy
 
     def __call__(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -37,10 +32,11 @@ class _SharedApply:
         if context is None or context.communicator is None:
             self._apply(grads, trainable_variables)
             return
-        workers, optimizer, central = context.communicator, self._optimizer, self._central
+        workers, optimizer, central = context.communicator, self._optimizer, self._strategy.central
         grads = list(grads)
         if trainable_variables is not None:
             _reduce_missing(grads, list(trainable_variables), context)
+        self._strategy.note_step()
         if central is None:
             self._apply(grads, trainable_variables)
             return

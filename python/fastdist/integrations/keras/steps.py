@@ -73,7 +73,7 @@ class ReplicaSteps:
         separate_random_numbers(model)
         share_losses(model)
         weigh_means(model.metrics)
-        share_steps(model, self._strategy.central)
+        share_steps(model, self._strategy)
         self._strategy.refresh()
 
     def train_or_test(self, function: Callable[..., Any], data: Any) -> Any:

@@ -1,0 +1,155 @@
+"""`fastdist compare-runs`: tells at which step two recorded runs part."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastdist.cli.command import UsageError, add_command
+from fastdist.processes.terminal import fitted, show
+
+_MOST_NAMES = 3
+_DESCRIPTION = """\
+Compares two files of fastdist run --record, and names the first step at which
+the runs part, the replicas whose own gradients differ, and the tensors.
+"""
+_EPILOG = """\
+exit code:
+  0  if the runs are equal in all steps that both have recorded
+  1  if they differ
+  2  if a file cannot be read, or they have no step in common
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """The first step in which two runs differ.
+
+    Attributes:
+        step: its number.
+        replicas: replicas whose gradients, before they were reduced, differ.
+        gradients: parameters whose reduced gradients differ.
+        parameters: parameters that differ after the step.
+        states: states of optimizers that differ after the step.
+    """
+
+    step: int
+    replicas: list[int] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+    parameters: list[str] = field(default_factory=list)
+    states: list[str] = field(default_factory=list)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the `compare-runs` command."""
+    parser = add_command(
+        subparsers,
+        "compare-runs",
+        "compare_runs:run",
+        help="tell at which step two recorded runs part",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
+    parser.add_argument("first", type=Path, help="a file of fastdist run --record")
+    parser.add_argument("second", type=Path, help="another one")
+    parser.add_argument("--json", action="store_true", help="write JSON instead")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare the files; return the exit code.
+
+    Raises:
+        UsageError: a file is no record, or there is no step in both.
+    """
+    first, second = _read(options.first), _read(options.second)
+    steps = sorted(first.keys() & second.keys())
+    if not steps:
+        raise UsageError(
+            f"{options.first} and {options.second} have no step in common; record both with the "
+            "same --record-every"
+        )
+    parting = find_parting(first, second)
+    if options.json:
+        found = None if parting is None else asdict(parting)
+        show(json.dumps({"steps": len(steps), "last": steps[-1], "parting": found}) + "\n")
+    elif parting is None:
+        show(f"equal in all {len(steps)} steps that both have recorded, up to step {steps[-1]}\n")
+    else:
+        show(_told(parting, len(first[parting.step]["replicas"]), steps))
+    return int(parting is not None)
+
+
+def find_parting(first: dict[int, Any], second: dict[int, Any]) -> Parting | None:
+    """Return where two records, by step, differ first; None if they do not."""
+    for step in sorted(first.keys() & second.keys()):
+        one, other = first[step], second[step]
+        kinds = ("gradients", "parameters", "states")
+        replicas = max(len(one["replicas"]), len(other["replicas"]))
+        parting = Parting(
+            step,
+            [
+                i
+                for i in range(replicas)
+                if one["replicas"][i : i + 1] != other["replicas"][i : i + 1]
+            ],
+            *(
+                [
+                    name
+                    for name in one[kind] | other[kind]
+                    if one[kind].get(name) != other[kind].get(name)
+                ]
+                for kind in kinds
+            ),
+        )
+        if parting != Parting(step):
+            return parting
+    return None
+
+
+def _told(parting: Parting, replicas: int, steps: list[int]) -> str:
+    before = [step for step in steps if step < parting.step]
+    since = f"; they are equal up to step {before[-1]}." if before else ", the first of both files."
+    lines = [f"The runs part at step {parting.step}{since}"]
+    if parting.replicas:
+        some = f"replica {', '.join(map(str, parting.replicas))}"
+        who = "every replica" if len(parting.replicas) == replicas else some
+        lines.append(
+            f"Own gradients differ on {who}: other parameters since an earlier step, data, random "
+            "numbers, threads or processors."
+        )
+    elif parting.gradients:
+        lines.append("Each replica's own gradients are equal, and their sums differ.")
+    else:
+        lines.append("Gradients are equal: the optimizer's settings or earlier states differ.")
+    for title, names in (
+        ("gradients", parting.gradients),
+        ("parameters", parting.parameters),
+        ("states", parting.states),
+    ):
+        if names:
+            more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+            lines.append(f"  {title}: {', '.join(names[:_MOST_NAMES])}{more}")
+    return "".join(fitted(f"{line}\n", sys.stdout) for line in lines)
+
+
+def _read(path: Path) -> dict[int, Any]:
+    """Return the records of a file, by step; of a step that was made again, the last."""
+    records = {}
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            record = json.loads(line)
+            if not isinstance(record, dict) or not record.keys() >= _KEYS:
+                raise ValueError(f"line {number} is no record")
+            records[int(record["step"])] = record
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no file of fastdist run --record: {error}") from None
+    return records
+
+
+_KEYS = {"step", "replicas", "gradients", "parameters", "states"}

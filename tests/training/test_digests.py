@@ -1,0 +1,185 @@
+"""Digests of recorded steps: flipped bits are found, and two runs are compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launched import Launcher
+
+pytest.importorskip("torch")
+
+Script = Callable[[str], Path]
+PROGRAM = """
+import os, sys
+import numpy as np
+import torch
+import torch.nn.functional as F
+import fastdist as fd
+
+harm = dict(pair.split("=") for pair in sys.argv[1:])
+torch.set_num_threads(1)
+options = fd.CommunicationOptions(
+    shard_optimizer="shard" in harm, bucket_bytes=int(harm.get("bucket", 1 << 20))
+)
+make = getattr(fd, harm.get("strategy", "MirroredStrategy"))
+strategy = make(options=options)
+torch.manual_seed(int(harm.get("seed", 0)))
+with strategy.scope():
+    model = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.ReLU(), torch.nn.Linear(20, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=float(harm.get("lr", 1e-2)))
+x = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
+y = torch.arange(60) % 3
+
+def flip(tensor):
+    bits = tensor.detach().view(-1).view(torch.int32)
+    bits[int(harm["element"]) % len(bits)] ^= 1 << int(harm["bit"])
+
+def step(batch, turn):
+    x, y = batch
+    if harm.get("data") == str(turn) and fd.get_replica_context().replica_id_in_sync_group == 1:
+        x = x.clone()
+        x[0] += 1e-3
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    is_here = fd.get_replica_context().replica_id_in_sync_group == int(harm.get("replica", -1))
+    if is_here and harm.get("gradient") == str(turn):
+        flip(model[0].weight.grad)
+    optimizer.step()
+    if is_here and harm.get("state") == str(turn):
+        flip(optimizer.state[model[0].weight]["exp_avg"])
+
+turn = 0
+for epoch in range(4):
+    for batch in strategy.distribute_dataset((x, y), global_batch_size=12):
+        turn += 1
+        strategy.run(step, args=(batch, turn))
+        is_here = strategy.local_replica_ids[0] == int(harm.get("replica", -1))
+        if is_here and harm.get("parameter") == str(turn):
+            flip(model[2].weight)
+"""
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def train(launcher: Launcher, script: Script, tmp_path: Path) -> Callable[..., Any]:
+    program = script(PROGRAM)
+
+    def train(name: str, *harm: str, ranks: int = 3, every: int = 2) -> Any:
+        record = ["--record", tmp_path / name, "--record-every", every]
+        return launcher.run("-n", ranks, *record, program, *harm)
+
+    return train
+
+
+def compare(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastdist", "compare-runs", *map(str, arguments)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        pytest.param(["shard=1"], marks=pytest.mark.slow),
+        pytest.param(["strategy=CentralStorageStrategy"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_is_like_itself(
+    train: Callable[..., Any], tmp_path: Path, options: list[str]
+) -> None:
+    for name, bucket in (("a", 1 << 20), ("b", 400)):
+        done = train(name, f"bucket={bucket}", *options)
+        assert done.returncode == 0, done.stderr.decode()
+    found = records(tmp_path / "a")
+    assert [record["step"] for record in found] == list(range(2, 21, 2))
+    for record in found:
+        assert len(set(record["replicas"])) == 3
+        assert (
+            list(record["parameters"])
+            == list(record["gradients"])
+            == [*("0.weight", "0.bias", "2.weight", "2.bias")]
+        )
+        assert len(record["states"]) == (0 if options else 12)
+    done = compare("a", "b", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "equal in all 10 steps that both have recorded, up to step 20\n",
+    )
+
+
+@pytest.mark.slow
+def test_where_runs_part(train: Callable[..., Any], tmp_path: Path) -> None:
+    assert train("a").returncode == 0
+    for name, harm, said in (
+        ("data", "data=7", "part at step 8; they are equal up to step 6"),
+        ("lr", "lr=0.02", "part at step 2, the first of both files"),
+    ):
+        assert train(name, harm).returncode == 0
+        done = compare("a", name, folder=tmp_path)
+        assert done.returncode == 1
+        assert said in done.stdout
+    assert train("now", "data=8").returncode == 0
+    done = compare("a", "now", "--json", folder=tmp_path)
+    found = json.loads(done.stdout)["parting"]
+    assert (found["step"], found["replicas"]) == (8, [1])
+    assert found["gradients"][0] == found["parameters"][0] == "0.weight"
+    done = compare("a", "lr", folder=tmp_path)
+    assert "Gradients are equal" not in done.stdout  # step 1 had another learning rate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("what", "replica", "bit"),
+    [*(("gradient=5", 2, bit) for bit in (0, 30)), ("parameter=6", 0, 0), ("state=7", 1, 0)],
+)
+def test_a_flipped_bit_names_the_replica(
+    train: Callable[..., Any], tmp_path: Path, what: str, replica: int, bit: int
+) -> None:
+    done = train("a", what, f"replica={replica}", f"bit={bit}", "element=17", every=1)
+    errors = done.stderr.decode()
+    assert done.returncode != 0
+    said = re.search(
+        r"after step (\d+), (.*?) is not the same on all replicas: replica (\d)", errors
+    )
+    assert said is not None, errors
+    step, name, found = said.groups()
+    assert int(step) == {"gradient": 5, "parameter": 7, "state": 7}[what.partition("=")[0]]
+    assert int(found) == replica
+    assert ("2.weight" if "parameter" in what else "0.weight") in name
+    assert "differs from the 2 others" in errors
+
+
+def test_of_two_replicas_both_are_named(train: Callable[..., Any]) -> None:
+    done = train("a", "parameter=3", "replica=1", "bit=3", "element=5", ranks=2)
+    assert re.search(r"replicas 0 \(on \S+\) and 1 \(on \S+\) differ", done.stderr.decode())
+
+
+def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "wrong").write_text('{"step": 1}\n')
+    for other, said in (("missing", "No such file"), ("wrong", "line 1 is no record")):
+        done = compare("empty", other, folder=tmp_path)
+        assert done.returncode == 2
+        assert said in done.stderr
+    assert "no step in common" in compare("empty", "empty", folder=tmp_path).stderr
+
+
+def test_a_file_that_cannot_be_written(train: Callable[..., Any]) -> None:
+    done = train("missing/a")
+    assert done.returncode == 2
+    assert "No such file or directory" in done.stderr.decode()

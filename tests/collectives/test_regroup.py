@@ -58,6 +58,32 @@ def steps(output: bytes) -> list[tuple[int, int, int]]:
     return [(int(step), int(size), int(total)) for step, size, total in found]
 
 
+def test_the_number_of_ranks_is_kept(launcher: Launcher, script: Script, step: Path) -> None:
+    harm = "if comm.rank == 1 and state[0] == 7 and once('killed'): die()"
+    harm += "; assert os.environ['OMP_NUM_THREADS'] == '1'"
+    done = launcher.run("--keep", 3, script(COUNT.format(harm=harm, last="state[0] >= 20")))
+    assert done.returncode == 0, done.stderr.decode()
+    assert all(size == 3 and total == 3 * number for number, size, total in steps(done.stdout))
+    assert done.stderr.count(b"3 ranks: 3 on ") == 1  # not again after the restart
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--keep 2 -n 3", "--keep 2 is the number of ranks; leave -n out"),
+        ("--keep 2 --min 1 --max 2", "leave --min and --max out"),
+        ("--keep 2 --workers 1 --ps 1", "leave --workers and --ps out"),
+        ("--keep 2 --nnodes 1:2 --node-rank 0 --rdzv a:1", "leave --nnodes MIN:MAX out"),
+        ("--keep 2 --nnodes 2 --rdzv a:1", "--nnodes 2 needs --node-rank"),
+        ("--keep 0", "expected a number of ranks of at least 1"),
+    ],
+)
+def test_options_beside_keep(launcher: Launcher, words: str, said: str) -> None:
+    done = launcher.run(*words.split(), "true")
+    assert done.returncode == 2
+    assert said in done.stderr.decode()
+
+
 class TestRanks:
     def run(
         self, launcher: Launcher, script: Script, *options: object, harm: str = "", last: str

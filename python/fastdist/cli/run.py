@@ -7,12 +7,14 @@ import os
 import resource
 import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import fastdist.cluster as cluster
 from fastdist._config import RECORD_VARIABLES, REPLACE_VARIABLE, REPLACEABLE
 from fastdist.cli.command import UsageError, add_command, has_colour
 from fastdist.cli.program import find_program
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from fastdist.cluster.branch import Branch
 
 _NAME = "fastdist run"
+_SPARE = str(Path(cluster.__file__).with_name("spare.py"))
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _OUTPUTS = 2
 _OTHER_FILES = 24
@@ -76,6 +79,11 @@ The program must be made for it, by fastdist.Elastic or
 fastdist.init(elastic=True). With --hosts, the ranks are shared out among these
 machines; with --nnodes MIN:MAX, N run on each, of which --node-rank 0 must not
 be lost. Other machines may be lost, and come back.
+
+With --keep N, a job keeps N ranks: those of a machine that is lost are started
+again on the others, which takes longer and changes no bit of the results. Each
+rank computes with one thread, or OMP_NUM_THREADS. On several machines by
+--hosts, or by --nnodes M, where --node-rank 0 must not be lost.
 
 With --workers and --ps, starts a job with parameter servers instead: a chief,
 W workers, P parameter servers and, with --evaluator, an evaluator. All tasks
@@ -245,6 +253,14 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         "--max", metavar="N", type=_count("ranks"), help="number of ranks to start; needs --min"
     )
 
+    parser.add_argument(
+        "--keep",
+        metavar="N",
+        type=_count("ranks"),
+        help="ranks may be lost, and are started again on the machines that are left, so that "
+        "there are N",
+    )
+
 
 def _add_roles(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -279,6 +295,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     arguments.least_nodes, arguments.nnodes = arguments.nnodes
     _check_options(arguments)
+    if arguments.keep is not None:
+        arguments.min = arguments.max = arguments.keep
     if arguments.least_nodes is not None:
         arguments.min = arguments.least_nodes * arguments.ranks
         arguments.max = arguments.nnodes * arguments.ranks
@@ -309,7 +327,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         if arguments.min is not None:
             roster = _roster(arguments)
             stack.callback(roster.close)
-            least = arguments.min if arguments.nnodes == 1 else 1
+            least = arguments.min if arguments.nnodes == 1 and arguments.keep is None else 1
             elastic = Elastic(least, roster.has_begun, roster.finish)
         launcher = ""
         if arguments.nnodes > 1:
@@ -318,6 +336,8 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             launcher = stack.enter_context(answering(*arguments.rdzv))
         tasks = stack.enter_context(_tasks(arguments, launcher, roster, user))
         command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
+        if arguments.keep is not None:
+            command = [sys.executable, "-IS", _SPARE, *command]
         restarts = arguments.max_restarts
         if restarts is None:
             restarts = _MAX_RESTARTS * (1 if elastic is None else len(tasks))
@@ -348,14 +368,15 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
 def _roster(arguments: argparse.Namespace) -> "Roster | Branch":
     """Begin the roster of an elastic job, or this machine's part in it."""
     if arguments.nnodes == 1:
-        return Roster(arguments.min, arguments.max)
+        return Roster(arguments.min, arguments.max, machines=int(arguments.keep is not None))
     host, port = arguments.rdzv
     if _keeps_roster(arguments):
         return _roster_for_machines(arguments, port)
     try:
         from fastdist.cluster.branch import Branch  # and numpy
 
-        return Branch(f"tcp://{join_address(host, port)}", arguments.ranks, _give_up)
+        most = arguments.keep or arguments.ranks
+        return Branch(f"tcp://{join_address(host, port)}", most, _give_up)
     except (ClusterConfigError, ImportError) as error:
         raise UsageError(str(error)) from None
 
@@ -367,7 +388,10 @@ def _keeps_roster(arguments: argparse.Namespace) -> bool:
 
 def _roster_for_machines(arguments: argparse.Namespace, port: int | str) -> Roster:
     try:
-        return Roster(arguments.min, arguments.max, f"tcp://*:{port}", _give_up)
+        machines = 0
+        if arguments.keep is not None:
+            machines = arguments.nnodes if arguments.hosts is None else len(arguments.hosts)
+        return Roster(arguments.min, arguments.max, f"tcp://*:{port}", _give_up, machines)
     except OSError as error:
         raise UsageError(f"cannot listen at {error.strerror}: choose another --rdzv") from None
     except (ClusterConfigError, ImportError) as error:
@@ -443,10 +467,16 @@ def _run_elastic_hosts(arguments: argparse.Namespace) -> Outcome:
             raise UsageError(f"{error}; --rdzv says where machines reach this one") from None
         shares = [len(range(number, arguments.max, len(hosts))) for number in range(len(hosts))]
         most = max(2, len(hosts))  # 1:1 would not be elastic
-        places = [
+        places: list[tuple[object, ...]] = [
             ("--nnodes", f"1:{most}", "--node-rank", number, "-n", share)
             for number, share in enumerate(shares)
         ]
+        if arguments.keep is not None:
+            keep = ("--keep", arguments.keep)
+            places = [
+                ("--nnodes", most, "--node-rank", number, *keep) for number in range(len(hosts))
+            ]
+            shares = [arguments.keep] * len(hosts)
         needed = next(n for n in range(1, len(hosts) + 1) if sum(shares[:n]) >= least)
         elastic = Elastic(needed, roster.has_begun, roster.finish)
         return supervise(_job_on_hosts(arguments, (own, roster.port), places, elastic))
@@ -487,7 +517,9 @@ def _job_on_hosts(
 
 def _check_options(arguments: argparse.Namespace) -> None:
     workers, servers = arguments.workers, arguments.ps
-    if arguments.min is not None or arguments.max is not None:
+    if arguments.keep is not None:
+        _check_keeping(arguments)
+    elif arguments.min is not None or arguments.max is not None:
         _check_elastic(arguments)
     elif workers is None and servers is None:
         if arguments.evaluator:
@@ -551,6 +583,21 @@ def _check_elastic(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--max {most} leaves one of the {len(arguments.hosts)} machines empty")
 
 
+def _check_keeping(arguments: argparse.Namespace) -> None:
+    others = {
+        "-n": arguments.ranks,
+        "--min and --max": arguments.min or arguments.max,
+        "--workers and --ps": arguments.workers or arguments.ps,
+        "--nnodes MIN:MAX": arguments.least_nodes,
+        "--evaluator": arguments.evaluator or None,
+    }
+    for option, value in others.items():
+        if value is not None:
+            raise UsageError(f"--keep {arguments.keep} is the number of ranks; leave {option} out")
+    if arguments.hosts is not None or arguments.nnodes > 1:
+        _check_machines(arguments)
+
+
 def _say_what_comes_first(arguments: argparse.Namespace) -> None:
     """Note an option that seems to be for this command, and is the program's."""
     target, *rest = arguments.command or ["--"]
@@ -574,7 +621,7 @@ def _check_machines(arguments: argparse.Namespace) -> None:
                 "--hosts starts all machines, --nnodes only this one; use one. An elastic job on "
                 "--hosts takes --min and --max"
             )
-        if arguments.ranks is None:
+        if arguments.ranks is None and arguments.keep is None:
             raise UsageError("--hosts needs -n, the number of ranks on each machine")
         return
     if machines == 1 and arguments.least_nodes is None:
@@ -587,10 +634,10 @@ def _check_machines(arguments: argparse.Namespace) -> None:
         ("--rdzv", arguments.rdzv),
         ("-n, the same on every machine", arguments.ranks),
     ):
-        if value is None:
+        if value is None and not (arguments.keep and option.startswith("-n")):
             count = machines if arguments.least_nodes is None else "MIN:MAX"
             raise UsageError(f"--nnodes {count} needs {option}")
-    if arguments.max_restarts and arguments.least_nodes is None:
+    if arguments.max_restarts and arguments.least_nodes is None and arguments.keep is None:
         raise UsageError(
             "--max-restarts starts all ranks again, --nnodes only those of this machine; use "
             "--hosts"
@@ -608,7 +655,7 @@ def _tasks(
 ) -> Iterator[list[Task]]:
     """Yield the tasks of the job; reserve their ports until the context is closed."""
     if roster is not None:
-        most = arguments.max if arguments.nnodes == 1 else arguments.ranks
+        most = arguments.max if arguments.nnodes == 1 else arguments.keep or arguments.ranks
         _check_limits(most, f"{most} ranks", files_each=_OUTPUTS + 2)
         machines = None
         if arguments.nnodes > 1:
@@ -618,7 +665,8 @@ def _tasks(
             except (ClusterConfigError, OSError) as error:
                 raise UsageError(str(error)) from None
             machines = Machines(arguments.nnodes, arguments.node_rank, own, port, launcher)
-        yield elastic_tasks(most, roster.name, user, machines)
+        threads = None if arguments.keep is None else 1
+        yield elastic_tasks(most, roster.name, user, machines, threads=threads)
         return
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))

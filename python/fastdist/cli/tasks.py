@@ -94,7 +94,12 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
 
 
 def elastic_tasks(
-    most: int, roster: str, user: Mapping[str, str], machines: Machines | None = None
+    most: int,
+    roster: str,
+    user: Mapping[str, str],
+    machines: Machines | None = None,
+    *,
+    threads: int | None = None,
 ) -> list[Task]:
     """Return this machine's tasks of an elastic job, whose ranks get their numbers from a roster.
 
@@ -103,6 +108,7 @@ def elastic_tasks(
         roster: the name of the socket at which they talk to the roster.
         user: variables that override inherited ones.
         machines: the machines of the job; None if it has this one alone.
+        threads: threads of each rank; None: its share of this machine's cores.
 
     Raises:
         UsageError: `user` has a variable that makes a rank.
@@ -115,6 +121,8 @@ def elastic_tasks(
         machine = machines.own
         of, prefix = f" of machine {machine}", f"{machine}."
     environment |= user
+    if threads is not None:
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
     _set_defaults(environment, most)
     width = len(str(most - 1))
     return [

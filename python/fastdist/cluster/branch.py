@@ -69,6 +69,7 @@ class Branch:
         self._unsaid: dict[int, list[tuple[Any, ...]]] = {}  # of ranks whom the roster has not met
         self._met: set[int] = set()
         self._waiting: set[int] = set()  # for a place in a world
+        self._spares: dict[int, Any] = {}  # what they have said, in a job that keeps its ranks
         self._is_connected = False
         self._has_begun = self._has_finished = self._has_given_up = self._has_failed = False
         self._is_told = threading.Event()  # that the program has failed
@@ -131,6 +132,11 @@ class Branch:
     # --- the ranks ------------------------------------------------------------------------------
 
     def _hear_rank(self, number: int, kind: str, value: Any) -> None:
+        if kind == "spare":
+            self._spares[number] = value
+            if self._is_connected:
+                self._say("said", number, kind, value)
+            return
         if kind == "finished":
             self._has_finished = True
         elif kind == "join":
@@ -145,8 +151,9 @@ class Branch:
     def _lose_rank(self, number: int) -> None:
         self._unsaid.pop(number, None)
         self._waiting.discard(number)
-        if number in self._met:
-            self._met.remove(number)
+        was_spare = self._spares.pop(number, None) is not None
+        if number in self._met or (was_spare and self._is_connected):
+            self._met.discard(number)
             self._say("left", number)
 
     # --- the roster -----------------------------------------------------------------------------
@@ -174,6 +181,8 @@ class Branch:
         if is_connected and not self._is_connected:
             self._heard_s = time.monotonic()
             self._is_connected = True
+            for number, spare in self._spares.items():
+                self._say("said", number, "spare", spare)
             for number, messages in self._unsaid.items():
                 self._met.add(number)
                 for message in messages:
@@ -189,6 +198,8 @@ class Branch:
             self._is_told.set()
 
     def _pass_on(self, number: int, message: dict[str, Any]) -> None:
+        if "start" in message:
+            self._spares.pop(number, None)
         if "place" in message:
             self._has_begun = True
             self._waiting.discard(number)
@@ -211,7 +222,7 @@ class Branch:
     def _let_go(self) -> None:
         """Let ranks go that wait for a world of a job that has done its work."""
         if self._has_finished and not self._is_connected:
-            for number in self._waiting:
+            for number in self._waiting | self._spares.keys():
                 self._door.send(number, {"ended": True})
             self._waiting.clear()
 

@@ -7,17 +7,23 @@ when its process ends, or its machine is silent. Once one of a world has left or
 have as long as ranks wait for each other; then they are killed. So is, soon, one that others report
 as late.
 
+A job may keep its number of ranks (--keep): each machine has as many processes as there are ranks,
+most of which are spare (`spare.py`). If ranks are missing, the roster starts spares where they have
+most cores for themselves.
+
 A message is a line of JSON with one key.
 
 | from a rank | meaning |
 |---|---|
-| join: [PROGRESS, SECONDS] | wants the next world; has taken so many steps, and waits so long |
+| spare: [SLOT, CORES] | is no rank yet, on a machine with so many cores |
+| join: [PROGRESS, SECONDS, SLOT] | wants the next world; has taken so many steps, waits so long |
 | late: [RANK, ...] | ranks of its world that have not come; []: all that have not asked |
 | gather: VALUE | its contribution to a gathering of all ranks of its world |
 | finished: true | the job has done its work; nobody joins any more |
 
 | from the roster | meaning |
 |---|---|
+| start: true | a spare becomes a rank |
 | anew: true | a rank of this world has ended, or others wait for the next one |
 | place: [WORLD, RANK, SIZE] | its rank in a new world |
 | gathered: [VALUE, ...] | what all ranks have contributed, by rank |
@@ -34,8 +40,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from fastdist.cluster.crew import Crew, Door, Spare, note
 from fastdist.cluster.launch import ROSTER_VARIABLE
 from fastdist.cluster.rank_door import MOST_BYTES, RankDoor
 
@@ -75,19 +82,6 @@ def roster_place(environ: Mapping[str, str] = os.environ) -> RosterPlace | None:
     return None if text is None else RosterPlace(**json.loads(text))
 
 
-def _note(text: str) -> None:
-    from fastdist.processes.terminal import note  # ranks, which import this module, need it not
-
-    note(f"fastdist run: {text}")
-
-
-class _Door(Protocol):
-    """Reaches ranks: those of this machine by a `RankDoor`, others by their machine's branch."""
-
-    def send(self, number: int, message: dict[str, Any]) -> None: ...
-    def kill(self, number: int) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class _Member:
     """A process that has asked for a world.
@@ -96,16 +90,18 @@ class _Member:
         world: the number of the world of which it is a rank; 0 before the first.
         rank: its rank there.
         progress: its number of commits, while it waits for the next world; None otherwise.
+        slot: its slot on its machine.
         is_told: True once it was told to ask for the next world.
         ends_s: the time of its kill, unless it asks for the next world before; None: never.
         gathering: its contribution to a gathering that is not complete, in a list; else empty.
     """
 
-    door: _Door
+    door: Door
     number: int
     world: int = 0
     rank: int = 0
     progress: int | None = None
+    slot: int = -1
     is_told: bool = False
     ends_s: float | None = None
     gathering: list[Any] = field(default_factory=list)
@@ -142,6 +138,7 @@ class Roster:
         address: "tcp://host:port" for the launchers of other machines; None if there are none.
         on_failure: a function to call, in the thread, if the program has failed on one of them
             before there was a world.
+        machines: number of machines with spares, in a job that keeps `most` ranks; 0 in others.
 
     Raises:
         OSError: another process listens at the address, or it is not this machine's.
@@ -155,8 +152,10 @@ class Roster:
         most: int,
         address: str | None = None,
         on_failure: Callable[[str], None] | None = None,
+        machines: int = 0,
     ) -> None:
-        self._on_failure = on_failure or _note
+        self._crew = Crew(most, machines)
+        self._on_failure = on_failure or note
         self._has_noted = False  # what this world waits for
         self._least = least
         self._most = most
@@ -238,7 +237,7 @@ class Roster:
     def _serve(self) -> None:
         while not self._is_closed:
             times_s = [member.ends_s for member in self._members]
-            times_s += [self._gathered_s, self._last_call_s]
+            times_s += [self._gathered_s, self._last_call_s, self._crew.waits_until_s]
             times_s += [branch.heard_s + SILENT_S for branch in self._branches.values()]
             next_s = min((at_s for at_s in times_s if at_s is not None), default=None)
             wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
@@ -247,17 +246,24 @@ class Roster:
                     key.data()
             self._lose_silent()
             self._kill_late()
+            self._crew.fill(self._has_finished)
             self._form()
 
     # --- ranks here and elsewhere ---------------------------------------------------------------
 
     def _hear_rank(self, number: int, kind: str, value: Any) -> None:
-        self._take(self._member(self._door, number), kind, value)
+        self._hear(self._door, number, kind, value)
+
+    def _hear(self, door: Door, number: int, kind: str, value: Any) -> None:
+        if kind == "spare":
+            self._crew.add(Spare(door, number, *map(int, value)))
+        else:
+            self._take(self._member(door, number), kind, value)
 
     def _lose_rank(self, number: int) -> None:
         self._lose(self._member(self._door, number))
 
-    def _member(self, door: _Door, number: int) -> _Member:
+    def _member(self, door: Door, number: int) -> _Member:
         for member in self._members:
             if member.door is door and member.number == number:
                 return member
@@ -281,7 +287,7 @@ class Roster:
         if kind == "beat":
             branch.say("beat", self.has_begun())
         elif kind == "said":
-            self._take(self._member(branch, number), *said)
+            self._hear(branch, number, *said)
         elif kind == "left":
             self._lose(self._member(branch, number))
         elif kind == "finished":
@@ -299,12 +305,13 @@ class Roster:
     def _lose_branch(self, connection: int) -> None:
         """Lose the ranks of a machine that is lost, or whose launcher has ended."""
         branch = self._branches.pop(connection, None)
+        self._crew.lose_machine(branch)
         for member in [member for member in self._members if member.door is branch]:
             self._lose(member)
 
     def _take(self, member: _Member, kind: str, value: Any) -> None:
         if kind == "join":
-            progress, self._patience_s = int(value[0]), float(value[1])
+            progress, self._patience_s, member.slot = int(value[0]), float(value[1]), int(value[2])
             member.progress, member.ends_s, member.gathering = progress, None, []
             if 0 < member.world == self._world:
                 self._await_ranks()
@@ -333,6 +340,7 @@ class Roster:
 
     def _lose(self, member: _Member) -> None:
         self._members.remove(member)
+        self._crew.lose(member.door, member.number, member.slot)
         if member.world == self._world:
             self._await_ranks()
 
@@ -382,14 +390,14 @@ class Roster:
         if len(waiting) < self._least and not self._has_finished:
             if self._listener is not None and not self._has_noted:
                 self._has_noted = True
-                _note(f"waiting for ranks: {len(waiting)} of at least {self._least} are there")
+                note(f"waiting for ranks: {len(waiting)} of at least {self._least} are there")
             return
         if not self._world and len(waiting) < self._most:
             self._last_call_s = self._last_call_s or time.monotonic() + _LAST_CALL_S
             if time.monotonic() < self._last_call_s:
                 return
             if self._listener is not None:
-                _note(f"{len(waiting)} of {self._most} ranks begin; others may join them later")
+                note(f"{len(waiting)} of {self._most} ranks begin; others may join them later")
         self._last_call_s = self._gathered_s = None
         self._world += 1
         self._has_noted = False

@@ -45,6 +45,7 @@ class Member:
                 "the launcher of this elastic job has ended; start it by fastdist run --min"
             ) from None
         self._line = Line(connection)
+        self._slot = place.slot
         self._is_over = False  # the present world
         self._is_in_rendezvous = False
         self._rank, self._size = 0, 1
@@ -92,7 +93,7 @@ class Member:
             ClusterConfigError: the launcher has ended.
             SystemExit: the job has done its work; this process is not needed.
         """
-        self._line.send(join=[self.progress, timeout_s])
+        self._line.send(join=[self.progress, timeout_s, self._slot])
         kind, value = self._await(("place", "ended"))
         if kind == "ended":
             raise SystemExit(0)

@@ -12,6 +12,7 @@
 | FASTDIST_REPLACE | gloo: programs that ask torch for Gloo get fastdist | nothing |
 | FASTDIST_RECORD | file for digests of training (`fastdist run --record`) | none |
 | FASTDIST_RECORD_EVERY | steps between two of its records | 100 |
+| FASTDIST_RECORD_RUN | name of the run; another run's file is written anew | none |
 | GLOO_SOCKET_IFNAME | network interface by which other machines reach this one | by the route |
 
 Without a secret, processes take that in `fastdist/secret` of the user's configuration folder.
@@ -30,7 +31,7 @@ VARIABLE_PREFIX = "FASTDIST_"
 FOLDER_VARIABLE = "FASTDIST_PS_FOLDER"
 REPLACE_VARIABLE = "FASTDIST_REPLACE"
 REPLACEABLE = ("gloo",)
-RECORD_VARIABLES = ("FASTDIST_RECORD", "FASTDIST_RECORD_EVERY")
+RECORD_VARIABLES = ("FASTDIST_RECORD", "FASTDIST_RECORD_EVERY", "FASTDIST_RECORD_RUN")
 SECRET_VARIABLE = "FASTDIST_SECRET"
 SECRET_VARIABLES = (SECRET_VARIABLE, "FASTDIST_SECRET_FILE", "FASTDIST_INSECURE")
 
@@ -74,10 +75,17 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Where digests of training are written, and the steps between two records."""
+    """What is recorded of training.
+
+    Attributes:
+        path: the file.
+        every: steps between two records.
+        run: a name of the run; the file of another run is written anew.
+    """
 
     path: str
     every: int
+    run: str
 
 
 def recording(environ: Mapping[str, str] = os.environ) -> Recording | None:
@@ -86,11 +94,12 @@ def recording(environ: Mapping[str, str] = os.environ) -> Recording | None:
     Raises:
         ValueError: FASTDIST_RECORD_EVERY is no positive integer.
     """
-    file, every = RECORD_VARIABLES
+    file, every, run = RECORD_VARIABLES
     text = environ.get(every, "100")
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ValueError(f"{every} must be a positive integer, got {text!r}")
-    return Recording(environ[file], int(text)) if environ.get(file) else None
+    path = environ.get(file)
+    return Recording(path, int(text), environ.get(run, "")) if path else None
 
 
 def replaced_backend(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -144,6 +144,7 @@ class Job:
         steps: int,
         program: str = STEPS,
         keep: int | None = None,
+        record: Path | None = None,
     ) -> None:
         self._network = network
         self._folder = folder
@@ -151,6 +152,8 @@ class Job:
         self._command = ["--nnodes", f"{least}:{count}", "-n", str(ranks)]
         if keep is not None:
             self._command = ["--nnodes", str(count), "--keep", str(keep)]
+        if record is not None:
+            self._command += ["--record", str(record), "--record-every", "5"]
         self._command += ["--max-restarts", "999", "--no-prefix"]
         self._steps = steps
         self._place = f"{network.addresses[0]}:{free_port()}"

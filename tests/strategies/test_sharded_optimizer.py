@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,8 +205,11 @@ def test_what_people_do_with_optimizers(run: Run) -> None:
 
 def test_a_failed_step_leaves_the_groups_whole(run: Run) -> None:
     class Fails(torch.optim.SGD):
+        fails = False
+
         def step(self, closure: Any = None) -> Any:
-            raise ZeroDivisionError
+            if Fails.fails:
+                raise ZeroDivisionError
 
     def case(strategy: Strategy) -> None:
         with strategy.scope():
@@ -215,6 +220,7 @@ def test_a_failed_step_leaves_the_groups_whole(run: Run) -> None:
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
 
+        Fails.fails = True
         with pytest.raises(ZeroDivisionError):
             strategy.run(step)
         assert len(optimizer.param_groups[0]["params"]) == 2
@@ -222,19 +228,180 @@ def test_a_failed_step_leaves_the_groups_whole(run: Run) -> None:
     run(case, shard_optimizer=True)
 
 
-class ByNorm(torch.optim.Optimizer):
-    """Scales all steps by the norm of all gradients, as LAMB and Prodigy do."""
+class Own(torch.optim.Optimizer):
+    """SGD with a step of its own, that takes no closure."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params: Any, most: float = 0.5) -> None:
+        self.most = most
         super().__init__(params, {})
 
+    def scale(self, gradients: list[torch.Tensor]) -> float:
+        return self.most
+
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        params = [p for group in self.param_groups for p in group["params"]]
-        norm = sum(p.grad.square().sum() for p in params if p.grad is not None) ** 0.5
+    def step(self) -> None:  # type: ignore[override]
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        scale = self.scale([p.grad for p in params])
         for p in params:
-            if p.grad is not None:
-                p.sub_(p.grad / norm)
+            p.sub_(scale * p.grad)
+            p.grad = None
+
+
+class ByNorm(Own):
+    """Clips by the norm of all gradients, as LAMB does; the limit is an attribute."""
+
+    def scale(self, gradients: list[torch.Tensor]) -> float:
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        return min(1.0, self.most / float(norm))
+
+
+class ByEstimate(Own):
+    """Estimates one rate for all parameters, from the second step on, as Prodigy does."""
+
+    rate = 0.1
+
+    def scale(self, gradients: list[torch.Tensor]) -> float:
+        before = self.rate
+        self.rate = max(0.1, 1e-3 * sum(float(gradient.abs().sum()) for gradient in gradients))
+        return before
+
+
+class WithModes(Own):
+    """Has modes that change parameters, as schedule-free optimizers have."""
+
+    def train(self) -> None: ...
+    def eval(self) -> None: ...
+
+
+def test_states_of_before(run: Run) -> None:
+    """Those that are loaded in the scope, before it ends."""
+
+    def case(strategy: Strategy) -> None:
+        saved = trained(whole_strategy(), OPTIMIZERS["adam"], 5)[1].state_dict()
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = Model()
+            optimizer = OPTIMIZERS["adam"](model.parameters())
+            optimizer.load_state_dict(saved)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 12)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        assert len(optimizer.state) < len(saved["state"])
+        states = optimizer.state_dict()["state"]
+        assert [float(state["step"]) for state in states.values()] == [6.0] * len(saved["state"])
+
+    run(case, shard_optimizer=True)
+
+
+def test_hooks_see_all_parameters(run: Run) -> None:
+    def train(strategy: Strategy) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = Model()
+            optimizer = Own(model.parameters())
+        average = [p.detach().clone() for p in model.parameters()]
+
+        def clip(optimizer: Any, *_: object) -> None:
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+
+        def follow(optimizer: Any, *_: object) -> None:
+            for mean, p in zip(average, optimizer.param_groups[0]["params"], strict=True):
+                mean.lerp_(p.detach(), 0.5)
+            optimizer.zero_grad()
+
+        optimizer.register_step_pre_hook(clip)
+        optimizer.register_step_post_hook(follow)
+
+        def step(batch: Any) -> None:
+            F.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        for _, batch in zip(range(5), batches(strategy), strict=False):
+            strategy.run(step, args=(batch,))
+        return [*values(model), *average]
+
+    def case(strategy: Strategy) -> None:
+        for one, other in zip(train(whole_strategy()), train(strategy), strict=True):
+            assert torch.equal(one, other)
+
+    run(case, shard_optimizer=True)
+
+
+def test_states_move_after_a_failure(run: Run) -> None:
+    """The replicas connect anew; a rank whose states are lost would be told."""
+
+    def case(strategy: Strategy) -> None:
+        found, optimizer = [], None
+        for each in (whole_strategy(), strategy):
+            torch.manual_seed(0)
+            with each.scope():
+                model = Model()
+                optimizer = OPTIMIZERS["adam"](model.parameters())
+
+            def step(fails: bool, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+                optimizer.zero_grad()
+                model(torch.ones(2, 12)).square().mean().backward()
+                if fails:
+                    raise ZeroDivisionError
+                optimizer.step()
+
+            for turn in range(6):
+                if turn == 3:
+                    with pytest.raises(ZeroDivisionError):
+                        each.run(step, args=(True,))
+                each.run(step, args=(False,))
+            found.append(values(model))
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+    run(case, shard_optimizer=True)
+
+
+def test_nothing_is_kept_alive(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        def train() -> weakref.ref[torch.Tensor]:
+            with strategy.scope():
+                model = nn.Linear(3, 2)
+                optimizer = torch.optim.Adam(model.parameters())
+
+            def step() -> None:
+                model(torch.ones(2, 3)).sum().backward()
+                optimizer.step()
+
+            strategy.run(step)
+            return weakref.ref(model.weight)
+
+        weight = train()
+        gc.collect()
+        assert weight() is None
+
+    run(case, shard_optimizer=True)
+
+
+def test_layouts_of_states_stay(run: Run) -> None:
+    """torch's fused Adam pairs a parameter and its states in the order of memory."""
+
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+            model.to(memory_format=torch.channels_last)
+            optimizer = torch.optim.Adam(model.parameters(), fused=True)
+
+        def step() -> None:
+            model(torch.ones(2, 3, 8, 8)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        for state, p in zip(
+            optimizer.state_dict()["state"].values(), model.parameters(), strict=True
+        ):
+            assert state["exp_avg"].stride() == p.stride()
+
+    run(case, shard_optimizer=True)
 
 
 def train_by_ddp(comm: fd.Communicator, folder: str) -> None:
@@ -282,7 +449,7 @@ def test_a_group_of_another_backend(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("make", [torch.optim.LBFGS, ByNorm])
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, ByNorm, ByEstimate, WithModes])
 def test_optimizers_that_look_across_parameters(run: Run, make: Any) -> None:
     def case(strategy: Strategy) -> None:
         scope = strategy.scope()

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import Launcher
+from launched import Launcher, wait_until
+from machines import Network, network_of_three
 
 pytest.importorskip("torch")
+
+import fastdist as fd
+from fastdist._config import Recording
+from fastdist.training.digests import StepDigests
+from test_elastic_machines import KEPT, Job
+
+__all__ = ["network_of_three"]  # a fixture
 
 Script = Callable[[str], Path]
 PROGRAM = """
@@ -105,7 +113,8 @@ def test_a_run_is_like_itself(
     for name, bucket in (("a", 1 << 20), ("b", 400)):
         done = train(name, f"bucket={bucket}", *options)
         assert done.returncode == 0, done.stderr.decode()
-    found = records(tmp_path / "a")
+    run, *found = records(tmp_path / "a")
+    assert list(run) == ["run"]
     assert [record["step"] for record in found] == list(range(2, 21, 2))
     for record in found:
         assert len(set(record["replicas"])) == 3
@@ -170,16 +179,69 @@ def test_of_two_replicas_both_are_named(train: Callable[..., Any]) -> None:
 
 
 def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "wrong").write_text('{"step": 1}\n')
-    for other, said in (("missing", "No such file"), ("wrong", "line 1 is no record")):
-        done = compare("empty", other, folder=tmp_path)
+    kinds = {"gradients": {}, "parameters": {}, "states": {}}
+    for name, step, replicas in (("a", 1, "xy"), ("b", 2, "xy"), ("c", 1, "xyz")):
+        record = {"step": step, "replicas": list(replicas), **kinds}
+        # The first line of a file, and one of a job that was killed.
+        (tmp_path / name).write_text('{"run": ""}\n{"st\n' + json.dumps(record) + "\n")
+    (tmp_path / "wrong").write_text('{"step": 1}\n[]\n5\n')
+    for other, said in (
+        ("missing", "No such file"),
+        ("wrong", "has no record"),
+        ("b", "no step in common"),
+        ("c", "the runs have 2 and 3 replicas"),
+    ):
+        done = compare("a", other, folder=tmp_path)
         assert done.returncode == 2
         assert said in done.stderr
-    assert "no step in common" in compare("empty", "empty", folder=tmp_path).stderr
+    assert compare("a", "a", folder=tmp_path).returncode == 0
 
 
-def test_a_file_that_cannot_be_written(train: Callable[..., Any]) -> None:
-    done = train("missing/a")
-    assert done.returncode == 2
-    assert "No such file or directory" in done.stderr.decode()
+def test_options_that_do_not_fit(launcher: Launcher, tmp_path: Path) -> None:
+    for words, said in (
+        (["-n", 2, "--record", "missing/a"], "there is no folder"),
+        (["-n", 1, "--record", "a"], "at least two ranks"),
+        (["--workers", 1, "--ps", 1, "--record", "a"], "at least two ranks"),
+    ):
+        done = launcher.run(*words, "true")
+        assert done.returncode == 2
+        assert said in done.stderr.decode()
+
+
+def test_a_file_that_becomes_unwritable(tmp_path: Path) -> None:
+    """Training goes on, and says once that nothing more is recorded."""
+    (alone,) = fd.local_group(1)
+    digests = StepDigests(Recording(str(tmp_path), 1, ""), has_all_states=True)
+    digests.watch([], alone, is_exact=True)
+    digests.note_step()
+    with pytest.warns(UserWarning, match="no more steps are recorded: .*Is a directory"):
+        digests.end_run(alone, [])
+    digests.note_step()
+    digests.end_run(alone, [])
+
+
+def test_another_run_begins_anew_and_the_same_goes_on(tmp_path: Path) -> None:
+    (alone,) = fd.local_group(1)
+    path = tmp_path / "a"
+    for name in ("first", "second", "second"):
+        digests = StepDigests(Recording(str(path), 2, name), has_all_states=True)
+        digests.watch([], alone, is_exact=True)
+        for _ in range(4):
+            digests.note_step()
+            digests.end_run(alone, [])
+    run, *found = records(path)
+    assert run == {"run": "second"}
+    assert len(found) == 4
+
+
+@pytest.mark.slow
+def test_machines(network_of_three: Network, tmp_path: Path) -> None:
+    """The file is on the machine of rank 0, and steps that are made again have their numbers."""
+    with Job(network_of_three, tmp_path, 1, 0, 25, KEPT, keep=4, record=tmp_path / "a") as job:
+        wait_until(lambda: job.worlds()[-1:] == ["world 4"], 90)
+        job.cut_power(2)
+        job.await_world(4, 60)
+        job.results()
+    network_of_three.heal(2)
+    _, *found = records(tmp_path / "a")
+    assert {record["step"] for record in found} == set(range(5, 501, 5))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ _EPILOG = """\
 exit code:
   0  if the runs are equal in all steps that both have recorded
   1  if they differ
-  2  if a file cannot be read, or they have no step in common
+  2  if a file cannot be read, or they have other replicas or no step in common
 """
 
 
@@ -63,9 +64,12 @@ def run(options: argparse.Namespace) -> int:
     """Compare the files; return the exit code.
 
     Raises:
-        UsageError: a file is no record, or there is no step in both.
+        UsageError: a file has no record, or there is no step in both.
     """
     first, second = _read(options.first), _read(options.second)
+    one, other = (len(next(iter(run.values()))["replicas"]) for run in (first, second))
+    if one != other:
+        raise UsageError(f"the runs have {one} and {other} replicas, whose bits may differ")
     steps = sorted(first.keys() & second.keys())
     if not steps:
         raise UsageError(
@@ -140,15 +144,21 @@ def _read(path: Path) -> dict[int, Any]:
     """Return the records of a file, by step; of a step that was made again, the last."""
     records = {}
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            record = json.loads(line)
-            if not isinstance(record, dict) or not record.keys() >= _KEYS:
-                raise ValueError(f"line {number} is no record")
-            records[int(record["step"])] = record
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no file of fastdist run --record: {error}") from None
+    for line in lines:
+        with suppress(
+            ValueError, TypeError, AttributeError, RecursionError
+        ):  # the line of a killed job
+            record = json.loads(line)
+            if record.keys() >= _KEYS:
+                records[int(record["step"])] = record
+    if not records:
+        raise UsageError(
+            f"{path} has no record: expected the file of fastdist run --record, of a program that "
+            "trains with a strategy"
+        )
     return records
 
 

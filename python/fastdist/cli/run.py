@@ -182,7 +182,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FILE",
         type=Path,
         help="write digests of a strategy's gradients, parameters and optimizers' states, and fail "
-        "if replicas differ; fastdist compare-runs compares two files",
+        "if replicas differ; fastdist compare-runs compares two files. The same on all machines; "
+        "that of rank 0 has the file",
     )
     parser.add_argument(
         "--record-every",
@@ -303,8 +304,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replace is not None:
         _check_replacing(arguments)
         arguments.env.append((REPLACE_VARIABLE, arguments.replace))
-    if arguments.record is not None and arguments.hosts is None:
-        _begin_record(arguments)
+    if arguments.record is not None:
+        _record(arguments)
     _say_what_comes_first(arguments)
     run_once = _run_here
     if arguments.hosts is not None:
@@ -492,9 +493,6 @@ def _job_on_hosts(
     there += ["--no-prefix"] * (not arguments.prefix) + ["-m"] * arguments.is_module
     if arguments.trace is not None:
         there += ["--trace", str(arguments.trace)]
-    if arguments.record is not None:
-        there += ["--record", str(arguments.record)]
-        there += ["--record-every", str(arguments.record_every)]
     if elastic is not None and arguments.max_restarts is not None:
         there += ["--max-restarts", str(arguments.max_restarts)]
     if not arguments.command:
@@ -546,15 +544,14 @@ def _check_replacing(arguments: argparse.Namespace) -> None:
         raise UsageError("--replace needs fastdist to be installed by pip: torch cannot find it")
 
 
-def _begin_record(arguments: argparse.Namespace) -> None:
-    """Empty the file of --record where rank 0 is, and tell the ranks."""
+def _record(arguments: argparse.Namespace) -> None:
+    """Tell the ranks where to write digests."""
     path = arguments.record.absolute()
-    try:
-        if arguments.node_rank in (None, 0):
-            path.write_bytes(b"")
-    except OSError as error:
-        raise UsageError(f"--record {path}: {error.strerror}") from None
-    values = str(path), str(arguments.record_every)
+    if arguments.workers is not None or arguments.ranks == 1:
+        raise UsageError("--record compares replicas: it needs at least two ranks, without --ps")
+    if arguments.hosts is None and not path.parent.is_dir():
+        raise UsageError(f"--record {path}: there is no folder {path.parent}")
+    values = str(path), str(arguments.record_every), secrets.token_hex(8)
     arguments.env += zip(RECORD_VARIABLES, values, strict=True)
 
 

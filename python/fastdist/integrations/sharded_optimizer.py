@@ -28,7 +28,8 @@ def ShardedOptimizer(
     those of the optimizer alone, bit by bit. Gradients must be equal on all ranks, as they are
     after backward of DistributedDataParallel. `step` and `state_dict` are then calls that every
     rank must make. `state_dict` returns all states, and `load_state_dict` takes such states of any
-    number of ranks. Under a strategy, `CommunicationOptions(shard_optimizer=True)` does the same.
+    number of ranks; when ranks were replaced, all must load a state before the next step. Under a
+    strategy, `CommunicationOptions(shard_optimizer=True)` does the same.
 
     Args:
         optimizer_class: the class of the optimizer, such as torch.optim.Muon.

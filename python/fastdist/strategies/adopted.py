@@ -19,7 +19,7 @@ from torch import nn
 
 from fastdist._config import recording
 from fastdist.collectives.communicator import Communicator
-from fastdist.errors import UnsupportedError
+from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.replicas.per_replica import PerReplica
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.replicas.variables import Variable, local_components, own
@@ -163,7 +163,7 @@ class AdoptedModules:
             if self._central is not None:
                 self._central.take_optimizer(optimizer, self._steps.prepare, self.connect)
             elif self._options.shard_optimizer:
-                ShardedStep(optimizer, self.connect)
+                ShardedStep(optimizer, _weakly(self.connect))
         self.use(communicators)
         own(roots, self)
 
@@ -279,7 +279,8 @@ class AdoptedModules:
                 digests=self._digests,
             )
             if self._digests is not None:
-                self._digests.watch(list(self._reduced()), communicators.replicas)
+                exact = self._steps.record.is_exact
+                self._digests.watch(list(self._reduced()), communicators.replicas, exact)
         refs = (reduced.ref for model in self._models for reduced in model.parameters)
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]
         self._steps.watch(self._optimizers, parameters, self.sync)
@@ -376,8 +377,6 @@ class AdoptedModules:
     ) -> Iterator[None]:
         """Return a context manager around the user's function."""
         self._outside.watch(fn, given)
-        if self._digests is not None:
-            self._digests.begin_run()
         workers = None if self._central is None else self.connect()
         if self._central is not None and workers is not None:
             workers.barrier()  # after what replicas have written between runs
@@ -392,7 +391,7 @@ class AdoptedModules:
             workers.barrier()  # no replica writes while another one computes
         everyone = None if self._digests is None else self.connect()
         if self._digests is not None and everyone is not None:
-            self._digests.end_run(everyone, self._known_optimizers())
+            self._digests.end_run(everyone, [ref() for ref in self._in_order])
         self._first_runs.report(replica == 0)
         self._buffers.report(replica == 0)
 
@@ -400,9 +399,6 @@ class AdoptedModules:
         """Note that an optimizer which is not torch's is about to step."""
         if self._digests is not None:
             self._digests.note_step()
-
-    def _known_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for ref in self._in_order if (optimizer := ref()) is not None]
 
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""
@@ -473,6 +469,22 @@ class AdoptedModules:
             self._central.take_parameters(workers, parameters)
         if self.sync is not None:
             self.sync.watch()
+
+
+def _weakly(connect: Callable[[], Communicator | None]) -> Callable[[], Communicator | None]:
+    """Return `connect` for an optimizer, which must not keep its strategy alive."""
+    ref = weakref.WeakMethod(connect)
+
+    def call() -> Communicator | None:
+        method = ref()
+        if method is None:
+            raise FastdistError(
+                "the strategy of this optimizer is gone, whose replicas have its states: keep the "
+                "strategy as long as the optimizer"
+            )
+        return method()
+
+    return call
 
 
 def _refuse_sync_batch_norm(roots: Sequence[nn.Module]) -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import socket
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,125 +24,182 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
 from fastdist.training.contributions import ReducedParameter
 from fastdist.training.graphed import is_capturing
+from fastdist.training.modules import bytes_of
+
+
+class _Steps:
+    """The steps of this process: runs in which an optimizer has stepped."""
+
+    count = 0
+
+
+def recorded_steps() -> int:
+    """Return the number of steps so far, for checkpoints."""
+    return _Steps.count
+
+
+def set_recorded_steps(count: int) -> None:
+    """Go on from a checkpoint's step."""
+    _Steps.count = count
+
+
+@dataclass(frozen=True, slots=True)
+class _Digests:
+    """The digests of one replica."""
+
+    host: str
+    own: int
+    equal: dict[str, int]
 
 
 class StepDigests:
-    """The digests of one replica.
+    """Takes the digests of one replica.
 
     Args:
-        recording: the file, and how many steps lie between two records.
+        recording: what is recorded.
         has_all_states: True if each replica has all states of the optimizers.
     """
 
     def __init__(self, recording: Recording, has_all_states: bool) -> None:
-        self._path, self._every = recording.path, recording.every
+        self._recording = recording
         self._has_all_states = has_all_states
-        self._steps = 0  # runs so far in which an optimizer has stepped
-        self._is_due = False
+        self._is_exact = True
         self._has_stepped = False
+        self._can_write = True
         self._own = 0
         self._gradients: dict[str, int] = {}
-        self._names: dict[torch.Tensor, str] = {}
+        self._parameters: list[ReducedParameter] = []
+        self._has_several_models = False
 
-    def watch(self, parameters: Sequence[ReducedParameter], workers: Communicator) -> None:
-        """Set the parameters, and go on from the chief's step. Every replica must call."""
-        several = len({reduced.model for reduced in parameters}) > 1
-        self._names = {
-            parameter: f"{reduced.model}/{reduced.name}" if several else reduced.name
-            for reduced in parameters
-            if (parameter := reduced.ref()) is not None
-        }
-        self._steps = int(workers.broadcast(np.array([self._steps]))[0])
+    def watch(
+        self, parameters: Sequence[ReducedParameter], workers: Communicator, is_exact: bool
+    ) -> None:
+        """Set the parameters, and go on from the chief's step. Every replica must call.
 
-    def begin_run(self) -> None:
-        """Start with a run."""
-        self._is_due = (self._steps + 1) % self._every == 0 and not is_capturing()
-        self._has_stepped = False
-        self._own, self._gradients = 0, {}
+        Args:
+            parameters: each parameter once.
+            workers: the communicator of all replicas.
+            is_exact: False if replicas may round differently.
+        """
+        self._parameters = list(parameters)
+        self._has_several_models = len({reduced.model for reduced in parameters}) > 1
+        self._is_exact = is_exact
+        _Steps.count = int(workers.broadcast(np.array([_Steps.count]))[0])
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for reduced in self._parameters:
+            if (parameter := reduced.ref()) is not None:
+                prefix = f"{reduced.model}/" if self._has_several_models else ""
+                yield prefix + reduced.name, parameter
+
+    @property
+    def _is_due(self) -> bool:
+        return (_Steps.count + 1) % self._recording.every == 0 and not is_capturing()
 
     def note_own(self, gradients: Iterable[torch.Tensor]) -> None:
         """Hash gradients of this replica that are about to be reduced."""
         if self._is_due:
             for gradient in gradients:
-                self._own = _digest(gradient, self._own)
+                self._own = zlib.crc32(bytes_of(gradient), self._own)
 
     def note_step(self) -> None:
         """Hash the gradients with which an optimizer is about to step."""
         self._has_stepped = True
         if self._is_due:
-            for parameter, name in self._names.items():
+            for name, parameter in self._named():
                 if parameter.grad is not None and name not in self._gradients:
-                    self._gradients[name] = _digest(parameter.grad)
+                    self._gradients[name] = zlib.crc32(bytes_of(parameter.grad))
 
-    def end_run(self, workers: Communicator, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def end_run(
+        self, workers: Communicator, optimizers: Sequence[torch.optim.Optimizer | None]
+    ) -> None:
         """Compare and write the digests if this step is recorded. Every replica must call.
+
+        Args:
+            workers: the communicator of all replicas.
+            optimizers: the optimizers, by number; None for one that this replica has released.
 
         Raises:
             FastdistError: replicas have different parameters or states; the message names them.
         """
         if not self._has_stepped:
             return
-        self._steps += 1
-        if not self._is_due:
+        is_due = self._is_due
+        _Steps.count += 1
+        own, gradients = self._own, self._gradients
+        self._has_stepped, self._own, self._gradients = False, 0, {}
+        if not is_due:
             return
-        parameters = {name: _digest(p) for p, name in self._names.items()}
-        states = {
-            f"{key} of {self._names[parameter]}": _digest(value)
-            for optimizer in optimizers
-            for parameter, state in optimizer.state.items()
-            if self._has_all_states and parameter in self._names
-            for key, value in state.items()
-            if isinstance(value, torch.Tensor)
-        }
-        equal = parameters | states
-        row = np.array([[self._own, *equal.values()]], np.uint32)
-        table = workers.all_gather(row)
-        self._compare(table[:, 1:], list(equal), workers)
+        parameters = {name: zlib.crc32(bytes_of(p)) for name, p in self._named()}
+        states = dict(self._states(optimizers))
+        digests = _Digests(socket.gethostname(), own, parameters | states)
+        everyone = workers.all_gather_object(digests)
         if workers.rank == 0:
-            self._write(table[:, 0].tolist(), parameters, states)
+            record = {"step": _Steps.count, "replicas": [f"{each.own:08x}" for each in everyone]}
+            kinds = {"gradients": gradients, "parameters": parameters, "states": states}
+            for kind, values in kinds.items():
+                record[kind] = {name: f"{digest:08x}" for name, digest in values.items()}
+            self._write(record)
+        self._compare(everyone)
 
-    def _compare(self, table: np.ndarray, names: list[str], workers: Communicator) -> None:
-        """Raise FastdistError if the rows of the replicas differ."""
-        columns = (table != table[0]).any(0).nonzero()[0]
-        if not len(columns):
+    def _states(
+        self, optimizers: Sequence[torch.optim.Optimizer | None]
+    ) -> Iterator[tuple[str, int]]:
+        if not self._has_all_states:
             return
-        column = table[:, columns[0]].tolist()
-        ((most, count),) = Counter(column).most_common(1)
-        others = [rank for rank, digest in enumerate(column) if digest != most]
-        if 2 * count <= len(column):  # no majority
-            others = list(range(len(column)))
-        hosts = workers.all_gather_object(socket.gethostname())
-        whose = " and ".join(f"{rank} (on {hosts[rank]})" for rank in others)
-        what, more = names[columns[0]], len(columns) - 1
-        others_too = f" and {more} more" if more else ""
-        raise FastdistError(
-            f"after step {self._steps}, {what}{others_too} is not the same on all replicas: "
+        for number, optimizer in enumerate(optimizers):
+            of = f"optimizer {number}'s " if len(optimizers) > 1 else ""
+            for name, parameter in self._named():
+                state = {} if optimizer is None else optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        yield f"{of}{key} of {name}", zlib.crc32(bytes_of(value))
+
+    def _compare(self, everyone: Sequence[_Digests]) -> None:
+        """Raise FastdistError if replicas differ; what only some of them have is left out."""
+        common = [n for n in everyone[0].equal if all(n in each.equal for each in everyone)]
+        differing = [n for n in common if len({each.equal[n] for each in everyone}) > 1]
+        if not differing:
+            return
+        values = [each.equal[differing[0]] for each in everyone]
+        ((most, count),) = Counter(values).most_common(1)
+        others = [replica for replica, value in enumerate(values) if value != most]
+        if 2 * count <= len(values):  # no majority
+            others = list(range(len(values)))
+        whose = " and ".join(f"{replica} (on {everyone[replica].host})" for replica in others)
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        said = (
+            f"after step {_Steps.count}, {differing[0]}{more} is not the same on all replicas: "
             f"replica{'s' * (len(others) > 1)} {whose} differ{'s' * (len(others) == 1)}"
-            f"{'' if len(others) == len(column) else f' from the {count} others'}. Either the "
-            "program has changed it on one replica alone, or memory or a processor has failed "
-            "there",
-            tuple(others),
+            f"{'' if len(others) == len(values) else f' from the {count} others'}"
         )
+        if self._is_exact:
+            raise FastdistError(
+                f"{said}. Either the program has changed it on one replica alone, or memory or a "
+                "processor has failed there",
+                tuple(others),
+            )
+        warnings.warn(f"{said}, perhaps by rounding: their devices may differ", stacklevel=2)
 
-    def _write(self, own: list[int], parameters: dict[str, int], states: dict[str, int]) -> None:
-        record = {
-            "step": self._steps,
-            "replicas": [f"{digest:08x}" for digest in own],
-            "gradients": _hexadecimal(self._gradients),
-            "parameters": _hexadecimal(parameters),
-            "states": _hexadecimal(states),
-        }
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+    def _write(self, record: dict[str, object]) -> None:
+        if not self._can_write:
+            return
+        path, run = self._recording.path, self._recording.run
+        try:
+            with open(path, "a+", encoding="utf-8") as file:
+                file.seek(0)
+                if _run_of(file.readline()) != run:
+                    file.truncate(0)
+                    file.write(json.dumps({"run": run}) + "\n")
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            self._can_write = False
+            warnings.warn(f"no more steps are recorded: {path}: {error.strerror}", stacklevel=2)
 
 
-def _digest(tensor: torch.Tensor, begin: int = 0) -> int:
-    """Return the CRC-32 of a tensor's bytes, after those with the CRC-32 `begin`."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy().data, begin)
-
-
-def _hexadecimal(digests: dict[str, int]) -> dict[str, str]:
-    return {name: f"{digest:08x}" for name, digest in digests.items()}
+def _run_of(line: str) -> str | None:
+    """Return the name of the run in a file's first line."""
+    with suppress(ValueError, AttributeError, RecursionError):
+        name: str | None = json.loads(line).get("run")
+        return name
+    return None

@@ -214,14 +214,21 @@ def broadcast_state(
             tensor.copy_(communicator.broadcast(tensor.contiguous(), root))
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's bytes, on the CPU; none of an uninitialized lazy tensor."""
+    if not is_materialized(tensor):
+        return memoryview(b"")
+    data = tensor.detach().cpu().to_dense() if tensor.is_sparse else tensor.detach().cpu()
+    data = data.resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element may have any strides, and flattening keeps them.
+    return data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
 def tensor_digest(tensor: torch.Tensor) -> bytes:
     """Return a hash of a tensor's bits; empty for an uninitialized lazy tensor."""
     if not is_materialized(tensor):
         return b""
-    data = tensor.detach().cpu().contiguous()
-    # A tensor of one element may have any strides, and flattening keeps them.
-    flat = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
-    return hashlib.blake2b(flat.numpy().data, digest_size=16).digest()
+    return hashlib.blake2b(bytes_of(tensor), digest_size=16).digest()
 
 
 def value_stamp(tensor: torch.Tensor) -> object:

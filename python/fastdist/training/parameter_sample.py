@@ -50,6 +50,7 @@ class Element:
 
 # An element's parameter, the state's name, the tensor and the position.
 _Sampled = tuple[ReducedParameter, str, torch.Tensor, int]
+_Remembered = tuple[ReducedParameter, str, weakref.ref[torch.Tensor], int]
 
 
 class ParameterSample:
@@ -73,7 +74,7 @@ class ParameterSample:
         ]
         self._optimizers = optimizers
         self._turn = 0
-        self._last: list[_Sampled] = []
+        self._last: list[_Remembered] = []
 
     def take(self) -> bytes:
         """Return the bytes of the next elements; nothing where replicas take no sample."""
@@ -87,16 +88,17 @@ class ParameterSample:
         if first is not None and first.is_cuda:
             if turn % (_TURNS_ON_GPU // _TURNS) or torch.cuda.is_current_stream_capturing():
                 return b""
-            last += [each[:-1] for each in (*self._of_parameters(turn), *self._of_states(turn))]
+            for *named, tensor, index, _ in (*self._of_parameters(turn), *self._of_states(turn)):
+                last.append((*named, weakref.ref(tensor), index))
             return repr([each.value for each in self.elements()]).encode()
         addresses, sizes = [], []
         for each in (*self._of_parameters(turn), *self._of_states(turn)):
-            _, _, tensor, index, size = each
+            reduced, key, tensor, index, size = each
             address = tensor.data_ptr()
             if address and tensor.is_cpu:
                 addresses.append(address + index * size)
                 sizes.append(size)
-                last.append(each[:-1])
+                last.append((reduced, key, weakref.ref(tensor), index))
         return _core.read_memory(addresses, sizes)
 
     def _of_parameters(self, turn: int) -> Iterator[tuple[*_Sampled, int]]:
@@ -130,7 +132,10 @@ class ParameterSample:
     def elements(self) -> list[Element]:
         """Return the elements of the last sample."""
         found = []
-        for reduced, key, tensor, index in self._last:
+        for reduced, key, ref, index in self._last:
+            tensor = ref()
+            if tensor is None:
+                continue
             element = tensor.detach().view(-1)[index]
             value = element.abs() if element.is_complex() else element
             found.append(Element(reduced.place, reduced.name, key, index, float(value.item())))

@@ -7,11 +7,13 @@ owner broadcasts its parameters to the other ranks.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import types
-from collections import defaultdict
-from collections.abc import Callable, Collection
+import functools
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +22,12 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.errors import UnsupportedError
+from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.training.modules import broadcast_state
 
-_WITH_CLOSURES = ("LBFGS", "SAM")  # whose steps `_looks_across` cannot try
-
 _State = dict[str, Any]  # of one parameter
+_TRIAL_STEPS = 6
+_ACROSS = ("LBFGS", "SAM", "DAdapt")  # a trial needs a closure, or many steps
 
 
 class ShardedStep:
@@ -33,102 +35,103 @@ class ShardedStep:
 
     `step` and `state_dict` of the optimizer become collective calls. `state_dict` returns the
     states of all parameters; `load_state_dict` keeps this rank's of such states, whatever number of
-    ranks has saved them.
+    ranks has saved them. Every rank must make this object.
 
     Args:
         optimizer: an optimizer whose step changes each tensor by itself.
         connect: returns the communicator of all ranks; None if there is one rank.
 
     Raises:
-        UnsupportedError: the step of a parameter depends on other parameters' gradients.
+        UnsupportedError: the optimizer cannot be divided.
     """
+
+    _wrapped_by_lr_sched = True  # schedulers count steps by `_opt_called`, which is set here
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, connect: Callable[[], Communicator | None]
     ) -> None:
-        name = type(optimizer).__name__
-        if any(each in name for each in _WITH_CLOSURES) or _looks_across(optimizer):
-            raise UnsupportedError(
-                f"{name} cannot be divided among ranks: its step of one parameter depends on other "
-                "parameters' gradients. Do not shard this optimizer"
-            )
+        _require_divisible(optimizer)
+        self._optimizer = weakref.ref(optimizer)
         self._connect = connect
         self._owners: dict[torch.Tensor, int] = {}
-        self._ranks = 0  # their number when the owners were chosen
-        plain = optimizer.step
-
-        def step(own: torch.optim.Optimizer, closure: Any = None) -> Any:
-            return self._step(own, plain, closure)
-
-        step.__dict__["_wrapped_by_lr_sched"] = True
-        optimizer.__dict__["step"] = types.MethodType(step, optimizer)
+        self._loading: dict[torch.Tensor, int] = {}
+        self._workers: Communicator | None = None  # when the owners were chosen
+        kind = type(optimizer)
+        self._plain = getattr(kind.step, "__wrapped__", kind.step)  # without hooks
+        if optimizer.state:
+            optimizer.load_state_dict(self._own(optimizer, optimizer.state_dict()))
+            self._owners = self._loading
+        optimizer.__dict__["step"] = self
         optimizer.register_state_dict_post_hook(self._gather_states)
-        optimizer.register_load_state_dict_post_hook(self._keep_own_states)
+        optimizer.register_load_state_dict_pre_hook(self._own)
+        optimizer.register_load_state_dict_post_hook(self._note_loaded)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Step; every rank must call."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return _step_with_hooks(optimizer, *args, **kwargs)
 
     @_disable_dynamo
-    def _step(
-        self, optimizer: torch.optim.Optimizer, plain: Callable[..., Any], closure: Any
-    ) -> Any:
-        optimizer.__dict__["_opt_called"] = True  # schedulers check this attribute
+    def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        optimizer.__dict__["_opt_called"] = True
         workers = self._connect()
         if workers is None:
-            return plain(closure)
-        groups, rank = optimizer.param_groups, workers.rank
-        whole = [group["params"] for group in groups]
+            return self._plain(optimizer, *args, **kwargs)
+        self._follow(optimizer, workers)
+        whole = [group["params"] for group in optimizer.param_groups]
+        stepping: list[torch.Tensor] = []
 
         def show() -> None:
-            for group, parameters in zip(groups, whole, strict=True):
+            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
                 group["params"] = parameters
 
         def hide() -> None:
-            stepping = [p for parameters in whole for p in parameters if p.grad is not None]
-            self._choose_owners(optimizer, stepping, workers.world_size)
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = [p for p in parameters if self._owners.get(p) == rank]
+            stepping[:] = [p for parameters in whole for p in parameters if p.grad is not None]
+            self._owners = _with_owners(optimizer, self._owners, stepping, workers.world_size)
+            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = [p for p in parameters if self._owners.get(p) == workers.rank]
 
-        def with_all() -> Any:
+        def shown(closure: Callable[[], Any]) -> Any:
             show()
             try:
                 return closure()
             finally:
                 hide()
 
+        if args and callable(args[0]):
+            args = (functools.partial(shown, args[0]), *args[1:])
+        elif kwargs.get("closure") is not None:
+            kwargs["closure"] = functools.partial(shown, kwargs["closure"])
         hide()
         try:
-            result = plain(None if closure is None else with_all)
+            result = self._plain(optimizer, *args, **kwargs)
         finally:
             show()
-        self._broadcast(workers, [p for parameters in whole for p in parameters])
-        return result
-
-    def _choose_owners(
-        self, optimizer: torch.optim.Optimizer, parameters: Collection[torch.Tensor], ranks: int
-    ) -> None:
-        """Give each parameter without an owner to one: the largest first, to who has least to do.
-
-        All ranks choose alike.
-        """
-        if ranks != self._ranks:
-            self._owners, self._ranks = {}, ranks
-        new = [p for p in parameters if p not in self._owners]
-        if not new:
-            return
-        loads = [0] * ranks
-        for parameter, owner in self._owners.items():
-            loads[owner] += _cost(optimizer, parameter)
-        for parameter in sorted(new, key=lambda p: -_cost(optimizer, p)):
-            owner = self._owners[parameter] = loads.index(min(loads))
-            loads[owner] += _cost(optimizer, parameter)
-
-    def _broadcast(self, workers: Communicator, parameters: list[torch.Tensor]) -> None:
-        """Bring the owners' values of parameters that have stepped to all ranks."""
-        owned: list[list[torch.Tensor]] = [[] for _ in range(workers.world_size)]
-        for parameter in parameters:
-            if parameter.grad is not None:
-                owned[self._owners[parameter]].append(parameter)
-        for owner, own in enumerate(owned):
+        for owner in range(workers.world_size):
+            own = [p for p in stepping if self._owners[p] == owner]
             if own:
                 broadcast_state(workers, own, owner)
+        return result
+
+    def _follow(self, optimizer: torch.optim.Optimizer, workers: Communicator) -> None:
+        """Move the states to owners among the ranks that there are now.
+
+        Raises:
+            FastdistError: states were lost with their owner.
+        """
+        if workers is self._workers:
+            return
+        had = set(self._owners) if optimizer.state else set()
+        if self._workers is not None:
+            optimizer.load_state_dict(optimizer.state_dict())
+            if not had <= set(self._owners):
+                raise FastdistError(
+                    f"the states of {len(had - set(self._owners))} parameters of "
+                    f"{type(optimizer).__name__} were lost with the rank that had them: restore "
+                    "the optimizer on all ranks, from a checkpoint"
+                )
+        self._workers = workers
 
     def _gather_states(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
@@ -141,30 +144,68 @@ class ShardedStep:
         everyone: list[dict[int, _State]] = workers.all_gather_object(
             {key: _outline(state) for key, state in own.items()}
         )
+        owners = self._owners if workers is self._workers else {}
         whole: dict[int, _State] = {}
-        for rank, outlines in enumerate(everyone):
-            of_rank = own if rank == workers.rank else outlines
-            new = {key: of_rank[key] for key in outlines if key not in whole}
-            if rank != workers.rank:
-                new = {key: _empty(outline) for key, outline in new.items()}
-            _broadcast_states(workers, list(new.values()), rank)
-            if rank != workers.rank:
-                new = {key: _on_cpu(state) for key, state in new.items()}
-            whole |= new
-        return {**state_dict, "state": dict(sorted(whole.items()))}
+        parameters = _parameters_of(optimizer)
+        for key in sorted({key for outlines in everyone for key in outlines}):
+            root = owners.get(parameters[key], -1)
+            if root < 0 or key not in everyone[root]:
+                root = next(rank for rank, outlines in enumerate(everyone) if key in outlines)
+            is_here = root == workers.rank
+            state = own[key] if is_here else _empty(everyone[root][key])
+            _broadcast_state(workers, state, root)
+            whole[key] = state if is_here else _on_cpu(state)
+        return {**state_dict, "state": whole}
 
-    def _keep_own_states(self, optimizer: torch.optim.Optimizer) -> None:
-        """Choose owners of the states that were loaded, and drop those of other ranks."""
+    def _own(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Choose owners of states that are about to be loaded, and leave out other ranks'."""
         workers = self._connect()
-        self._ranks = 0
-        if workers is None:
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        loaded = [p for p in parameters if p in optimizer.state]
-        self._choose_owners(optimizer, loaded, workers.world_size)
-        for parameter in loaded:
-            if self._owners[parameter] != workers.rank:
-                del optimizer.state[parameter]
+        parameters, states = _parameters_of(optimizer), state_dict.get("state", {})
+        if workers is None or not all(key in range(len(parameters)) for key in states):
+            self._loading = {}
+            return state_dict
+        loaded = [parameters[key] for key in sorted(states)]
+        self._loading = _with_owners(optimizer, {}, loaded, workers.world_size)
+        own = {
+            key: state
+            for key, state in states.items()
+            if self._loading[parameters[key]] == workers.rank
+        }
+        return {**state_dict, "state": own}
+
+    def _note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        self._owners, self._workers = self._loading, self._connect()
+
+
+@torch.optim.Optimizer.profile_hook_step
+def _step_with_hooks(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    return vars(optimizer)["step"]._step(optimizer, *args, **kwargs)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _with_owners(
+    optimizer: torch.optim.Optimizer,
+    owners: dict[torch.Tensor, int],
+    parameters: Sequence[torch.Tensor],
+    ranks: int,
+) -> dict[torch.Tensor, int]:
+    """Return the owners, with one for each parameter: the largest first, to who has least to do.
+
+    All ranks choose alike.
+    """
+    new = [p for p in parameters if p not in owners]
+    if not new:
+        return owners
+    found, loads = dict(owners), [0] * ranks
+    for parameter, owner in owners.items():
+        loads[owner] += _cost(optimizer, parameter)
+    for parameter in sorted(new, key=lambda p: -_cost(optimizer, p)):
+        owner = found[parameter] = loads.index(min(loads))
+        loads[owner] += _cost(optimizer, parameter)
+    return found
 
 
 def _cost(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
@@ -181,6 +222,7 @@ class _Absent:
     """Describes a tensor of another rank."""
 
     shape: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
 
@@ -188,7 +230,9 @@ class _Absent:
 def _outline(state: _State) -> _State:
     """Return a state without its tensors' values; what else it holds is pickled as it is."""
     return {
-        key: _Absent(value.shape, value.dtype, value.device.type) if _is_plain(value) else value
+        key: _Absent(value.shape, value.stride(), value.dtype, value.device.type)
+        if _is_plain(value)
+        else value
         for key, value in state.items()
     }
 
@@ -196,7 +240,9 @@ def _outline(state: _State) -> _State:
 def _empty(outline: _State) -> _State:
     """Return a state with tensors to receive."""
     return {
-        key: torch.empty(value.shape, dtype=value.dtype, device=value.device_type)
+        key: torch.empty_strided(
+            value.shape, value.stride, dtype=value.dtype, device=value.device_type
+        )
         if isinstance(value, _Absent)
         else value
         for key, value in outline.items()
@@ -209,29 +255,95 @@ def _on_cpu(state: _State) -> _State:
 
 
 def _is_plain(value: Any) -> bool:
-    return type(value) is torch.Tensor and value.layout is torch.strided
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and torch.ops.aten.is_non_overlapping_and_dense(value)
+    )
 
 
-def _broadcast_states(workers: Communicator, states: list[_State], root: int) -> None:
-    tensors = [value for state in states for value in state.values() if _is_plain(value)]
+def _broadcast_state(workers: Communicator, state: _State, root: int) -> None:
+    tensors = [value for value in state.values() if _is_plain(value)]
     for on_cpu in (True, False):
-        there = [tensor for tensor in tensors if tensor.is_cpu == on_cpu]
-        broadcast_state(workers, [tensor.contiguous() for tensor in there], root)
+        broadcast_state(workers, [t for t in tensors if t.is_cpu == on_cpu], root)
+
+
+def _require_divisible(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer steps each parameter by itself.
+
+    Raises:
+        UnsupportedError: it does not.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("torch.optim.") and name != "LBFGS":
+        return
+    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+        raise UnsupportedError(
+            f"{name} cannot be divided among ranks: its train() and eval() change parameters by "
+            "states that other ranks have"
+        )
+    if any(each in name for each in _ACROSS) or _looks_across(optimizer):
+        raise UnsupportedError(
+            f"{name} cannot be divided among ranks: its step of one parameter depends on other "
+            "parameters' gradients"
+        )
 
 
 def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a twin of the optimizer steps a parameter by other parameters' gradients."""
-    stepped = []
-    for scale in (1.0, 1e4):
-        parameters = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    """Return True if a twin of the optimizer steps one parameter by another's gradients."""
+    with _unchanged_random_numbers():
+        for number, group in enumerate(optimizer.param_groups):
+            if not group["params"]:
+                continue
+            try:
+                found = [_trial(optimizer, number, scale) for scale in (1.0, 1e4, 1e-4)]
+            except Exception as error:
+                warnings.warn(
+                    f"{type(optimizer).__name__} is divided among ranks, which is right only if it "
+                    "steps each parameter by itself; it could not be tried on small ones: "
+                    f"{type(error).__name__}: {error}",
+                    stacklevel=2,
+                )
+                return False
+            if not all(torch.equal(one, found[0]) for one in found):
+                return True
+    return False
+
+
+def _trial(optimizer: torch.optim.Optimizer, number: int, scale: float) -> torch.Tensor:
+    """Return a parameter after steps in which another one has gradients of this scale."""
+    torch.default_generator.manual_seed(0)
+    group = optimizer.param_groups[number]
+    like: torch.Tensor = group["params"][0]
+    ones = torch.ones(4, 4, dtype=like.dtype, device=like.device)
+    parameters = [nn.Parameter(ones.clone()) for _ in range(2)]
+    nothing = torch.empty(0)
+    memo: dict[int, Any] = {id(p): nothing for p in _parameters_of(optimizer)}
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    memo[id(optimizer.state)] = state
+    settings = {key: value for key, value in group.items() if key != "params"}
+    own = vars(optimizer).items()
+    attributes = {k: v for k, v in own if k not in ("param_groups", "step") and "hooks" not in k}
+    twin = copy.copy(optimizer)
+    twin.__dict__.update(copy.deepcopy(attributes, memo))
+    twin.__dict__.update({k: OrderedDict() for k, _ in own if "hooks" in k})
+    twin.__dict__.pop("step", None)
+    twin.state = state
+    twin.param_groups = [copy.deepcopy(settings, memo) | {"params": parameters}]
+    step = getattr(type(twin).step, "__wrapped__", type(twin).step)
+    for turn in range(_TRIAL_STEPS):
         for parameter, factor in zip(parameters, (1.0, scale), strict=True):
-            parameter.grad = factor * torch.linspace(-1.0, 2.0, 16).view(4, 4)
-        nothing = torch.empty(0)
-        known = {id(p): nothing for group in optimizer.param_groups for p in group["params"]}
-        with torch.random.fork_rng(devices=[]), contextlib.suppress(Exception):
-            torch.manual_seed(0)
-            twin = copy.deepcopy(optimizer, {**known, id(optimizer.state): defaultdict(dict)})
-            twin.param_groups = [{**twin.param_groups[0], "params": parameters}]
-            twin.step()
-            stepped.append(parameters[0].detach())
-    return len(stepped) == 2 and not torch.equal(*stepped)
+            gradient = torch.linspace(-1.0, 2.0, 16, device=like.device).roll(turn).view(4, 4)
+            parameter.grad = (factor * gradient).to(like.dtype)
+        step(twin)
+    return parameters[0].detach()
+
+
+@contextmanager
+def _unchanged_random_numbers() -> Iterator[None]:
+    """Return a context manager after which the CPU's generator is as before."""
+    before = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before)

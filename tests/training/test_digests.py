@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -71,6 +72,66 @@ for epoch in range(4):
         is_here = strategy.local_replica_ids[0] == int(harm.get("replica", -1))
         if is_here and harm.get("parameter") == str(turn):
             flip(model[2].weight)
+"""
+
+
+# Trains with a flipped bit again and again, at places by seed, and checks who was blamed when.
+CAMPAIGN = """
+import random, re, sys
+import torch
+import torch.nn.functional as F
+import fastdist as fd
+from fastdist.errors import FastdistError
+
+every, last = 5, 20
+torch.set_num_threads(1)
+x = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
+y = torch.arange(60) % 3
+found = 0
+for seed in range(int(sys.argv[1])):
+    chance = random.Random(seed)
+    what = chance.choice(["gradient", "parameter", "state", "between"])
+    victim, turn, bit = chance.randrange(3), chance.randint(1, last - every), chance.randrange(32)
+    strategy = fd.MirroredStrategy()
+    (replica,) = strategy.local_replica_ids
+    torch.manual_seed(seed)
+    with strategy.scope():
+        model = torch.nn.Sequential(torch.nn.Linear(6, 20), torch.nn.ReLU(), torch.nn.Linear(20, 3))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    parameter = chance.choice(list(model.parameters()))
+    element = chance.randrange(parameter.numel())
+
+    def flip(tensor):
+        tensor.detach().view(-1).view(torch.int32)[element] ^= 1 << bit if bit < 31 else -(1 << 31)
+
+    def step(batch, number):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        is_here = (replica, number) == (victim, turn)
+        if is_here and what == "gradient":
+            flip(parameter.grad)
+        if is_here and what == "parameter":
+            flip(parameter)
+        optimizer.step()
+        if is_here and what == "state":
+            flip(optimizer.state[parameter][chance.choice(["exp_avg", "exp_avg_sq"])])
+
+    number = 0
+    try:
+        for epoch in range(4):
+            for batch in strategy.distribute_dataset((x, y), global_batch_size=12):
+                number += 1
+                strategy.run(step, args=(batch, number))
+                if (replica, number, what) == (victim, turn, "between"):
+                    flip(parameter)
+    except FastdistError as error:
+        assert error.ranks == (victim,), (seed, what, victim, turn, bit, str(error))
+        assert turn <= number <= turn + every, (seed, what, turn, number)
+        found += 1
+    else:
+        strategy.check_in_sync()  # the bit was rounded away
+if replica == 0:
+    print("found", found, flush=True)
 """
 
 
@@ -171,6 +232,16 @@ def test_a_flipped_bit_names_the_replica(
     assert int(found) == replica
     assert ("2.weight" if "parameter" in what else "0.weight") in name
     assert "differs from the 2 others" in errors
+
+
+@pytest.mark.slow
+def test_flipped_bits_at_random(launcher: Launcher, script: Script, tmp_path: Path) -> None:
+    """FASTDIST_CHAOS_BITS is their number, 20 if it is not set."""
+    count = int(os.environ.get("FASTDIST_CHAOS_BITS", "20"))
+    record = ["--record", tmp_path / "a", "--record-every", 5]
+    done = launcher.run("-n", 3, *record, script(CAMPAIGN), count)
+    assert done.returncode == 0, done.stderr.decode()
+    assert int(done.stdout.split()[-1]) >= 0.6 * count
 
 
 def test_of_two_replicas_both_are_named(train: Callable[..., Any]) -> None:

@@ -75,7 +75,7 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What is recorded of training.
+    """A record of digests of training.
 
     Attributes:
         path: the file.

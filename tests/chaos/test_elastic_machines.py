@@ -359,7 +359,12 @@ def test_random_faults(network: Network, tmp_path: Path, seed: int) -> None:
         job.check(keep or 1, keep or 6)
 
 
-def test_the_machines_of_hosts(network: Network, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "left"), [(["--min", "2", "--max", "3"], 2), (["--keep", "3"], 3)]
+)
+def test_the_machines_of_hosts(
+    network: Network, tmp_path: Path, words: list[str], left: int
+) -> None:
     """One command starts all by ssh; a machine that was lost is tried until it is back."""
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()
@@ -369,8 +374,8 @@ def test_the_machines_of_hosts(network: Network, tmp_path: Path) -> None:
     )
     ssh.chmod(0o755)
     (tmp_path / "steps.py").write_text(textwrap.dedent(STEPS))
-    run = ["-m", "fastdist", "run", "--hosts", ",".join(network.names[1:]), "--min", "2", "--max"]
-    run += ["3", "--rdzv", f"{network.addresses[0]}:{free_port()}", "steps.py", "600"]
+    run = ["-m", "fastdist", "run", "--hosts", ",".join(network.names[1:]), *words]
+    run += ["--rdzv", f"{network.addresses[0]}:{free_port()}", "steps.py", "600"]
     env = os.environ | {"PATH": f"{ssh.parent}:{os.environ['PATH']}"}
     with open(tmp_path / "out", "w") as out:
         launcher = subprocess.Popen(
@@ -385,7 +390,8 @@ def test_the_machines_of_hosts(network: Network, tmp_path: Path) -> None:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
-        wait_until(lambda: "world 2" in said(), 30)
+        if left == 2:
+            wait_until(lambda: "world 2" in said(), 30)
         wait_until(lambda: said().count("world 3") == 2, 60)
         (tmp_path / "hurry").touch()
         assert launcher.wait(120) == 0, said()

@@ -86,7 +86,7 @@ def test_the_first_world_waits_for_all(job: Job, pool: ThreadPoolExecutor) -> No
 def test_or_for_the_last_call(
     job: Job, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roster, "_LAST_CALL_S", 0.3)
+    monkeypatch.setattr(roster, "LAST_CALL_S", 0.3)
     job.begin(2, 3)
     assert sorted(join_all(pool, job.member(), job.member())) == [(1, 0, 2), (1, 1, 2)]
 

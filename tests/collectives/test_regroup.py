@@ -75,6 +75,7 @@ def test_the_number_of_ranks_is_kept(launcher: Launcher, script: Script, step: P
         ("--keep 2 --workers 1 --ps 1", "leave --workers and --ps out"),
         ("--keep 2 --nnodes 1:2 --node-rank 0 --rdzv a:1", "leave --nnodes MIN:MAX out"),
         ("--keep 2 --nnodes 2 --rdzv a:1", "--nnodes 2 needs --node-rank"),
+        ("--keep 2 --rdzv a:1", "--rdzv needs --nnodes"),
         ("--keep 0", "expected a number of ranks of at least 1"),
     ],
 )

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from fastdist import Strategy
 from fastdist.errors import UnsupportedError
+from launched import Launcher
 from ranks import ProcessRanks
 from replica_runs import Run, ranks, run
 from torch import nn
@@ -437,6 +438,40 @@ def train_by_ddp(comm: fd.Communicator, folder: str) -> None:
 
 def test_under_ddp(ranks: ProcessRanks, tmp_path: Path) -> None:
     ranks.run(train_by_ddp, str(tmp_path))
+
+
+# Replica 1 computes as on a processor without AVX-512, whose products of matrices round otherwise.
+MIXED = """
+import os, sys
+if os.environ["RANK"] == "1":
+    os.environ |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    os.environ["MKL_ENABLE_INSTRUCTIONS"] = "AVX2"
+import torch, torch.nn.functional as F
+import fastdist as fd
+options = fd.CommunicationOptions(shard_optimizer="sharded" in sys.argv)
+strategy = fd.MirroredStrategy(options=options)
+with strategy.scope():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    optimizer = getattr(torch.optim, sys.argv[1])(model.parameters(), lr=1e-2)
+def step(batch):
+    optimizer.zero_grad()
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+    optimizer.step()
+data = torch.randn(240, 64, generator=torch.Generator().manual_seed(1)), torch.arange(240) % 10
+for epoch in range(4):
+    for batch in strategy.distribute_dataset(data, global_batch_size=24):
+        strategy.run(step, args=(batch,))
+strategy.check_in_sync()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [["Adam"], ["AdamW"], ["Muon", "sharded"]])
+def test_processors_of_two_kinds(
+    launcher: Launcher, script: Callable[[str], Path], words: list[str]
+) -> None:
+    done = launcher.run("-n", 2, script(MIXED), *words)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_a_group_of_another_backend(tmp_path: Path) -> None:

@@ -272,11 +272,18 @@ def test_options_that_do_not_fit(launcher: Launcher, tmp_path: Path) -> None:
     for words, said in (
         (["-n", 2, "--record", "missing/a"], "there is no folder"),
         (["-n", 1, "--record", "a"], "at least two ranks"),
+        (["--keep", 1, "--record", "a"], "at least two ranks"),
         (["--workers", 1, "--ps", 1, "--record", "a"], "at least two ranks"),
     ):
         done = launcher.run(*words, "true")
         assert done.returncode == 2
         assert said in done.stderr.decode()
+
+
+def test_one_rank_on_each_of_two_machines(launcher: Launcher, tmp_path: Path) -> None:
+    place = ["--nnodes", 2, "--node-rank", 0, "--rdzv", "127.0.0.1:2950", "-n", 1]
+    done = launcher.run(*place, "--record", tmp_path / "a", "sh", "-c", "echo $FASTDIST_RECORD")
+    assert done.stdout.decode().split()[1:] == [str(tmp_path / "a")]
 
 
 def test_a_file_that_becomes_unwritable(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from fastdist.cli.command import UsageError, add_command
 from fastdist.processes.terminal import fitted, show
 
 _MOST_NAMES = 3
+# What a line that a killed job has left raises.
+_UNREADABLE = (ValueError, TypeError, AttributeError, RecursionError)
+_KINDS = ("gradients", "parameters", "states")
+_KEYS = {"step", "replicas", *_KINDS}
 _DESCRIPTION = """\
 Compares two files of fastdist run --record, and names the first step at which
 the runs part, the replicas whose own gradients differ, and the tensors.
@@ -91,27 +96,19 @@ def find_parting(first: dict[int, Any], second: dict[int, Any]) -> Parting | Non
     """Return where two records, by step, differ first; None if they do not."""
     for step in sorted(first.keys() & second.keys()):
         one, other = first[step], second[step]
-        kinds = ("gradients", "parameters", "states")
-        replicas = max(len(one["replicas"]), len(other["replicas"]))
+        own = enumerate(zip_longest(one["replicas"], other["replicas"]))
         parting = Parting(
             step,
-            [
-                i
-                for i in range(replicas)
-                if one["replicas"][i : i + 1] != other["replicas"][i : i + 1]
-            ],
-            *(
-                [
-                    name
-                    for name in one[kind] | other[kind]
-                    if one[kind].get(name) != other[kind].get(name)
-                ]
-                for kind in kinds
-            ),
+            [replica for replica, (mine, theirs) in own if mine != theirs],
+            *(_differing(one[kind], other[kind]) for kind in _KINDS),
         )
         if parting != Parting(step):
             return parting
     return None
+
+
+def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [name for name in one | other if one.get(name) != other.get(name)]
 
 
 def _told(parting: Parting, replicas: int, steps: list[int]) -> str:
@@ -129,15 +126,12 @@ def _told(parting: Parting, replicas: int, steps: list[int]) -> str:
         lines.append("Each replica's own gradients are equal, and their sums differ.")
     else:
         lines.append("Gradients are equal: the optimizer's settings or earlier states differ.")
-    for title, names in (
-        ("gradients", parting.gradients),
-        ("parameters", parting.parameters),
-        ("states", parting.states),
-    ):
+    for kind in _KINDS:
+        names: list[str] = getattr(parting, kind)
         if names:
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-            lines.append(f"  {title}: {', '.join(names[:_MOST_NAMES])}{more}")
-    return "".join(fitted(f"{line}\n", sys.stdout) for line in lines)
+            lines.append(f"  {kind}: {', '.join(names[:_MOST_NAMES])}{more}")
+    return fitted("\n".join(lines) + "\n", sys.stdout)
 
 
 def _read(path: Path) -> dict[int, Any]:
@@ -148,9 +142,7 @@ def _read(path: Path) -> dict[int, Any]:
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from None
     for line in lines:
-        with suppress(
-            ValueError, TypeError, AttributeError, RecursionError
-        ):  # the line of a killed job
+        with suppress(*_UNREADABLE):
             record = json.loads(line)
             if record.keys() >= _KEYS:
                 records[int(record["step"])] = record
@@ -160,6 +152,3 @@ def _read(path: Path) -> dict[int, Any]:
             "trains with a strategy"
         )
     return records
-
-
-_KEYS = {"step", "replicas", "gradients", "parameters", "states"}

@@ -253,7 +253,6 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max", metavar="N", type=_count("ranks"), help="number of ranks to start; needs --min"
     )
-
     parser.add_argument(
         "--keep",
         metavar="N",
@@ -296,8 +295,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     arguments.least_nodes, arguments.nnodes = arguments.nnodes
     _check_options(arguments)
-    if arguments.keep is not None:
-        arguments.min = arguments.max = arguments.keep
     if arguments.least_nodes is not None:
         arguments.min = arguments.least_nodes * arguments.ranks
         arguments.max = arguments.nnodes * arguments.ranks
@@ -369,15 +366,14 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
 def _roster(arguments: argparse.Namespace) -> "Roster | Branch":
     """Begin the roster of an elastic job, or this machine's part in it."""
     if arguments.nnodes == 1:
-        return Roster(arguments.min, arguments.max, machines=int(arguments.keep is not None))
+        return Roster(arguments.min, arguments.max, machines=_machines_with_spares(arguments))
     host, port = arguments.rdzv
     if _keeps_roster(arguments):
         return _roster_for_machines(arguments, port)
     try:
         from fastdist.cluster.branch import Branch  # and numpy
 
-        most = arguments.keep or arguments.ranks
-        return Branch(f"tcp://{join_address(host, port)}", most, _give_up)
+        return Branch(f"tcp://{join_address(host, port)}", arguments.ranks, _give_up)
     except (ClusterConfigError, ImportError) as error:
         raise UsageError(str(error)) from None
 
@@ -387,11 +383,15 @@ def _keeps_roster(arguments: argparse.Namespace) -> bool:
     return arguments.node_rank == 0 and not arguments.ends_with_stdin
 
 
+def _machines_with_spares(arguments: argparse.Namespace) -> int:
+    if arguments.keep is None:
+        return 0
+    return len(arguments.hosts) if arguments.hosts is not None else int(arguments.nnodes)
+
+
 def _roster_for_machines(arguments: argparse.Namespace, port: int | str) -> Roster:
     try:
-        machines = 0
-        if arguments.keep is not None:
-            machines = arguments.nnodes if arguments.hosts is None else len(arguments.hosts)
+        machines = _machines_with_spares(arguments)
         return Roster(arguments.min, arguments.max, f"tcp://*:{port}", _give_up, machines)
     except OSError as error:
         raise UsageError(f"cannot listen at {error.strerror}: choose another --rdzv") from None
@@ -466,19 +466,13 @@ def _run_elastic_hosts(arguments: argparse.Namespace) -> Outcome:
             own = given or own_address(hosts[0].rpartition("@")[2], _SSH_PORT)
         except (ClusterConfigError, OSError) as error:
             raise UsageError(f"{error}; --rdzv says where machines reach this one") from None
-        shares = [len(range(number, arguments.max, len(hosts))) for number in range(len(hosts))]
         most = max(2, len(hosts))  # 1:1 would not be elastic
-        places: list[tuple[object, ...]] = [
-            ("--nnodes", f"1:{most}", "--node-rank", number, "-n", share)
-            for number, share in enumerate(shares)
-        ]
-        if arguments.keep is not None:
-            keep = ("--keep", arguments.keep)
-            places = [
-                ("--nnodes", most, "--node-rank", number, *keep) for number in range(len(hosts))
-            ]
-            shares = [arguments.keep] * len(hosts)
+        shares = [len(range(number, arguments.max, len(hosts))) for number in range(len(hosts))]
         needed = next(n for n in range(1, len(hosts) + 1) if sum(shares[:n]) >= least)
+        counts: list[tuple[object, ...]] = [(f"1:{most}", "-n", share) for share in shares]
+        if arguments.keep is not None:
+            needed, counts = 1, [(most, "--keep", arguments.keep)] * len(hosts)
+        places = [("--node-rank", i, "--nnodes", *count) for i, count in enumerate(counts)]
         elastic = Elastic(needed, roster.has_begun, roster.finish)
         return supervise(_job_on_hosts(arguments, (own, roster.port), places, elastic))
 
@@ -547,7 +541,9 @@ def _check_replacing(arguments: argparse.Namespace) -> None:
 def _record(arguments: argparse.Namespace) -> None:
     """Tell the ranks where to write digests."""
     path = arguments.record.absolute()
-    if arguments.workers is not None or arguments.ranks == 1:
+    here = arguments.max or arguments.ranks or len(os.sched_getaffinity(0))
+    machines = arguments.nnodes if arguments.hosts is None else len(arguments.hosts)
+    if arguments.workers is not None or max(here, machines) == 1:
         raise UsageError("--record compares replicas: it needs at least two ranks, without --ps")
     if arguments.hosts is None and not path.parent.is_dir():
         raise UsageError(f"--record {path}: there is no folder {path.parent}")
@@ -591,8 +587,8 @@ def _check_keeping(arguments: argparse.Namespace) -> None:
     for option, value in others.items():
         if value is not None:
             raise UsageError(f"--keep {arguments.keep} is the number of ranks; leave {option} out")
-    if arguments.hosts is not None or arguments.nnodes > 1:
-        _check_machines(arguments)
+    arguments.ranks = arguments.min = arguments.max = arguments.keep
+    _check_machines(arguments)
 
 
 def _say_what_comes_first(arguments: argparse.Namespace) -> None:
@@ -618,7 +614,7 @@ def _check_machines(arguments: argparse.Namespace) -> None:
                 "--hosts starts all machines, --nnodes only this one; use one. An elastic job on "
                 "--hosts takes --min and --max"
             )
-        if arguments.ranks is None and arguments.keep is None:
+        if arguments.ranks is None:
             raise UsageError("--hosts needs -n, the number of ranks on each machine")
         return
     if machines == 1 and arguments.least_nodes is None:
@@ -631,7 +627,7 @@ def _check_machines(arguments: argparse.Namespace) -> None:
         ("--rdzv", arguments.rdzv),
         ("-n, the same on every machine", arguments.ranks),
     ):
-        if value is None and not (arguments.keep and option.startswith("-n")):
+        if value is None:
             count = machines if arguments.least_nodes is None else "MIN:MAX"
             raise UsageError(f"--nnodes {count} needs {option}")
     if arguments.max_restarts and arguments.least_nodes is None and arguments.keep is None:
@@ -652,7 +648,7 @@ def _tasks(
 ) -> Iterator[list[Task]]:
     """Yield the tasks of the job; reserve their ports until the context is closed."""
     if roster is not None:
-        most = arguments.max if arguments.nnodes == 1 else arguments.keep or arguments.ranks
+        most = arguments.max if arguments.nnodes == 1 else arguments.ranks
         _check_limits(most, f"{most} ranks", files_each=_OUTPUTS + 2)
         machines = None
         if arguments.nnodes > 1:

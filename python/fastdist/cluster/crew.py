@@ -7,7 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-_LAST_CALL_S = 30.0
+LAST_CALL_S = 30.0
+"""Seconds that the first ranks wait for those that are missing."""
 
 
 def note(text: str) -> None:
@@ -97,7 +98,7 @@ class Crew:
         if self._has_begun:
             return True
         now_s = time.monotonic()
-        self.waits_until_s = self.waits_until_s or now_s + _LAST_CALL_S
+        self.waits_until_s = self.waits_until_s or now_s + LAST_CALL_S
         # Each machine has a spare for each rank.
         if len(self._spares) < self._machines * self._ranks and now_s < self.waits_until_s:
             return False

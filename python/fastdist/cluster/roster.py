@@ -42,7 +42,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastdist.cluster.crew import Crew, Door, Spare, note
+from fastdist.cluster.crew import LAST_CALL_S, Crew, Door, Spare, note
 from fastdist.cluster.launch import ROSTER_VARIABLE
 from fastdist.cluster.rank_door import MOST_BYTES, RankDoor
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from fastdist.link.listener import Listener
 
 _PAUSE_S = 0.1
-_LAST_CALL_S = 30.0
 _LATE_S = 5.0  # that a rank has left which others have waited for in vain
 _GATHERING_S = 30.0  # that a gathering may take, if ranks wait so long
 SILENT_S = 4.0
@@ -393,7 +392,7 @@ class Roster:
                 note(f"waiting for ranks: {len(waiting)} of at least {self._least} are there")
             return
         if not self._world and len(waiting) < self._most:
-            self._last_call_s = self._last_call_s or time.monotonic() + _LAST_CALL_S
+            self._last_call_s = self._last_call_s or time.monotonic() + LAST_CALL_S
             if time.monotonic() < self._last_call_s:
                 return
             if self._listener is not None:

@@ -124,7 +124,7 @@ class AdoptedModules:
         has_all_states = central is None and not options.shard_optimizer
         found = recording()
         self._digests = None if found is None else StepDigests(found, has_all_states)
-        self._steps.digests = self._digests
+        self._steps.record.digests = self._digests
         if replicas > 1:
             self._steps.begin(has_one_copy=central is not None)
 
@@ -276,7 +276,6 @@ class AdoptedModules:
                 bucket_bytes=self._options.bucket_bytes,
                 compress=self._options.compress,
                 overlaps=communicators.overlaps or self._device.type == "cuda",
-                digests=self._digests,
             )
             if self._digests is not None:
                 exact = self._steps.record.is_exact

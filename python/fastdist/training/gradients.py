@@ -45,7 +45,6 @@ from fastdist.training.contributions import (
     ReducedParameter,
     call_weakly,
 )
-from fastdist.training.digests import StepDigests
 from fastdist.training.first_runs import FirstRuns
 from fastdist.training.modules import is_materialized
 from fastdist.training.parameter_sample import ParameterSample
@@ -82,7 +81,6 @@ class GradientSync:
         compress: the `compress` of `Communicator.all_reduce`.
         overlaps: True: the communicator's progress thread reduces buckets during backward; False:
             one call reduces all buckets after backward. The same on all replicas.
-        digests: the digests of recorded steps; None if none are recorded.
     """
 
     def __init__(
@@ -102,7 +100,6 @@ class GradientSync:
         bucket_bytes: int,
         compress: Compression | None = None,
         overlaps: bool = True,
-        digests: StepDigests | None = None,
     ) -> None:
         self._accumulation = accumulation
         self._contributions = Contributions(
@@ -123,7 +120,6 @@ class GradientSync:
         self._reduction = reduction
         self._compress = compress
         self._overlaps = overlaps
-        self._digests = digests
         self._device = torch.device("cpu")
         self._is_running = False
         self._task = -1  # id of the backward under way
@@ -305,8 +301,8 @@ class GradientSync:
                 bucket.used.copy_(torch.tensor(arrived))
             if weight is not None:
                 contributions.weigh(bucket.indices, bucket.sent, weight)
-            if self._digests is not None:
-                self._digests.note_own(bucket.sent)
+            if self._steps.digests is not None:
+                self._steps.digests.note_own(bucket.sent)
             sent += bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
         if self._record is None and not self._is_on_gpu:
             self._record = self._take_record()

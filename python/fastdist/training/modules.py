@@ -218,8 +218,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's bytes, on the CPU; none of an uninitialized lazy tensor."""
     if not is_materialized(tensor):
         return memoryview(b"")
-    data = tensor.detach().cpu().to_dense() if tensor.is_sparse else tensor.detach().cpu()
-    data = data.resolve_conj().resolve_neg().contiguous()
+    dense = tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()
+    data = dense.cpu().resolve_conj().resolve_neg().contiguous()
     # A tensor of one element may have any strides, and flattening keeps them.
     return data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy().data
 

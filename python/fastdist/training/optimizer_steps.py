@@ -21,7 +21,6 @@ from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.per_replica import Origin
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.training.contributions import GradientReduction, call_weakly
-from fastdist.training.digests import StepDigests
 from fastdist.training.gradients import GradientSync
 from fastdist.training.step_record import StepRecord
 
@@ -37,12 +36,10 @@ class OptimizerSteps:
 
     Attributes:
         record: the steps so far, to be compared with other replicas.
-        digests: the digests of recorded steps; None if none are recorded.
     """
 
     def __init__(self, reduction: GradientReduction) -> None:
         self.record = StepRecord()
-        self.digests: StepDigests | None = None
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -162,8 +159,8 @@ class OptimizerSteps:
             if self._sync is not None:
                 self._sync.require_reduced()
             self._require_own(optimizer)
-        if self.digests is not None:
-            self.digests.note_step()
+        if self.record.digests is not None:
+            self.record.digests.note_step()
 
     def _is_own(self, parameter: torch.Tensor) -> bool:
         known = self._parameters.get(id(parameter))

@@ -58,13 +58,12 @@ class ShardedStep:
         self._workers: Communicator | None = None  # when the owners were chosen
         kind = type(optimizer)
         self._plain = getattr(kind.step, "__wrapped__", kind.step)  # without hooks
-        if optimizer.state:
-            optimizer.load_state_dict(self._own(optimizer, optimizer.state_dict()))
-            self._owners = self._loading
         optimizer.__dict__["step"] = self
         optimizer.register_state_dict_post_hook(self._gather_states)
         optimizer.register_load_state_dict_pre_hook(self._own)
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
+        if optimizer.state:
+            optimizer.load_state_dict(optimizer.state_dict())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Step; every rank must call."""

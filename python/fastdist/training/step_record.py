@@ -20,6 +20,7 @@ import torch
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
 from fastdist.replicas.per_replica import Origin
+from fastdist.training.digests import StepDigests
 from fastdist.training.parameter_sample import Element, ParameterSample, first_difference
 
 _NO_ORIGIN = Origin(0, 0, (), 0, 0)
@@ -58,11 +59,13 @@ class StepRecord:
 
     Attributes:
         sample: takes the elements of parameters; None compares none.
+        digests: takes the digests of recorded steps; None if none are recorded.
         is_exact: False allows elements to differ by rounding.
     """
 
     def __init__(self) -> None:
         self.sample: ParameterSample | None = None
+        self.digests: StepDigests | None = None
         self.is_exact = True
         self._taken = _Steps()
         self._sent = _Steps()

@@ -19,6 +19,7 @@ from pathlib import Path
 import fastdist as fd
 import numpy as np
 from fastdist.recorder import place
+from fastdist.recorder.jobs import jobs_here
 
 KIND, RANK, FOLDER = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 STEPS = int(sys.argv[4]) if len(sys.argv) > 4 else 30
@@ -168,6 +169,19 @@ def meet(pair: fd.Communicator) -> None:
     pair.barrier()
 
 
+def await_others() -> None:
+    """Wait until the other ranks have begun the step in which they will stand still."""
+
+    def are_there() -> bool:
+        others = (each.records for job in jobs_here()[0] for each in job.ranks)
+        last = [each.calls[-1] for each in others if each.rank != RANK and each.calls]
+        there = [each for each in last if each.is_running and each.sequence > STEPS]
+        return len(there) == comm.world_size - 1
+
+    while not are_there():
+        time.sleep(0.01)
+
+
 ACTIONS: dict[str, Callable[[], None]] = {
     function.__name__: function
     for function in (
@@ -181,5 +195,6 @@ for _ in range(STEPS):
 if KIND not in ACTIONS:
     for_all(KIND)
 elif comm.rank == RANK:
+    await_others()
     ACTIONS[KIND]()
 step()

@@ -2,13 +2,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <chrono>
-#include <cstring>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,8 +19,6 @@
 #include "host/machine.h"
 #include "host/tuning.h"
 #include "net/communicator.h"
-#include "net/connect.h"
-#include "net/hello.h"
 
 namespace fastdist::bindings {
 namespace {
@@ -31,7 +27,6 @@ using host::HostCommunicator;
 using host::Machine;
 using host::SharedBlock;
 using host::Tuning;
-using net::Listener;
 
 // Returns an array of bytes in memory that the communicator can use in place.
 py::array empty(Endpoint& self, std::size_t bytes) {
@@ -82,45 +77,22 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
       {patience, &caller});
 }
 
+// Takes the connections to each rank: their file descriptors `out`, `in` and `stream`, or -1.
 // `parent`: a communicator of more ranks whose measured links are used, or None.
-std::unique_ptr<NetEndpoint> connect_machines(
-    const HostEndpoint& inner, const Listener& listener, int rank,
-    const std::vector<std::tuple<int, std::string, int>>& places, const py::function& sign,
-    const NetEndpoint* parent, py::handle silence, py::handle timeout) {
+std::unique_ptr<NetEndpoint> make_net(const HostEndpoint& inner, int rank,
+                                      const std::vector<std::pair<int, std::string>>& places,
+                                      const std::vector<std::array<int, 3>>& fds,
+                                      const NetEndpoint* parent, py::handle silence,
+                                      py::handle timeout) {
   std::vector<net::Place> known;
-  for (const auto& [machine, ip, port] : places) {
-    known.push_back({machine, ip, static_cast<std::uint16_t>(port)});
+  for (const auto& [machine, ip] : places) known.push_back({machine, ip});
+  std::vector<net::Connections> connections;
+  for (const auto& [out, in, stream] : fds) {
+    connections.push_back({FileDescriptor(out), FileDescriptor(in), FileDescriptor(stream)});
   }
-  const auto sign_message = [&](std::span<const std::byte> message) {
-    const py::gil_scoped_acquire gil;
-    const auto* text = reinterpret_cast<const char*>(message.data());
-    const auto code = sign(py::bytes(text, message.size())).cast<std::string>();
-    net::Digest digest;
-    if (code.size() != digest.size()) throw Error(ErrorCode::kValue, "sign must give 32 bytes");
-    std::memcpy(digest.data(), code.data(), digest.size());
-    return digest;
-  };
   const auto patience = to_duration(timeout);
   const PythonCaller caller;
   caller.may_block();
-  const auto check = [&] {
-    int lost = parent != nullptr ? parent->engine()->find_lost().value_or(-1) : -1;
-    if (const auto dead = inner.engine()->find_dead(); dead && parent == nullptr) {
-      for (int p = 0, local = 0; p < static_cast<int>(known.size()); ++p) {
-        if (known[static_cast<std::size_t>(p)].machine !=
-            known[static_cast<std::size_t>(rank)].machine) {
-          continue;
-        }
-        if (local++ == *dead) lost = p;
-      }
-    }
-    if (lost < 0) return;
-    throw Error(ErrorCode::kPeerFailure,
-                "rank " + std::to_string(lost) + " has died or failed while the ranks connected",
-                {lost});
-  };
-  auto connections =
-      net::connect_ranks(listener, rank, known, sign_message, patience, caller, check);
   const auto made = std::make_shared<net::NetCommunicator>(inner.engine(), rank, std::move(known),
                                                            std::move(connections));
   if (parent != nullptr) {
@@ -172,6 +144,7 @@ void bind_host(py::module_& m) {
       .def_property_readonly("size", [](Endpoint& e) { return e.communicator().size(); })
       .def("finish", &Endpoint::finish)
       .def("record", &Endpoint::record)
+      .def("find_lost", [](Endpoint& e) { return e.communicator().find_lost(); })
       .def("close", [](Endpoint& e) { e.communicator().close(); })
       .def("check_usable", [](Endpoint& e) { e.communicator().check_usable(); })
       .def("compare", &compare)
@@ -189,11 +162,8 @@ void bind_host(py::module_& m) {
       .def_property_readonly("members", [](HostEndpoint& e) { return e.engine()->members(); })
       .def_property_readonly("tuning", [](HostEndpoint& e) { return e.engine()->tuning(); });
 
-  py::class_<NetEndpoint, Endpoint>(m, "NetCommunicator");
-  py::class_<Listener>(m, "Listener")
-      .def(py::init<const std::string&>())
-      .def_property_readonly("port", &Listener::port);
-  m.def("connect_machines", &connect_machines, py::keep_alive<0, 1>());
+  py::class_<NetEndpoint, Endpoint>(m, "NetCommunicator")
+      .def(py::init(&make_net), py::keep_alive<1, 2>());
 }
 
 }  // namespace fastdist::bindings

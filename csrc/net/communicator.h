@@ -28,16 +28,31 @@
 #include "core/array_list.h"
 #include "core/communicator.h"
 #include "core/failure.h"
+#include "core/file_descriptor.h"
 #include "core/process.h"
 #include "core/reduction_tree.h"
 #include "core/signature.h"
 #include "host/communicator.h"
 #include "net/answers.h"
-#include "net/connect.h"
 #include "net/link_model.h"
 #include "net/stream.h"
 
 namespace fastdist::net {
+
+// Where a rank runs. Ranks with the same `machine` share memory.
+struct Place {
+  int machine;
+  std::string ip;
+};
+
+// The connections between two ranks. `out` carries what this rank sends, and the peer's answers;
+// `in` carries what the peer sends, and this rank's answers. `stream` carries collectives, and is
+// unset between ranks of one machine.
+struct Connections {
+  FileDescriptor out;
+  FileDescriptor in;
+  FileDescriptor stream;
+};
 
 struct Waiting;  // the reply of a waiting rank; see state.h
 

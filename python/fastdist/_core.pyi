@@ -90,6 +90,8 @@ class Communicator:
     # Wait until pending collectives and sends have ended, successfully or not.
     def finish(self, /) -> None: ...
     def close(self, /) -> None: ...
+    # Returns a rank that has died or failed.
+    def find_lost(self, /) -> int | None: ...
     # Raises again what has ended the communicator, if anything has.
     def check_usable(self, /) -> None: ...
     # Records its calls from now on. The key is the same on all ranks.
@@ -115,29 +117,22 @@ class HostCommunicator(Communicator):
     @property
     def tuning(self) -> Tuning: ...
 
-class NetCommunicator(Communicator): ...
-
-# Accepts connections of other machines' ranks at a free port of an IP address.
-class Listener:
-    def __init__(self, ip: str, /) -> None: ...
-    @property
-    def port(self) -> int: ...
-
-def connect_machines(
-    inner: HostCommunicator,
-    listener: Listener,
-    rank: int,
-    # of each rank: number of its machine, IP address and port of its listener
-    places: Sequence[tuple[int, str, int]],
-    # the HMAC-SHA256 of a message, by the key of the communicator
-    sign: Callable[[bytes], bytes],
-    # a communicator of more ranks, whose links are as fast, or None to measure them
-    parent: NetCommunicator | None,
-    # after which a silent machine is lost; 0: never
-    silence_s: float,
-    timeout_s: float,
-    /,
-) -> NetCommunicator: ...
+class NetCommunicator(Communicator):
+    def __init__(
+        self,
+        inner: HostCommunicator,
+        rank: int,
+        # of each rank: number of its machine, and IP address
+        places: Sequence[tuple[int, str]],
+        # the connections to each rank: its descriptors `out`, `in` and `stream`, or -1
+        connections: Sequence[Sequence[int]],
+        # a communicator of more ranks, whose links are as fast, or None to measure them
+        parent: NetCommunicator | None,
+        # after which a silent machine is lost; 0: never
+        silence_s: float,
+        timeout_s: float,
+        /,
+    ) -> None: ...
 
 # bind_messages.cpp
 

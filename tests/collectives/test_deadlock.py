@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import fastdist._core as _core
 import numpy as np
 import pytest
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import Layout, NetEngine
+from fastdist.collectives.rendezvous.connections import listen_at, port_of
 from fastdist.errors import CollectiveMismatchError, PeerFailureError
 from ranks import ProcessRanks, ThreadRanks
 from test_net import LOCAL, TIMEOUT_S
@@ -124,8 +124,8 @@ def two_across_machines(comm: Communicator) -> list[Communicator]:
 
 
 def across_machines(comm: Communicator, key: str) -> Communicator:
-    listener = _core.Listener(LOCAL)
-    addresses = comm.all_gather_object((LOCAL, listener.port))
+    listener = listen_at(LOCAL)
+    addresses = comm.all_gather_object((LOCAL, port_of(listener)))
     layout = Layout(tuple((rank,) for rank in range(comm.world_size)))
     (inner,) = HostEngine.of_threads(1)
     engine = NetEngine(layout, comm.rank, inner, listener, addresses, key, TIMEOUT_S)
@@ -206,8 +206,8 @@ def test_a_wait_that_is_about_to_fail_is_part_of_no_deadlock(wait: Call) -> None
 
 def of_two_machines(comm: Communicator) -> Communicator:
     """Join the ranks of two machines, {0, 1} and {2, 3}."""
-    listener = _core.Listener(LOCAL)
-    addresses = comm.all_gather_object((LOCAL, listener.port))
+    listener = listen_at(LOCAL)
+    addresses = comm.all_gather_object((LOCAL, port_of(listener)))
     inner = comm.engine.subset([[0, 1], [2, 3]], TIMEOUT_S)
     layout = Layout(((0, 1), (2, 3)))
     engine = NetEngine(layout, comm.rank, inner, listener, addresses, "job", TIMEOUT_S)

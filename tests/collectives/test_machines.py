@@ -18,10 +18,10 @@ from typing import Any
 
 import contract
 import fastdist
-import fastdist._core as _core
 import numpy as np
 import pytest
 from fastdist import Communicator
+from fastdist.collectives.engines import net
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveTimeoutError,
@@ -269,9 +269,9 @@ def test_ranks_with_different_secrets(network: Network) -> None:
 def test_a_rank_that_dies_before_it_connects(network: Network) -> None:
     code = """
         import os, signal, sys, time, fastdist as fd
-        from fastdist.collectives import init
+        from fastdist.collectives.rendezvous import machines
         if sys.argv[1] == "1":  # all ranks have posted their addresses
-            init._connect_machines = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            machines.connect = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
         try: fd.init(rank=int(sys.argv[1]), world_size=2, address=sys.argv[2])
         except fd.errors.ClusterConfigError as error: print(error, error.ranks)
@@ -379,7 +379,7 @@ def test_a_cable_that_is_connected_again(ranks: MachineRanks) -> None:
 
 def connect_through_a_cut(comm: Communicator, network: Network) -> None:
     """Ranks 2 and 3 connect to the others while their own network is down."""
-    connect = _core.connect_machines
+    connect = net.connect_ranks
 
     def cut_first(*args: Any) -> Any:
         network.set_cable("down", 1)
@@ -387,11 +387,11 @@ def connect_through_a_cut(comm: Communicator, network: Network) -> None:
         return connect(*args)
 
     if comm.rank == 2:
-        _core.connect_machines = cut_first
+        net.connect_ranks = cut_first
     try:
         part = comm.split(0)
     finally:
-        _core.connect_machines = connect
+        net.connect_ranks = connect
     assert part is not None
     assert part.all_reduce(np.ones(1))[0] == comm.world_size
 

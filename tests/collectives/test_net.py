@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import contract
-import fastdist._core as _core
 import numpy as np
 import pytest
 from contract import CommunicatorContract
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import Layout, NetEngine
+from fastdist.collectives.rendezvous.connections import listen_at, port_of
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveMismatchError,
@@ -49,8 +49,8 @@ class MachineThreads:
             for place in self.layout.places
             for rank, engine in zip(place, HostEngine.of_threads(len(place)), strict=True)
         }
-        listeners = [_core.Listener(LOCAL) for _ in range(self.size)]
-        addresses = [(LOCAL, listener.port) for listener in listeners]
+        listeners = [listen_at(LOCAL) for _ in range(self.size)]
+        addresses = [(LOCAL, port_of(listener)) for listener in listeners]
         key = f"test{next(_names)}"
 
         def make(rank: int) -> NetEngine:
@@ -277,8 +277,8 @@ def test_the_last_calls_are_up_to_date() -> None:
 def test_ranks_that_cannot_connect() -> None:
     """Whatever keeps ranks from the first communicator is an error of the cluster."""
     layout = Layout(((0,), (1,)))
-    listeners = [_core.Listener(LOCAL) for _ in range(2)]
-    addresses = [(LOCAL, listener.port) for listener in listeners]
+    listeners = [listen_at(LOCAL) for _ in range(2)]
+    addresses = [(LOCAL, port_of(listener)) for listener in listeners]
 
     def connect(rank: int) -> str:
         (inner,) = HostEngine.of_threads(1)

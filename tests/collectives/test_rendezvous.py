@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fastdist.cluster.launch import Launch
-from fastdist.collectives import rendezvous
+from fastdist.collectives.rendezvous import local as rendezvous
 from fastdist.errors import ClusterConfigError
 from fork_server import python
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import warnings
@@ -11,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fastdist._core as _core
 import pytest
-from fastdist.collectives.engines import machine_rendezvous as rendezvous_module
+from fastdist.collectives.rendezvous import machines
+from fastdist.collectives.rendezvous.board import StoreBoard
 from fastdist.errors import ClusterConfigError
 from fastdist.link import secret as secret_module
 from fastdist.link.secret import Secret, UnsealedError, exchange, job_secret
@@ -151,34 +152,34 @@ class Store:
             self.values[key] = str(total).encode()
             return total
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        with self.lock:
-            return self.values.setdefault(key, desired.encode())
-
 
 def meet_all(secrets: list[Secret], store: Store, limit_s: float = 20) -> list[Any]:
     """Arrive as one rank for each secret; return each rank's rendezvous, or its error."""
     results: list[Any] = [None] * len(secrets)
+    own = threading.local()
 
     def arrive(rank: int) -> None:
-        listener = _core.Listener("127.0.0.1")
-        arrival = rendezvous_module.Arrival(
-            len(secrets), f"machine {rank}", "10.0.0.1", listener.port, "1.0"
-        )
-        table = rendezvous_module._Table(store, secrets[rank], rank)
-        deadline = time.monotonic() + limit_s
+        own.rank = rank
         try:
-            results[rank] = rendezvous_module._rendezvous(
-                table, arrival, listener, deadline, limit_s
-            )
+            board = StoreBoard(store, rank, len(secrets), limit_s)
+            try:
+                results[rank] = machines.agree(board, limit_s, "10.0.0.1:1")
+                results[rank].listener.close()
+            except ClusterConfigError as error:
+                board.give_up(error)
+                raise
         except BaseException as error:
             results[rank] = error
 
-    threads = [threading.Thread(target=arrive, args=(rank,)) for rank in range(len(secrets))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machines, "machine_id", lambda: f"machine {own.rank}")
+        patch.setattr(machines, "job_secret", lambda: secrets[own.rank])
+        patch.setattr(machines, "own_address", lambda *_: "0.0.0.0")
+        threads = [threading.Thread(target=arrive, args=(rank,)) for rank in range(len(secrets))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     return results
 
 
@@ -203,16 +204,28 @@ def test_ranks_with_another_secret() -> None:
     )
 
 
-@pytest.mark.parametrize("text", GARBAGE[:6], ids=range(6))
-def test_strangers_in_the_store(text: str) -> None:
-    store = Store()
-    store.set("rank/1", text)
-    error = refused(lambda: rendezvous_module._Table(store, OURS, 0).arrival(1))
-    assert "rank 1 does not prove" in str(error)
-    store.set("decision", text)
-    for error in meet_all([OURS], store):
+@pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
+@pytest.mark.parametrize("turn", [0, 1])
+def test_strangers_in_the_store(turn: int, text: str | bytes) -> None:
+    class Written(Store):
+        def set(self, key: str, value: str) -> None:
+            if key == f"fastdist/1/{turn}/1":
+                value = text if isinstance(text, str) else text.decode("latin-1")
+            super().set(key, value)
+
+    for error in meet_all([OURS] * 2, Written()):
         assert isinstance(error, ClusterConfigError)
-        assert "another rank does not prove" in str(error)
+        assert re.search("has not said on which|another rank does not prove|gave up", str(error))
+
+
+def test_a_stranger_cannot_change_what_ranks_say() -> None:
+    class Written(Store):
+        def set(self, key: str, value: str) -> None:
+            super().set(key, value.replace("0.0.0.0", "6.6.6.6"))
+
+    for error in meet_all([OURS] * 2, Written()):
+        assert isinstance(error, ClusterConfigError)
+        assert "does not prove" in str(error)
 
 
 def refused(call: Callable[[], Any]) -> ClusterConfigError:
@@ -229,25 +242,29 @@ NONE = Secret(b"", "FASTDIST_INSECURE=1")
     [
         "[]",
         "7",
-        '[2, "m", "10.0.0.1", 1]',
-        '[2, "m", "999.1.1.1", 70, "", "0"]',
-        '[2, "m", "10.0.0.1", 70000, "", "0"]',
-        '[2, "m", "10.0.0.1", 0, "", "0"]',
-        '[1e99, "m", "10.0.0.1", 70, "", "0"]',
-        '[2, "m", null, 70, "", "0"]',
-        '[2, {}, "10.0.0.1", 70, "", "0"]',
-        '[2, "m", "10.0.0.1", 70, "", null]',
+        '["10.0.0.1", 1]',
+        '["999.1.1.1", 70, "", ""]',
+        '["10.0.0.1", 70000, "", ""]',
+        '["10.0.0.1", 0, "", ""]',
+        '["10.0.0.1", 1e99, "", ""]',
+        '[null, 70, "", ""]',
+        '[{}, 70, "", ""]',
+        '["10.0.0.1", 70, "", null]',
     ],
 )
 def test_malformed_arrivals_of_jobs_without_a_secret(packed: str) -> None:
     with pytest.raises(ClusterConfigError, match="rank 1 has posted a malformed arrival"):
-        rendezvous_module._check_arrival(packed, 0, 2, 1)
+        machines.Arrival.unpack(packed, 1)
 
 
-@pytest.mark.parametrize("refusal", ["[", "7", "[]", '["why", {}]', '["\\u001b[31mwhy", 1]'])
-def test_malformed_refusals_of_jobs_without_a_secret(refusal: str) -> None:
+@pytest.mark.parametrize(
+    "refusal",
+    ["[", "7", "[]", '["why", {}]', '[1, "\\u001b[31mwhy", [1]]', "[{}, {}, {}]", "[" * 100_000],
+    ids=range(7),
+)
+def test_malformed_refusals(refusal: str) -> None:
     store = Store()
-    store.set("decision", NONE.seal("decision", refusal))
+    store.set("fastdist/1/given up", refusal)
     for error in meet_all([NONE, NONE], store):
         assert isinstance(error, ClusterConfigError)
         assert "\x1b" not in str(error)

@@ -1,5 +1,6 @@
 // Ranks on several machines, as threads that share memory within their machine alone.
 
+#include <arpa/inet.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -10,13 +11,13 @@
 #include <future>
 #include <memory>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "host/kernels.h"
-#include "machines.h"
 #include "net/communicator.h"
-#include "net/connect.h"
 #include "net/fork_guard.h"
 #include "world.h"
 
@@ -25,6 +26,8 @@ namespace {
 
 using net::Connections;
 using net::NetCommunicator;
+using net::Place;
+using Machines = std::vector<std::vector<int>>;
 using NetRanks = std::vector<std::unique_ptr<NetCommunicator>>;
 
 const std::vector<Machines> kWorldsOfMachines = {
@@ -33,17 +36,66 @@ const std::vector<Machines> kWorldsOfMachines = {
 // Around the limits of payloads, chunks and steps, and not divisible by the ranks.
 constexpr std::size_t kNetCounts[] = {0, 1, 17, 58, 59, 1003, 9001, 70001};
 
+// Returns both ends of a TCP connection.
+std::pair<FileDescriptor, FileDescriptor> make_connection() {
+  const FileDescriptor listener(::socket(AF_INET, SOCK_STREAM, 0));
+  FileDescriptor first(::socket(AF_INET, SOCK_STREAM, 0));
+  sockaddr_in place{};
+  place.sin_family = AF_INET;
+  place.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  auto* const address = reinterpret_cast<sockaddr*>(&place);
+  socklen_t length = sizeof(place);
+  CHECK(::bind(listener.get(), address, length) == 0);
+  CHECK(::listen(listener.get(), 1) == 0);
+  CHECK(::getsockname(listener.get(), address, &length) == 0);
+  CHECK(::connect(first.get(), address, length) == 0);
+  FileDescriptor second(::accept(listener.get(), nullptr, nullptr));
+  CHECK(second.get() >= 0);
+  return {std::move(first), std::move(second)};
+}
+
 NetRanks connect(const Machines& machines) {
-  const World world = make_world(machines);
-  NetRanks ranks(world.places.size());
-  in_threads(static_cast<int>(ranks.size()), [&](int r) {
-    const auto i = static_cast<std::size_t>(r);
-    auto connections = net::connect_ranks(*world.listeners[i], r, world.places, signed_by(0),
-                                          std::chrono::seconds(20), *patient().caller, [] {});
-    ranks[i] =
-        std::make_unique<NetCommunicator>(world.inner[i], r, world.places, std::move(connections));
-  });
+  std::vector<Place> places;
+  std::vector<std::shared_ptr<HostCommunicator>> inner;
+  for (std::size_t m = 0; m < machines.size(); ++m) {
+    Ranks here = make_thread_ranks(static_cast<int>(machines[m].size()), Tuning{});
+    for (std::size_t i = 0; i < here.size(); ++i) {
+      const auto rank = static_cast<std::size_t>(machines[m][i]);
+      if (rank >= places.size()) {
+        places.resize(rank + 1);
+        inner.resize(rank + 1);
+      }
+      places[rank] = {static_cast<int>(m), "127.0.0.1"};
+      inner[rank] = std::move(here[i]);
+    }
+  }
+  const std::size_t n = places.size();
+  std::vector<std::vector<Connections>> connections(n);
+  for (auto& each : connections) each.resize(n);
+  for (std::size_t p = 0; p < n; ++p) {
+    for (std::size_t q = 0; q < p; ++q) {
+      std::tie(connections[p][q].out, connections[q][p].in) = make_connection();
+      std::tie(connections[p][q].in, connections[q][p].out) = make_connection();
+      if (places[p].machine == places[q].machine) continue;
+      std::tie(connections[p][q].stream, connections[q][p].stream) = make_connection();
+    }
+  }
+  NetRanks ranks;
+  for (std::size_t p = 0; p < n; ++p) {
+    ranks.push_back(std::make_unique<NetCommunicator>(inner[p], static_cast<int>(p), places,
+                                                      std::move(connections[p])));
+  }
   return ranks;
+}
+
+template <class Call>
+ErrorCode code_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.code();
+  }
+  throw Failure("no error");
 }
 
 template <class Body>

@@ -15,10 +15,7 @@
 
 #include "check.h"
 #include "core/failure.h"
-#include "machines.h"
 #include "net/communicator.h"
-#include "net/connect.h"
-#include "net/hello.h"
 #include "net/state.h"
 #include "world.h"
 
@@ -29,7 +26,6 @@ using net::Connections;
 using net::NetCommunicator;
 using Bytes = std::vector<std::byte>;
 
-constexpr int kGreetings = kSanitized ? 20'000 : 1000;
 constexpr int kCalls = kSanitized ? 15'000 : 3000;
 constexpr int kAnswers = 10'000;
 constexpr int kWaits = 32;  // calls that take more than a second, all at once
@@ -74,45 +70,6 @@ void append(Bytes& bytes, const Bytes& more) {
 
 void write_all(const FileDescriptor& fd, const Bytes& bytes) {
   (void)::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
-// Half of the strangers know the key, but never say that they are rank 1.
-CASE(greetings) {
-  const World world = make_world({{0}, {1}});
-  const net::Sign sign = signed_by(9);
-  const auto meet = [&](int r) {
-    return net::connect_ranks(*world.listeners[static_cast<std::size_t>(r)], r, world.places, sign,
-                              std::chrono::seconds(60), *patient().caller, [] {});
-  };
-  in_threads(2, [&](int r) {
-    if (r == 0) {
-      CHECK(meet(0)[1].stream.get() >= 0);
-      return;
-    }
-    Random random(1);
-    std::vector<FileDescriptor> silent;
-    for (int i = 0; i < kGreetings; ++i) {
-      FileDescriptor fd = connect_to(world.places[0]);
-      net::Hello hello{
-          .rank = 1, .purpose = static_cast<Purpose>(random.below(4)), .nonce = net::make_nonce()};
-      Bytes greeting = bytes_of(hello);
-      random.change(greeting);
-      write_all(fd, greeting);
-      if (random.one_in(2) && greeting.size() >= sizeof(hello)) {
-        std::memcpy(&hello, greeting.data(), sizeof(hello));
-        net::Challenge challenge;
-        const bool knows = random.one_in(2) && hello.rank != 1;
-        if (hears(fd, challenge)) {
-          Bytes proof = bytes_of(proof_of(net::Side::kConnects, knows ? sign : signed_by(0), hello,
-                                          0, challenge.nonce));
-          random.change(proof);
-          write_all(fd, proof);
-        }
-      }
-      if (random.one_in(4)) silent.push_back(std::move(fd));
-    }
-    CHECK(meet(1)[0].stream.get() >= 0);
-  });
 }
 
 // The headers that a peer sends, as communicator.h, lanes.cpp and answers.cpp lay them out.
@@ -199,9 +156,9 @@ std::optional<ErrorCode> call_at_random(std::uint64_t seed, bool ends,
     sides[1][i] = FileDescriptor(pair[1]);
   }
   std::vector<Connections> connections(2);
-  connections[1] = {std::move(sides[0][0]), std::move(sides[0][1]), std::move(sides[0][2])};
+  connections[1] = {std::move(sides[0][1]), std::move(sides[0][2]), std::move(sides[0][0])};
   Ranks inner = make_thread_ranks(1, Tuning{});
-  NetCommunicator comm(std::move(inner[0]), 0, {{0, "127.0.0.1", 1}, {1, "127.0.0.1", 2}},
+  NetCommunicator comm(std::move(inner[0]), 0, {{0, "127.0.0.1"}, {1, "127.0.0.1"}},
                        std::move(connections));
 
   std::vector<float> x(random.one_in(2) ? 3 : 5000), y(2 * x.size());

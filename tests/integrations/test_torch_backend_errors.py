@@ -17,8 +17,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
 from fastdist.cluster.ports import reserved_ports  # noqa: E402
+from fastdist.collectives.rendezvous.board import StoreBoard  # noqa: E402
 from fastdist.errors import ClusterConfigError  # noqa: E402
-from fastdist.integrations.torch_backend.bootstrap import StoreBootstrap  # noqa: E402
 from fastdist.link.secret import Secret  # noqa: E402
 from ranks import ProcessRanks  # noqa: E402
 
@@ -249,7 +249,7 @@ def another_backend(comm: Any, path: Path) -> str:
 def test_ranks_with_another_backend_are_named(ranks: ProcessRanks, tmp_path: Path) -> None:
     first, second, _ = ranks.run(another_backend, tmp_path / "store")
     for text in (first, second):
-        assert "ranks [2] did not come to the process group within 2 s" in text
+        assert "ranks [2] of 3 did not arrive within 2 s" in text
         assert 'backend "fastdist"' in text
 
 
@@ -427,8 +427,9 @@ def retried(comm: Any, port: int) -> str:
 def test_a_group_can_be_made_again_after_ranks_gave_up(ranks: ProcessRanks) -> None:
     with reserved_ports(1) as (port,):
         texts = ranks.run(retried, port)
-    assert "1] did not come" in texts[0]
-    assert "gave up before rank 1 was connected (ranks [1] did not come" in texts[1]
+    assert "ranks [1] of 3 did not arrive" in texts[0]
+    assert "ranks [1] of 3 did not arrive within" in texts[1]
+    assert "gave up before rank 1 was connected" in texts[1]
 
 
 def one_store(comm: Any, port: int) -> None:
@@ -449,25 +450,26 @@ def test_jobs_follow_each_other_in_one_store(ranks: ProcessRanks) -> None:
 
 def test_a_rank_that_comes_later_hears_why_others_gave_up() -> None:
     store = dist.HashStore()
-    late, first = (StoreBootstrap(store, rank, 2, timeout_s=0.01) for rank in range(2))
-    with pytest.raises(ClusterConfigError, match=r"\[0\] did not come"):
+    late, first = (StoreBoard(store, rank, 2, timeout_s=0.01) for rank in range(2))
+    with pytest.raises(ClusterConfigError, match=r"\[0\] of 2 did not arrive"):
         first.allgather("sealed with a secret")
     first.give_up(Secret(b"", "FASTDIST_SECRET").mismatch(1, 0))
     late.give_up(KeyboardInterrupt())  # a reason, but not the first one
     with pytest.raises(ClusterConfigError) as told:
         late.allgather("sealed with another secret")
-    assert told.value.ranks == (1,)
+    assert told.value.ranks == (0,)
     text = str(told.value)
-    assert "rank 1 gave up before rank 0 was connected (rank 0 does not prove" in text
+    assert "rendezvous: rank 0 does not prove" in text
+    assert "rank 1 gave up before rank 0 was connected" in text
     assert "set FASTDIST_SECRET or FASTDIST_SECRET_FILE to the same" in text
 
 
 def test_the_first_rank_keeps_the_store_until_others_know_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fastdist.collectives.engines.torch_store._TELL_S", 20.0)
+    monkeypatch.setattr("fastdist.collectives.rendezvous.store._TELL_S", 20.0)
     store = dist.HashStore()
-    first, last = (StoreBootstrap(store, rank, 2, timeout_s=20) for rank in range(2))
+    first, last = (StoreBoard(store, rank, 2, timeout_s=20) for rank in range(2))
     error = ClusterConfigError("ranks disagree")
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(lambda one: one.allgather(1), (first, last))] == [[1, 1], [1, 1]]

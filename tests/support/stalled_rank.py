@@ -170,13 +170,12 @@ def meet(pair: fd.Communicator) -> None:
 
 
 def await_others() -> None:
-    """Wait until the other ranks have begun the step in which they will stand still."""
+    """Wait until the other ranks of this machine stand in the step that this one will not make."""
 
     def are_there() -> bool:
         others = (each.records for job in jobs_here()[0] for each in job.ranks)
         last = [each.calls[-1] for each in others if each.rank != RANK and each.calls]
-        there = [each for each in last if each.is_running and each.sequence > STEPS]
-        return len(there) == comm.world_size - 1
+        return all(each.is_running and each.sequence > STEPS for each in last)
 
     while not are_there():
         time.sleep(0.01)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastdist.cluster.rank_door import Line
 from fastdist.cluster.roster import RosterPlace
-from fastdist.collectives.rendezvous import check_while_waiting
+from fastdist.collectives.rendezvous.local import check_while_waiting
 from fastdist.errors import ClusterConfigError
 from fastdist.link.peer import is_own_user
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ipaddress
-import json
 import logging
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -31,30 +29,16 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.elastic import BrokenWorldError, Member
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.net import NetEngine
 from fastdist.errors import ClusterConfigError, FastdistError, LostRankError
-from fastdist.link.secret import exchange, job_secret
 from fastdist.recorder.phases import Phase, phase
 
 if TYPE_CHECKING:
-    from fastdist.collectives.engines.machine_rendezvous import Rendezvous
+    from fastdist.collectives.rendezvous.board import Bootstrap
+    from fastdist.collectives.rendezvous.machines import Rendezvous
 
 _DEFAULT_PORT = 29500  # the same as torch's
 _WORLD_S = 10.0  # that the ranks of a new world of an elastic job have to connect
 _MAX_THREADS = 1024  # memory grows with the square of the number
-
-
-class Bootstrap(Protocol):
-    """The interface of an mpi4py communicator that `init` uses."""
-
-    def Get_rank(self) -> int:  # noqa: D102
-        ...
-
-    def Get_size(self) -> int:  # noqa: D102
-        ...
-
-    def allgather(self, obj: Any) -> list[Any]:  # noqa: D102
-        ...
 
 
 class Cluster(Protocol):
@@ -408,32 +392,13 @@ def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, st
 def _from_bootstrap(
     bootstrap: Bootstrap, timeout_s: float, host: str | None = None, is_trusted: bool = True
 ) -> tuple[Engine, int]:
-    """Make the engine, and count this machine's ranks; `host` is one of the machine of rank 0."""
-    from fastdist.collectives.engines import machine_rendezvous as machines
+    """Make the engine, and count this machine's ranks; see `agree`."""
+    from fastdist.collectives.rendezvous.machines import agree
 
     _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "allgather")
-    deadline = time.monotonic() + timeout_s
-    rank, size = bootstrap.Get_rank(), bootstrap.Get_size()
-    try:
-        everyone = bootstrap.allgather([machines.machine_id(), secrets.token_hex(16)])
-        where, key = [machine for machine, _ in everyone], str(everyone[0][1])
-    except (TypeError, ValueError):
-        raise ClusterConfigError("rendezvous: a rank has not said on which machine it is") from None
-    ranks_here = where.count(where[rank])
-    if ranks_here == size:
-        launch = Launch("bootstrap", rank, size, rank, size, key)
-        return HostEngine.of_launch(launch, timeout_s), ranks_here
-    secret = None if is_trusted else job_secret()
-    said = json.dumps(everyone)
-    own = _free_address(host) if rank == 0 else ""
-    addresses = exchange(bootstrap.allgather, secret, rank, f"address/{said}", own)
-    arrival, listener = machines.arrive(*split_address(addresses[0]), size, deadline)
-    packed = exchange(bootstrap.allgather, secret, rank, f"arrival/{said}", arrival.pack())
-    arrivals = [machines.Arrival.unpack(one) for one in packed]
-    if secret is not None:
-        key = secret.derive("key", json.dumps(packed))
-    rendezvous = machines.conclude(arrivals, listener, key)
-    return _connect_machines("bootstrap", rank, rendezvous, timeout_s)[0], ranks_here
+    found = agree(bootstrap, timeout_s, host=host, is_trusted=is_trusted)
+    engine, launch = _connected(found, "bootstrap", timeout_s)
+    return engine, launch.local_world_size
 
 
 def _require(value: object, argument: str, expected: str, *attributes: str) -> None:
@@ -449,40 +414,21 @@ def _on_machines(
 ) -> tuple[Engine, Launch]:
     """Rendezvous through a store, and make the engine that fits the ranks' machines."""
     # Imported here since `import fastdist` must be quick.
-    from fastdist.collectives.engines.machine_rendezvous import connect_machines
+    from fastdist.collectives.rendezvous.machines import agree_in_store
 
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     _World.meetings[coordinator] += 1  # also one that fails
     prefix = f"fastdist/{_World.meetings[coordinator]}"
-    rendezvous = connect_machines(rank, size, coordinator, prefix, timeout_s, has_agent)
-    return _connect_machines(launcher, rank, rendezvous, timeout_s)
+    found = agree_in_store(rank, size, coordinator, prefix, timeout_s, has_agent)
+    return _connected(found, launcher, timeout_s)
 
 
-def _connect_machines(
-    launcher: str, rank: int, rendezvous: Rendezvous, timeout_s: float
-) -> tuple[Engine, Launch]:
-    layout = rendezvous.layout
-    place, local = layout.place_of(rank)
-    here = len(layout.places[place])
-    key = f"{rendezvous.key}/{place}"
-    own = Launch("machines", local, here, local, here, key)
-    launch = Launch(launcher, rank, layout.size, local, here, key)
-    try:
-        inner = HostEngine.of_launch(own, timeout_s)
-    except ClusterConfigError as error:
-        ranks = tuple(layout.places[place][number] for number in error.ranks)
-        raise ClusterConfigError(
-            f"{error} (ranks of this machine, which are {list(layout.places[place])} of the job)",
-            ranks,
-        ) from None
-    if len(layout.places) == 1:
-        return inner, launch
-    where = rendezvous.listener, rendezvous.addresses, rendezvous.key
+def _connected(found: Rendezvous, launcher: str, timeout_s: float) -> tuple[Engine, Launch]:
+    from fastdist.collectives.rendezvous.machines import connect
+
     # Others go on without a machine of an elastic job that is silent.
     silence_s = 0.0 if _World.member is None else SILENT_S
-    launchers = rendezvous.launchers
-    made = NetEngine(layout, rank, inner, *where, timeout_s, launchers, silence_s=silence_s)
-    return made, launch
+    return connect(found, launcher, timeout_s, silence_s)
 
 
 def _is_loopback(coordinator: str) -> bool:
@@ -491,24 +437,3 @@ def _is_loopback(coordinator: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _free_address(host: str | None) -> str:
-    """Return a free port of this machine: at `host`, MASTER_ADDR or its host name's address."""
-    host = host or os.environ.get("MASTER_ADDR") or socket.gethostname()
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            probe.bind(address)
-            name = probe.getsockname()
-    except OSError as error:
-        raise ClusterConfigError(
-            f"rank 0 cannot listen at {host!r} ({error}); expected MASTER_ADDR, an address of its "
-            "machine that the other machines can reach"
-        ) from None
-    if ipaddress.ip_address(name[0]).is_loopback:
-        raise ClusterConfigError(
-            f"{host!r} resolves to {name[0]} on the machine of rank 0; expected MASTER_ADDR, an "
-            "address that other machines can reach"
-        )
-    return join_address(name[0], name[1])

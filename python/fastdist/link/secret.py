@@ -2,9 +2,9 @@
 
 It is never sent; all keys are derived from it. Servers and workers prove it on each connection
 (sealing.py). Anyone who can reach the store of a rendezvous can read and write it: so ranks seal
-what they post there, and use nothing that is not sealed. The key of their connections is derived
-from the secret and from random numbers of all ranks. On each connection both ends prove that they
-have the key (csrc/net/hello.h), so that values recorded in another job are of no use.
+the addresses that they post there. The key of their connections is derived from the secret and from
+random numbers of all ranks. On each connection both ends prove that they have the key
+(collectives/rendezvous/connections.py), so that values recorded in another job are of no use.
 """
 
 from __future__ import annotations

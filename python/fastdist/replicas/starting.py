@@ -25,7 +25,7 @@ from fastdist.cluster.replicas import (
     started_replica,
 )
 from fastdist.collectives.init import exit_with, has_communicator
-from fastdist.collectives.rendezvous import check_while_waiting
+from fastdist.collectives.rendezvous.local import check_while_waiting
 from fastdist.errors import ClusterConfigError, PeerFailureError
 from fastdist.processes.children import Children
 from fastdist.processes.process import StartError

@@ -13,7 +13,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.cluster.launch import Launch
 from fastdist.collectives.engines.engine import CompiledEngine
-from fastdist.collectives.rendezvous import exchange_memory
+from fastdist.collectives.rendezvous.local import exchange_memory
 
 # Makes an engine for ranks that share only a key: key, rank, size, seconds to wait.
 Connect = Callable[[str, int, int, float], "HostEngine"]

@@ -290,7 +290,7 @@ def _first_array(given: dict[str, Any]) -> Any:
 
 def _describe(device: int) -> dict[str, Any]:
     """Describe this rank to the others; "error" says what keeps it from connecting."""
-    from fastdist.collectives.engines.machine_rendezvous import machine_id  # imports slowly
+    from fastdist.collectives.rendezvous.machines import machine_id  # imports slowly
 
     try:
         version = nccl_library.load().version_text

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import final
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.collectives.engines.engine import CompiledEngine, Engine
 from fastdist.collectives.engines.host import HostEngine
+from fastdist.collectives.rendezvous.connections import connect_ranks, listen_at, port_of
 from fastdist.errors import (
     ClusterConfigError,
     LostRankError,
@@ -62,7 +62,7 @@ class NetEngine(CompiledEngine):
         layout: the ranks of each machine.
         rank: this rank.
         inner: the engine between the ranks of this machine, in the layout's order.
-        listener: the socket that accepts the other ranks' connections.
+        listener: the socket that accepts the other ranks' connections; it is closed.
         addresses: IP address and port of each rank's listener.
         key: equal on all ranks, and secret to processes that are not of the job.
         timeout_s: seconds to wait for other ranks to connect.
@@ -82,7 +82,7 @@ class NetEngine(CompiledEngine):
         layout: Layout,
         rank: int,
         inner: HostEngine,
-        listener: _core.Listener,
+        listener: socket.socket,
         addresses: Sequence[tuple[str, int]],
         key: str,
         timeout_s: float,
@@ -101,12 +101,25 @@ class NetEngine(CompiledEngine):
             self.machines = tuple(
                 Machine(ranks, self._ips[ranks[0]], launchers[ranks[0]]) for ranks in layout.places
             )
-        places = [(layout.place_of(r)[0], *addresses[r]) for r in range(self.size)]
+        machines = [layout.place_of(r)[0] for r in range(self.size)]
         secret = hashlib.sha256(key.encode()).digest()
-        sign = partial(hmac.digest, secret, digest="sha256")
+        here = layout.places[machines[rank]]
+
+        def check() -> None:
+            lost = (inner.compiled if parent is None else parent).find_lost()
+            if lost is not None:
+                lost = here[lost] if parent is None else lost
+                raise PeerFailureError(
+                    f"rank {lost} has died or failed while the ranks connected", (lost,)
+                )
+
         try:
-            self.compiled = _core.connect_machines(
-                inner.compiled, listener, rank, places, sign, parent, silence_s, timeout_s
+            with listener:
+                found = connect_ranks(listener, rank, machines, addresses, secret, timeout_s, check)
+            fds = [[-1 if each is None else each.detach() for each in own] for own in found]
+            places = list(zip(machines, self._ips, strict=True))
+            self.compiled = _core.NetCommunicator(
+                inner.compiled, rank, places, fds, parent, silence_s, timeout_s
             )
         except (LostRankError, OSError) as error:
             if isinstance(error, PeerFailureError) and parent is not None:
@@ -122,12 +135,12 @@ class NetEngine(CompiledEngine):
         local = [[here.index(rank) for rank in group if rank in here] for group in groups]
         # The ranks of each machine are in the order of the new layout.
         inner = self._inner.subset([ranks for ranks in local if ranks], timeout_s)
-        listener = _core.Listener(self._ips[self.rank])
-        ports = np.empty(self.size, np.int64)
-        self.calls(timeout_s).all_gather(np.array([listener.port]), out=ports)
-        for group in groups:
-            if self.rank not in group:
-                continue
+        with listen_at(self._ips[self.rank]) as listener:
+            ports = np.empty(self.size, np.int64)
+            self.calls(timeout_s).all_gather(np.array([port_of(listener)]), out=ports)
+            group = next((group for group in groups if self.rank in group), None)
+            if group is None:
+                return None
             assert inner is not None
             layout = self._layout.subset(group)
             if len(layout.places) == 1:
@@ -136,7 +149,6 @@ class NetEngine(CompiledEngine):
             number = list(group).index(self.rank)
             own = layout, number, inner, listener, addresses, self._key_of(group)
             return NetEngine(*own, timeout_s, parent=self.compiled, silence_s=self._silence_s)
-        return None
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
         """Raise UnsupportedError: the excluded ranks may be those that connect the machines."""

@@ -15,7 +15,7 @@ from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.launch import Launch
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.machine_rendezvous import machine_id
+from fastdist.collectives.rendezvous.machines import machine_id
 from fastdist.errors import ClusterConfigError
 from fastdist.integrations.torch_backend.bootstrap import communicator_in_store, tcp_store_of
 from fastdist.recorder.encoding import decode, encode

@@ -1,0 +1,480 @@
+"""TCP connections between the ranks of several machines.
+
+Each rank connects to all lower ranks. On every connection the two ranks prove to each other that
+both have the key of their communicator:
+
+    the rank that connects    HELLO: its rank, the purpose of the connection, a random number
+    the rank that accepts     CHALLENGE: a random number, and a proof
+    the rank that connects    a proof
+    the rank that accepts     WELCOME
+
+A proof is the HMAC-SHA256 of everything that both have said and of their ranks, so that nobody can
+use it on another connection. The rank that connects is the first to know that it has reached its
+peer, but keeps the connection only after WELCOME.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from fastdist.collectives.rendezvous.local import run_checks
+from fastdist.errors import CollectiveTimeoutError, PeerFailureError
+
+Address = tuple[str, int]
+"""IP address and port."""
+
+OUT, IN, STREAM = range(3)
+"""Purposes of a connection, as the rank that connects sees them: its sends and the peer's answers;
+the peer's sends and its answers; collectives."""
+
+_CHECK_S = 0.05
+_RETRY_S = 0.2
+_LONGEST_SILENCE_S = 10.0  # of a stranger, before its connection is closed
+_PROBE_S = 1.0  # between two probes of a missing rank
+_MOST_REFUSALS = 2  # in a row; more show that the rank has died
+_MAX_STRANGERS = 64  # connections, beside those of ranks, that may wait for their proof
+_OUTAGE_MS = 600_000  # that a connection survives
+_HELLO = struct.Struct("<8sII16s")
+_CHALLENGE = struct.Struct("<16s32s")
+_MAGIC = b"fastdist"
+_WELCOME = b"\1"
+_CONNECTS, _ACCEPTS = range(2)
+# Errors that may pass: of the network, or of a rank that closes connections of too many strangers.
+_PASSING = {
+    *(errno.ECONNRESET, errno.EPIPE, errno.EHOSTUNREACH, errno.EHOSTDOWN),
+    *(errno.ENETUNREACH, errno.ENETDOWN, errno.ETIMEDOUT),
+}
+
+_Steps = Generator[None, None, None]  # of a handshake; it yields while its socket is not ready
+
+
+def listen_at(ip: str) -> socket.socket:
+    """Listen at a free port of a numeric IP address.
+
+    Raises:
+        OSError: this machine does not have the address, or it is not numeric.
+    """
+    try:
+        family, address = _resolve((ip, 0))
+    except socket.gaierror:
+        raise OSError(f"expected a numeric IP address, got {ip!r}") from None
+    listener = socket.socket(family)
+    try:
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"cannot listen at {ip}: {error.strerror}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def port_of(listener: socket.socket) -> int:
+    """Return the port at which a socket listens."""
+    port: int = listener.getsockname()[1]
+    return port
+
+
+def connect_ranks(
+    listener: socket.socket,
+    rank: int,
+    machines: Sequence[int],
+    addresses: Sequence[Address],
+    key: bytes,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> list[list[socket.socket | None]]:
+    """Connect this rank to all others. Every rank must call.
+
+    Args:
+        listener: this rank's listener, which it must keep until this returns.
+        rank: this rank.
+        machines: the number of each rank's machine.
+        addresses: the address of each rank's listener.
+        key: secret to processes that are not of the job.
+        timeout_s: seconds to wait for the ranks.
+        check: a function to call repeatedly, which raises an exception if a rank is lost.
+
+    Returns:
+        The connections OUT, IN and STREAM by rank, as this rank sees them. There is no STREAM
+        between ranks of one machine.
+
+    Raises:
+        CollectiveTimeoutError: ranks have not connected in time.
+        PeerFailureError: a rank has left, or another program answers in its place.
+        OSError: no file descriptor is left.
+    """
+    meeting = _Meeting(listener, rank, machines, addresses, key)
+    try:
+        meeting.run(time.monotonic() + timeout_s, check)
+    except BaseException:
+        for connection in filter(None, (each for own in meeting.found for each in own)):
+            connection.close()
+        raise
+    finally:
+        meeting.close()
+    return meeting.found
+
+
+class _Meeting:
+    """The connections of a rank that are made, and those that are on the way.
+
+    Attributes:
+        found: the connections of each rank.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        rank: int,
+        machines: Sequence[int],
+        addresses: Sequence[Address],
+        key: bytes,
+    ) -> None:
+        self._listener = listener
+        self._rank = rank
+        self._addresses = addresses
+        self._key = key
+        self._purposes = [STREAM if each == machines[rank] else STREAM + 1 for each in machines]
+        self._purposes[rank] = 0
+        self.found: list[list[socket.socket | None]] = [[None] * 3 for _ in machines]
+        self._outages: dict[int, str] = {}  # the last error of connecting to a rank
+        self._probes: dict[int, _Probe] = {}
+        self._epoll = select.epoll()
+        self._epoll.register(listener, select.EPOLLIN)
+        # Handshakes by the file descriptor of their sockets, the oldest first; those of strangers
+        # with the time at which they connected.
+        self._ours: dict[int, tuple[socket.socket, _Steps]] = {}
+        self._strangers: dict[int, tuple[socket.socket, _Steps, float]] = {}
+        self._waiting: list[tuple[float, int, int]] = []  # time to connect again, rank, purpose
+
+    def run(self, deadline: float, check: Callable[[], None]) -> None:
+        """Connect to all ranks; see `connect_ranks`."""
+        for other in range(self._rank):
+            for purpose in range(self._purposes[other]):
+                self._begin(other, purpose)
+        next_probe = time.monotonic() + _PROBE_S
+        next_check = 0.0
+        while self._missing():
+            ready = self._epoll.poll(_CHECK_S)
+            for fd, _ in ready:
+                if fd == self._listener.fileno():
+                    self._accept()
+                else:
+                    self._advance(fd)
+            now = time.monotonic()
+            if now < next_check and ready:
+                continue
+            next_check = now + _CHECK_S
+            run_checks()
+            check()
+            for again in [each for each in self._waiting if each[0] <= now]:
+                self._waiting.remove(again)
+                self._begin(*again[1:])
+            self._drop_strangers(now)
+            if self._missing():
+                self._check_found()
+            if now > next_probe:
+                next_probe = now + _PROBE_S
+                self._probe_missing()
+            if now > deadline:
+                self._raise_late()
+
+    def close(self) -> None:
+        """Close all connections that are not made."""
+        self._epoll.close()
+        for own in self._ours.values():
+            own[0].close()
+        self._close_strangers(0)
+        for probe in self._probes.values():
+            probe.close()
+
+    def _missing(self) -> list[int]:
+        """Return the ranks to which a connection is missing."""
+        return [rank for rank, most in enumerate(self._purposes) if None in self.found[rank][:most]]
+
+    # --- as the rank that connects --------------------------------------------------------------
+
+    def _begin(self, rank: int, purpose: int) -> None:
+        family, address = _resolve(self._addresses[rank])
+        connection = _open(family, purpose)
+        steps = self._introduce(connection, rank, purpose)
+        error = connection.connect_ex(address)
+        if error not in (0, errno.EINPROGRESS):
+            self._fail(connection, rank, purpose, error)
+            return
+        self._epoll.register(connection, select.EPOLLOUT)
+        self._ours[connection.fileno()] = connection, steps
+
+    def _introduce(self, connection: socket.socket, rank: int, purpose: int) -> _Steps:
+        """Prove to a lower rank who this is, and keep the connection."""
+        try:
+            error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            self._epoll.modify(connection, select.EPOLLIN)
+            hello = _HELLO.pack(_MAGIC, self._rank, purpose, secrets.token_bytes(16))
+            _say(connection, hello)
+            challenge = yield from _hear(connection, _CHALLENGE.size)
+            nonce, proof = _CHALLENGE.unpack(challenge)
+            if not hmac.compare_digest(proof, self._proof(_ACCEPTS, rank, hello, nonce)):
+                raise PeerFailureError(
+                    f"rank {self._rank} found another program than rank {rank} of its job at "
+                    f"{self._endpoint(rank)}",
+                    (rank,),
+                )
+            _say(connection, self._proof(_CONNECTS, rank, hello, nonce))
+            yield from _hear(connection, len(_WELCOME))
+        except OSError as error:
+            self._fail(connection, rank, purpose, error.errno or errno.ECONNRESET)
+        else:
+            self._keep(connection, rank, purpose)
+
+    def _fail(self, connection: socket.socket, rank: int, purpose: int, error: int) -> None:
+        """Try again later if the error may pass: a cable may be unplugged briefly."""
+        connection.close()
+        self._outages[rank] = os.strerror(error)
+        if error not in _PASSING:
+            raise PeerFailureError(
+                f"rank {self._rank} cannot connect to rank {rank} at {self._endpoint(rank)}: "
+                f"{os.strerror(error)}",
+                (rank,),
+            )
+        self._waiting.append((time.monotonic() + _RETRY_S, rank, purpose))
+
+    # --- as the rank that accepts ---------------------------------------------------------------
+
+    def _accept(self) -> None:
+        """Accept as many connections as ranks may open, and some of strangers."""
+        most = sum(self._purposes) + _MAX_STRANGERS
+        for _ in range(most):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    return
+                if not self._strangers:
+                    text = "cannot accept another rank; see ulimit -n"
+                    raise OSError(error.errno, text) from None
+                self._close_strangers(0)
+                continue
+            connection.setblocking(False)
+            self._epoll.register(connection, select.EPOLLIN)
+            steps = self._welcome(connection)
+            self._strangers[connection.fileno()] = connection, steps, time.monotonic()
+        self._close_strangers(most)
+
+    def _welcome(self, connection: socket.socket) -> _Steps:
+        """Keep the connection of a process if it proves that it is a higher rank."""
+        hello = yield from _hear(connection, _HELLO.size)
+        magic, rank, purpose, _ = _HELLO.unpack(hello)
+        is_rank = self._rank < rank < len(self._purposes) and purpose < self._purposes[rank]
+        if magic != _MAGIC or not is_rank:
+            raise ConnectionError
+        nonce = secrets.token_bytes(16)
+        _say(connection, nonce + self._proof(_ACCEPTS, self._rank, hello, nonce))
+        expected = self._proof(_CONNECTS, self._rank, hello, nonce)
+        proof = yield from _hear(connection, len(expected))
+        if not hmac.compare_digest(proof, expected):
+            raise ConnectionError
+        _set_options(connection, purpose)
+        _say(connection, _WELCOME)
+        self._keep(connection, rank, (IN, OUT, STREAM)[purpose])
+
+    def _close_strangers(self, kept: int) -> None:
+        """Close all but the latest `kept` connections of strangers; ranks connect again."""
+        for fd in list(self._strangers)[: max(0, len(self._strangers) - kept)]:
+            self._strangers.pop(fd)[0].close()
+
+    def _drop_strangers(self, now: float) -> None:
+        for fd, (connection, _, since) in list(self._strangers.items()):
+            if now - since > _LONGEST_SILENCE_S:
+                del self._strangers[fd]
+                connection.close()
+
+    # --- as both --------------------------------------------------------------------------------
+
+    def _advance(self, fd: int) -> None:
+        """Go on with a handshake whose socket is ready."""
+        if fd in self._ours:
+            if next(self._ours[fd][1], True):
+                del self._ours[fd]
+        elif fd in self._strangers:
+            connection, steps, _ = self._strangers[fd]
+            try:
+                if next(steps, True):
+                    del self._strangers[fd]
+            except OSError:
+                del self._strangers[fd]
+                connection.close()
+
+    def _proof(self, side: int, acceptor: int, hello: bytes, nonce: bytes) -> bytes:
+        said = struct.pack("<II", side, acceptor) + hello + nonce
+        return hmac.digest(self._key, said, "sha256")
+
+    def _keep(self, connection: socket.socket, rank: int, purpose: int) -> None:
+        self._epoll.unregister(connection)
+        earlier = self.found[rank][purpose]
+        if earlier is not None:  # the connection was lost, and made again
+            earlier.close()
+        self.found[rank][purpose] = connection
+        if rank in self._probes:
+            self._probes.pop(rank).close()
+
+    def _check_found(self) -> None:
+        """Raise PeerFailureError if a connected rank has left.
+
+        A rank that fails during the rendezvous closes its connections without a message. One that
+        has connected to all may already have closed the communicator; it sends a message first,
+        which concerns later calls.
+        """
+        for rank, own in enumerate(self.found):
+            connection = own[OUT]
+            if connection is not None and _end_of(connection) is not None:
+                raise PeerFailureError(f"rank {rank} has left while the ranks connected", (rank,))
+
+    def _probe_missing(self) -> None:
+        """Raise PeerFailureError if a higher rank has ended before it has connected.
+
+        Its death shows only at its listener, which stays open until it is connected to all. A probe
+        stays open until the rank's process ends, and so does not fill the listener's queue. One
+        refusal may come from a firewall while the rank starts.
+        """
+        for rank in self._missing():
+            if rank < self._rank:
+                continue
+            probe = self._probes.setdefault(rank, _Probe())
+            if probe.is_open():
+                continue
+            if probe.refusals >= _MOST_REFUSALS:
+                raise PeerFailureError(
+                    f"rank {rank} has died or failed before it connected to rank {self._rank}: "
+                    f"nothing listens any more at {self._endpoint(rank)}",
+                    (rank,),
+                )
+            probe.begin(self._addresses[rank])
+
+    def _raise_late(self) -> None:
+        ranks = self._missing()
+        names = [
+            f"{rank} ({self._addresses[rank][0]}{outage})"
+            for rank in ranks
+            for outage in [f": {self._outages[rank]}" if rank in self._outages else ""]
+        ]
+        raise CollectiveTimeoutError(
+            f"rank {self._rank} at {self._addresses[self._rank][0]} could not connect in time to "
+            f"rank {', '.join(names)}; is a firewall between the machines?",
+            tuple(ranks),
+        )
+
+    def _endpoint(self, rank: int) -> str:
+        ip, port = self._addresses[rank]
+        return f"{ip} port {port}"
+
+
+class _Probe:
+    """A connection to a missing higher rank, to which it looks like that of a silent stranger.
+
+    Attributes:
+        refusals: how often it was refused, in a row.
+    """
+
+    def __init__(self) -> None:
+        self.refusals = 0
+        self._connection: socket.socket | None = None
+
+    def begin(self, address: Address) -> None:
+        """Connect."""
+        family, place = _resolve(address)
+        try:
+            self._connection = _open(family, OUT)
+        except OSError:  # no file descriptor is free; see `_accept`
+            return
+        error = self._connection.connect_ex(place)
+        if error not in (0, errno.EINPROGRESS):
+            self._end(error)
+
+    def is_open(self) -> bool:
+        """Return True if it is connected, or may still be."""
+        if self._connection is None:
+            return False
+        error = _end_of(self._connection)
+        if error is None:
+            return True
+        self._end(error)
+        return False
+
+    def _end(self, error: int) -> None:
+        self.refusals = self.refusals + 1 if error == errno.ECONNREFUSED else 0
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _resolve(address: Address) -> tuple[int, Any]:
+    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=numeric)
+    return found[0][0], found[0][4]
+
+
+def _open(family: int, purpose: int) -> socket.socket:
+    try:
+        connection = socket.socket(family)
+    except OSError as error:
+        text = "cannot open a connection to another rank; see ulimit -n"
+        raise OSError(error.errno, text) from None
+    connection.setblocking(False)
+    _set_options(connection, purpose)
+    return connection
+
+
+def _set_options(connection: socket.socket, purpose: int) -> None:
+    """Send immediately; probe the idle peer of a stream each second, to notice a cut cable."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if purpose == STREAM:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _OUTAGE_MS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _say(connection: socket.socket, message: bytes) -> None:
+    if connection.send(message) != len(message):  # an empty buffer takes so few bytes whole
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+
+
+def _hear(connection: socket.socket, size: int) -> Generator[None, None, bytes]:
+    message = b""
+    while len(message) < size:
+        try:
+            part = connection.recv(size - len(message))
+        except BlockingIOError:
+            yield
+            continue
+        if not part:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        message += part
+    return message
+
+
+def _end_of(connection: socket.socket) -> int | None:
+    """Return the error by which a connection has ended, 0 if the peer closed it; None if not."""
+    try:
+        return None if connection.recv(1, socket.MSG_PEEK) else 0
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return error.errno or errno.ECONNRESET

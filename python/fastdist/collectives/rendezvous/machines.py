@@ -1,0 +1,339 @@
+"""Rendezvous of ranks on several machines.
+
+The ranks tell each other on which machine each runs. The ranks of one machine then exchange memory
+without the network (local.py); ranks of several machines tell each other their addresses, and
+connect (connections.py). They meet in torch's TCPStore, which rank 0 opens at the address that all
+ranks were given, or torchrun's agent has opened there; in the store of a process group; by an
+mpi4py communicator; or through the launcher of an elastic job (board.py). Strangers may write into
+a store: so ranks seal what the connections depend on (link/secret.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ipaddress
+import json
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fastdist._version import __version__
+from fastdist.cluster.address import join_address, split_address
+from fastdist.cluster.launch import LAUNCHER_VARIABLE, Launch
+from fastdist.cluster.own_address import own_address
+from fastdist.collectives.engines.engine import Engine
+from fastdist.collectives.engines.host import HostEngine
+from fastdist.collectives.engines.net import Layout, NetEngine
+from fastdist.collectives.rendezvous.agent import agree_on_name
+from fastdist.collectives.rendezvous.board import Bootstrap, StoreBoard, refuse_other_job
+from fastdist.collectives.rendezvous.connections import Address, listen_at, port_of
+from fastdist.collectives.rendezvous.local import run_checks
+from fastdist.collectives.rendezvous.store import open_store, with_prefix
+from fastdist.errors import ClusterConfigError, FastdistError
+from fastdist.link.secret import exchange, job_secret
+from fastdist.recorder.encoding import decode, encode
+
+_POLL_S = 0.05
+_END_S = 5.0  # for attempts to reach the store, as the interpreter ends
+_STORE_GRACE_S = 2.0  # for ranks that tell each other why they end
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """The result of a rendezvous.
+
+    Attributes:
+        rank: this rank.
+        layout: the ranks of each machine.
+        key: equal on all ranks; of several machines, unknown to processes without the job's secret.
+        addresses: IP address and port of each rank's listener, if there are several machines.
+        listener: this rank's listener.
+        launchers: the address at which each rank's launcher answers questions, or "".
+    """
+
+    rank: int
+    layout: Layout
+    key: str
+    addresses: Sequence[Address] = ()
+    listener: socket.socket | None = None
+    launchers: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """How a rank is reached.
+
+    Attributes:
+        ip: IP address of its listener.
+        port: port of its listener.
+        version: fastdist's version.
+        launcher: "ip:port" at which the launcher of its machine answers questions; "" if none does.
+    """
+
+    ip: str
+    port: int
+    version: str
+    launcher: str
+
+    @classmethod
+    def unpack(cls, text: str, rank: int) -> Arrival:
+        """Decode what `rank` has said.
+
+        Raises:
+            ClusterConfigError: a field is missing, or has an impossible value.
+        """
+        try:
+            found = decode(cls, text)
+            ipaddress.ip_address(found.ip.partition("%")[0])
+            if not 0 < found.port < 1 << 16:
+                raise ValueError(f"port {found.port}")
+        except ValueError as error:
+            raise ClusterConfigError(
+                f"rendezvous: rank {rank} has posted a malformed arrival ({error}); do all ranks "
+                "have the same version of fastdist?",
+                (rank,),
+            ) from None
+        return found
+
+
+def machine_id() -> str:
+    """Identify the kernel's boot and the network namespace: equal if processes can share memory."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
+
+
+def agree(
+    board: Bootstrap,
+    timeout_s: float,
+    coordinator: str | None = None,
+    host: str | None = None,
+    is_trusted: bool = False,
+) -> Rendezvous:
+    """Find where all ranks are. Every rank must call.
+
+    Args:
+        board: defines the ranks, and carries what they tell each other.
+        timeout_s: seconds to wait for the network.
+        coordinator: "host:port" of the machine of rank 0, if all ranks know it.
+        host: a name or address of that machine, if rank 0 knows it.
+        is_trusted: False if strangers may write on the board, so that ranks on several machines
+            prove that they have the job's secret.
+
+    Raises:
+        ClusterConfigError: a rank did not arrive in time, or is not the job's; ranks have different
+            versions of fastdist, or an address that other machines cannot reach.
+    """
+    deadline = time.monotonic() + timeout_s
+    rank = board.Get_rank()
+    try:
+        everyone = board.allgather([machine_id(), secrets.token_hex(16)])
+        where, key = [machine for machine, _ in everyone], str(everyone[0][1])
+        places: dict[str, list[int]] = {}
+        for other, machine in enumerate(where):
+            places.setdefault(machine, []).append(other)
+    except (TypeError, ValueError):
+        raise ClusterConfigError("rendezvous: a rank has not said on which machine it is") from None
+    layout = Layout(tuple(map(tuple, places.values())))
+    if len(places) == 1:
+        return Rendezvous(rank, layout, key)
+    secret = None if is_trusted else job_secret()
+    said = json.dumps(everyone)
+    if coordinator is None:
+        own = _free_address(host) if rank == 0 else ""
+        coordinator = exchange(board.allgather, secret, rank, f"address/{said}", own)[0]
+    listener = _listen(coordinator, deadline)
+    try:
+        ip, launcher = listener.getsockname()[0], os.environ.get(LAUNCHER_VARIABLE, "")
+        text = encode(Arrival(ip, port_of(listener), __version__, launcher))
+        packed = exchange(board.allgather, secret, rank, f"arrival/{said}", text)
+        arrivals = [Arrival.unpack(text, other) for other, text in enumerate(packed)]
+        _check(arrivals)
+    except BaseException:
+        listener.close()
+        raise
+    if secret is not None:
+        key = secret.derive("key", json.dumps([said, packed]))
+    addresses = [(arrival.ip, arrival.port) for arrival in arrivals]
+    launchers = [arrival.launcher for arrival in arrivals]
+    return Rendezvous(rank, layout, key, addresses, listener, launchers)
+
+
+def _listen(coordinator: str, deadline: float) -> socket.socket:
+    """Open this rank's listener on the interface that routes to rank 0; wait for the network."""
+    ip = own_address(*split_address(coordinator), deadline)
+    try:
+        return listen_at(ip)
+    except OSError as error:
+        raise ClusterConfigError(f"rendezvous: {error}") from None
+
+
+def _check(arrivals: Sequence[Arrival]) -> None:
+    for rank, arrival in enumerate(arrivals):
+        if arrival.version != arrivals[0].version:
+            raise ClusterConfigError(
+                "rendezvous: all ranks must have the same version of fastdist: rank 0 has "
+                f"{arrivals[0].version}, rank {rank} has {arrival.version}",
+                (rank,),
+            )
+        if ipaddress.ip_address(arrival.ip.partition("%")[0]).is_loopback:
+            raise ClusterConfigError(
+                f"rendezvous: rank {rank} listens at {arrival.ip}, which other machines cannot "
+                "reach; expected the address of rank 0 to be one of its network, not of loopback",
+                (rank,),
+            )
+
+
+def connect(
+    rendezvous: Rendezvous, launcher: str, timeout_s: float, silence_s: float
+) -> tuple[Engine, Launch]:
+    """Connect this rank to all others; return the engine, and this rank's place.
+
+    Args:
+        rendezvous: the result of `agree`.
+        launcher: the program that started the ranks, for messages.
+        timeout_s: seconds to wait for other ranks.
+        silence_s: seconds after which a silent machine is lost; 0: never.
+
+    Raises:
+        ClusterConfigError: a rank cannot be connected.
+    """
+    rank, layout = rendezvous.rank, rendezvous.layout
+    place, local = layout.place_of(rank)
+    here = layout.places[place]
+    launch = Launch(launcher, rank, layout.size, local, len(here), f"{rendezvous.key}/{place}")
+    own = Launch("machines", local, len(here), local, len(here), launch.job_key)
+    try:
+        inner = HostEngine.of_launch(own, timeout_s)
+    except ClusterConfigError as error:
+        if rendezvous.listener is None:
+            raise
+        rendezvous.listener.close()
+        ranks = tuple(here[number] for number in error.ranks)
+        raise ClusterConfigError(
+            f"{error} (ranks of this machine, which are {list(here)} of the job)", ranks
+        ) from None
+    if rendezvous.listener is None:
+        return inner, launch
+    where = rendezvous.listener, rendezvous.addresses, rendezvous.key
+    launchers = rendezvous.launchers
+    made = NetEngine(layout, rank, inner, *where, timeout_s, launchers, silence_s=silence_s)
+    return made, launch
+
+
+def _free_address(host: str | None) -> str:
+    """Return a free port of this machine: at `host`, MASTER_ADDR or its host name's address."""
+    host = host or os.environ.get("MASTER_ADDR") or socket.gethostname()
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(address)
+            name = probe.getsockname()
+    except OSError as error:
+        raise ClusterConfigError(
+            f"rank 0 cannot listen at {host!r} ({error}); expected MASTER_ADDR, an address of its "
+            "machine that the other machines can reach"
+        ) from None
+    if ipaddress.ip_address(name[0]).is_loopback:
+        raise ClusterConfigError(
+            f"{host!r} resolves to {name[0]} on the machine of rank 0; expected MASTER_ADDR, an "
+            "address that other machines can reach"
+        )
+    return join_address(name[0], name[1])
+
+
+def agree_in_store(
+    rank: int,
+    size: int,
+    coordinator: str,
+    prefix: str,
+    timeout_s: float,
+    has_agent: bool = False,
+) -> Rendezvous:
+    """Find all ranks and their machines in torch's TCPStore. Every rank must call.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        coordinator: "host:port" of the store.
+        prefix: prefix of the keys, equal on all ranks; without an agent, unique to this rendezvous
+            in the store.
+        timeout_s: seconds to wait for all ranks.
+        has_agent: True if torchrun's agent holds the store; else rank 0 opens it.
+
+    Raises:
+        ClusterConfigError: see `agree`; or a rank arrived twice, or the store cannot be opened or
+            reached.
+        ImportError: torch is not installed.
+    """
+    try:
+        host, port = split_address(coordinator)
+    except ValueError as error:
+        raise ClusterConfigError(f"rendezvous: {error}") from None
+    deadline = time.monotonic() + timeout_s
+
+    def attempt(is_given_up: Callable[[], bool]) -> Rendezvous:
+        refuse = refuse_other_job if rank == 0 and not has_agent else None
+        store = open_store(host, port, prefix, rank, timeout_s, refuse, is_given_up)
+        try:
+            if has_agent:
+                store = with_prefix(store, agree_on_name(store, rank, size, deadline))
+            board = StoreBoard(store, rank, size, timeout_s, is_new=True)
+        except RuntimeError as error:
+            if isinstance(error, FastdistError):
+                raise
+            raise ClusterConfigError(
+                f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
+            ) from None
+        try:
+            return agree(board, timeout_s, coordinator)
+        except BaseException as error:
+            board.give_up(error)
+            raise
+
+    late = ClusterConfigError(
+        f"rendezvous: rank {rank} of {size} did not reach the store at {coordinator} within "
+        f"{timeout_s:g} s",
+        (0,),
+    )
+    return _in_thread(attempt, deadline + _STORE_GRACE_S, late)
+
+
+def _in_thread(
+    attempt: Callable[[Callable[[], bool]], Rendezvous], deadline: float, late: ClusterConfigError
+) -> Rendezvous:
+    """Call `attempt` in a thread: while the network is down, questions to the store take forever.
+
+    The interpreter ends after the thread, which would abort the process if it came back from torch
+    later. `attempt` takes a function that returns True once nobody waits any more.
+    """
+    answer: queue.SimpleQueue[Rendezvous | BaseException] = queue.SimpleQueue()
+    given_up = threading.Event()
+
+    def body() -> None:
+        try:
+            answer.put(attempt(given_up.is_set))
+        except BaseException as error:
+            answer.put(error)
+
+    thread = threading.Thread(target=body, daemon=True, name="fastdist rendezvous")
+    thread.start()
+    try:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                found = answer.get(timeout=_POLL_S)
+                if isinstance(found, BaseException):
+                    raise found
+                return found
+            run_checks()
+            if time.monotonic() > deadline:
+                raise late
+    finally:
+        given_up.set()
+        if thread.is_alive():
+            atexit.register(thread.join, _END_S)

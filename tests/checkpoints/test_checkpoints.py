@@ -193,6 +193,33 @@ def test_shared_parameters_are_saved_once(tmp_path: Path) -> None:
     assert torch.equal(plain.head.weight, model.head.weight)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_have_the_layout_of_their_parameters(tmp_path: Path, fused: bool) -> None:
+    """A fused optimizer reads a parameter and its states in the order of the memory."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return module, torch.optim.Adam(module.parameters(), fused=fused)
+
+    def train(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.linspace(-1, 1, 75).view(1, 3, 5, 5)).square().sum().backward()
+            optimizer.step()
+
+    module, optimizer = made()
+    train(module, optimizer)
+    fd.Checkpoint(module=module, optimizer=optimizer).save(tmp_path / "step")
+    again, restored = made()
+    fd.Checkpoint(module=again, optimizer=restored).restore(tmp_path / "step")
+    for each in ((module, optimizer), (again, restored)):
+        train(*each)
+    for own, other in zip(module.parameters(), again.parameters(), strict=True):
+        assert torch.equal(own, other)
+        assert restored.state[other]["exp_avg"].stride() == other.stride()
+
+
 def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     strategy = fd.OneDeviceStrategy("cpu")
 

@@ -342,6 +342,21 @@ def _load(part: Any, state: Any) -> None:
     part.load_state_dict(state)
     if isinstance(part, nn.Module):
         note_updates(part)
+    elif isinstance(part, torch.optim.Optimizer):
+        _lay_out(part)
+
+
+def _lay_out(optimizer: torch.optim.Optimizer) -> None:
+    """Give states the memory layout of their parameters: fused optimizers read both in one order.
+
+    A checkpoint holds contiguous tensors, a parameter may be channels_last.
+    """
+    for parameter, states in optimizer.state.items():
+        for name, held in states.items():
+            if not isinstance(held, torch.Tensor) or held.shape != parameter.shape:
+                continue
+            if held.stride() != parameter.stride():
+                states[name] = torch.empty_like(parameter, dtype=held.dtype).copy_(held)
 
 
 def _take_back(part: Any, own: Any) -> None:

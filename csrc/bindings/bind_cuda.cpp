@@ -1,3 +1,5 @@
+// GPUs as the driver shows them: whether CUDA can be used, and each device.
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,3 +1,5 @@
+// Turns an Error into the Python exception of its code.
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

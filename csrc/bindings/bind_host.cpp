@@ -1,3 +1,5 @@
+// Communicators between ranks of one machine and of several, and a machine's shared memory.
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

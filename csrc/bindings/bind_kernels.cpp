@@ -1,3 +1,5 @@
+// Copies of memory, reads of scattered values, and the instruction set that kernels use.
+
 #include <pybind11/pybind11.h>
 
 #include <string>

@@ -1,3 +1,5 @@
+// The engine for GPUs: NCCL, its communicators and their pending calls.
+
 #include <pybind11/critical_section.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

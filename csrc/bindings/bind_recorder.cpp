@@ -1,3 +1,5 @@
+// Records of this process's calls and requests, for other processes.
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

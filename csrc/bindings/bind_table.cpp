@@ -1,3 +1,5 @@
+// The storage of parameter servers: tables of rows, dense variables, and routing to servers.
+
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,3 +1,5 @@
+// Pending calls: what `async_op` returns.
+
 #include <pybind11/critical_section.h>
 #include <pybind11/pybind11.h>
 

@@ -1,3 +1,5 @@
+// The module fastdist._core, put together of its parts.
+
 #include <pybind11/pybind11.h>
 
 #include "bindings/bind.h"

@@ -146,7 +146,6 @@ void bind_host(py::module_& m) {
       .def_property_readonly("size", [](Endpoint& e) { return e.communicator().size(); })
       .def("finish", &Endpoint::finish)
       .def("record", &Endpoint::record)
-      .def("find_lost", [](Endpoint& e) { return e.communicator().find_lost(); })
       .def("close", [](Endpoint& e) { e.communicator().close(); })
       .def("check_usable", [](Endpoint& e) { e.communicator().check_usable(); })
       .def("compare", &compare)
@@ -160,12 +159,14 @@ void bind_host(py::module_& m) {
         return std::make_unique<HostEndpoint>(std::make_shared<HostCommunicator>(
             std::move(machine), members, rank, offsets, std::move(block), tuning));
       }))
+      .def("find_dead", [](HostEndpoint& e) { return e.engine()->find_dead(); })
       .def_property_readonly("machine", [](HostEndpoint& e) { return e.engine()->machine(); })
       .def_property_readonly("members", [](HostEndpoint& e) { return e.engine()->members(); })
       .def_property_readonly("tuning", [](HostEndpoint& e) { return e.engine()->tuning(); });
 
   py::class_<NetEndpoint, Endpoint>(m, "NetCommunicator")
-      .def(py::init(&make_net), py::keep_alive<1, 2>());
+      .def(py::init(&make_net), py::keep_alive<1, 2>())
+      .def("find_lost", [](NetEndpoint& e) { return e.engine()->find_lost(); });
 }
 
 }  // namespace fastdist::bindings

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import resource
 import select
+import signal
 import socket
 import struct
 import time
@@ -235,6 +237,55 @@ def test_more_silent_strangers_than_files() -> None:
                 close(found)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+
+
+def test_silent_strangers_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are closed, and a rank that comes late is connected."""
+    monkeypatch.setattr(connections, "_MAX_STRANGERS", 5)
+
+    def come() -> tuple[Found, int]:
+        begin, strangers = time.monotonic(), []
+        while time.monotonic() < begin + 2:
+            strangers.append(world.call())
+            time.sleep(0.005)
+        for each in strangers:
+            each.setblocking(False)
+        left = sum(connections._end_of(each) is None for each in strangers[:-20])
+        close([strangers])
+        return world.connect(1), left
+
+    with world_of(0, 1) as world:
+        first, (second, left) = in_threads(lambda: world.connect(0), come)
+    close(first)
+    close(second)
+    assert left == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_connection_that_a_forked_child_has_too() -> None:
+    """It is lost, and made again, while the child lives."""
+    children = []
+
+    def lose_first() -> Found:
+        listener = world.listeners[0]
+        assert select.select([listener], [], [], 20)[0]
+        first = listener.accept()[0]
+        if (pid := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        children.append(pid)
+        first.shutdown(socket.SHUT_RDWR)
+        first.close()
+        return world.connect(0)
+
+    with world_of(0, 1) as world:
+        try:
+            for found in in_threads(lose_first, lambda: world.connect(1)):
+                close(found)
+        finally:
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def test_ranks_of_other_jobs_are_refused() -> None:

@@ -450,9 +450,7 @@ def test_jobs_follow_each_other_in_one_store(ranks: ProcessRanks) -> None:
 
 def test_a_rank_that_comes_later_hears_why_others_gave_up() -> None:
     store = dist.HashStore()
-    late, first = (StoreBoard(store, rank, 2, timeout_s=0.01) for rank in range(2))
-    with pytest.raises(ClusterConfigError, match=r"\[0\] of 2 did not arrive"):
-        first.allgather("sealed with a secret")
+    late, first = (StoreBoard(store, rank, 2, time.monotonic() + 20, 20) for rank in range(2))
     first.give_up(Secret(b"", "FASTDIST_SECRET").mismatch(1, 0))
     late.give_up(KeyboardInterrupt())  # a reason, but not the first one
     with pytest.raises(ClusterConfigError) as told:
@@ -464,12 +462,22 @@ def test_a_rank_that_comes_later_hears_why_others_gave_up() -> None:
     assert "set FASTDIST_SECRET or FASTDIST_SECRET_FILE to the same" in text
 
 
+def test_a_rank_that_has_waited_long_enough_tells_those_that_come_later() -> None:
+    store = dist.HashStore()
+    first = StoreBoard(store, 1, 2, time.monotonic(), 0.01)
+    with pytest.raises(ClusterConfigError, match=r"ranks \[0\] of 2 did not arrive within 0.01 s"):
+        first.allgather("there")
+    late = StoreBoard(store, 0, 2, time.monotonic() + 20, 20)
+    with pytest.raises(ClusterConfigError, match=r"did not arrive .*rank 1 gave up"):
+        late.allgather("there")
+
+
 def test_the_first_rank_keeps_the_store_until_others_know_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fastdist.collectives.rendezvous.store._TELL_S", 20.0)
     store = dist.HashStore()
-    first, last = (StoreBoard(store, rank, 2, timeout_s=20) for rank in range(2))
+    first, last = (StoreBoard(store, rank, 2, time.monotonic() + 20, 20) for rank in range(2))
     error = ClusterConfigError("ranks disagree")
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(lambda one: one.allgather(1), (first, last))] == [[1, 1], [1, 1]]

@@ -396,7 +396,8 @@ def _from_bootstrap(
     from fastdist.collectives.rendezvous.machines import agree
 
     _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "allgather")
-    found = agree(bootstrap, timeout_s, host=host, is_trusted=is_trusted)
+    deadline = time.monotonic() + timeout_s
+    found = agree(bootstrap, deadline, host=host, is_trusted=is_trusted)
     engine, launch = _connected(found, "bootstrap", timeout_s)
     return engine, launch.local_world_size
 

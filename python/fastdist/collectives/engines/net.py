@@ -106,9 +106,12 @@ class NetEngine(CompiledEngine):
         here = layout.places[machines[rank]]
 
         def check() -> None:
-            lost = (inner.compiled if parent is None else parent).find_lost()
+            if parent is None:
+                dead = inner.compiled.find_dead()
+                lost = None if dead is None else here[dead]
+            else:
+                lost = parent.find_lost()
             if lost is not None:
-                lost = here[lost] if parent is None else lost
                 raise PeerFailureError(
                     f"rank {lost} has died or failed while the ranks connected", (lost,)
                 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fastdist.collectives.rendezvous.store import await_told
 from fastdist.errors import ClusterConfigError, FastdistError
 
 _MOST_SHOWN = 1000  # letters of another rank's reason
+_GO_ON = "go on"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05  # between two looks into a store
 
 
@@ -31,11 +31,15 @@ class Bootstrap(Protocol):
 class StoreBoard:
     """A bootstrap over a store of torch. Every rank makes the same calls.
 
+    Each turn ends with one decision for all ranks, that of the first who posts it: to go on, or why
+    not.
+
     Args:
         store: a store that only these ranks use.
         rank: this rank.
         size: number of ranks.
-        timeout_s: seconds to wait for all ranks.
+        deadline: until when to wait for all ranks, on the monotonic clock.
+        timeout_s: the same in seconds, for messages.
         hint: the end of messages, which says what to do.
         is_new: True if a store serves one meeting only; else the ranks may meet in it repeatedly.
 
@@ -48,6 +52,7 @@ class StoreBoard:
         store: Any,
         rank: int,
         size: int,
+        deadline: float,
         timeout_s: float,
         hint: str = "",
         is_new: bool = False,
@@ -55,16 +60,15 @@ class StoreBoard:
         self._store = store
         self._rank = rank
         self._size = size
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = deadline
         self._timeout_s = timeout_s
         self._hint = hint
-        self._turns = 0
-        self._keys: list[str] = []  # of the last turn, by rank
+        self._turn = -1
+        self._keys: list[str] = []  # of the turn, by rank
         self._number: int = store.add(f"fastdist/rendezvous/{rank}", 1)
         if is_new and self._number > 1:
-            self._number = 1
             error = ClusterConfigError(f"rendezvous: {_twice(rank)}", (rank,))
-            self.give_up(error)
+            refuse(store, rank, error)
             raise error
 
     def Get_rank(self) -> int:
@@ -80,15 +84,14 @@ class StoreBoard:
 
         Raises:
             ClusterConfigError: a rank did not arrive in time, has given up before, or disagrees on
-                the number of ranks; or the store is lost.
-            ValueError: a stranger has written into the store.
+                the number of ranks; a stranger has written into the store; or the store is lost.
         """
-        start = f"fastdist/{self._number}/{self._turns}"
-        self._turns += 1
+        self._turn += 1
+        start = f"fastdist/{self._number}/{self._turn}"
         self._keys = [f"{start}/{rank}" for rank in range(self._size)]
         try:
             self._store.set(self._keys[self._rank], json.dumps([self._size, obj]))
-            return self._await_all()
+            found = self._await_all()
         except RuntimeError as error:
             if isinstance(error, FastdistError):
                 raise
@@ -96,6 +99,7 @@ class StoreBoard:
             raise ClusterConfigError(
                 f"rendezvous: rank {self._rank} lost the store: {reason}", (0,)
             ) from None
+        return found
 
     def _await_all(self) -> list[Any]:
         found: dict[int, Any] = {}
@@ -105,25 +109,31 @@ class StoreBoard:
                 if rank not in found and self._store.check([key]):
                     found[rank] = self._read(rank, key)
             missing = tuple(rank for rank in range(self._size) if rank not in found)
-            # Later, what all have said tells each rank itself why another gives up.
-            is_first = self._turns == 1
-            if (missing or is_first) and self._store.check([_given_up(self._number)]):
-                raise self._refused()
             if not missing:
+                self._decide(_GO_ON)
                 return [found[rank] for rank in range(self._size)]
-            if time.monotonic() > self._deadline:
-                raise ClusterConfigError(
+            if self._store.check([_decision(self._number, self._turn)]):
+                self._decide(_GO_ON)
+            elif time.monotonic() > self._deadline:
+                error = ClusterConfigError(
                     f"rendezvous: ranks {list(missing)} of {self._size} did not arrive within "
                     f"{self._timeout_s:g} s{self._hint}",
                     missing,
                 )
+                if self._decide(_reason(self._rank, error)):
+                    raise error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _read(self, rank: int, key: str) -> Any:
-        size, found = _parsed(self._store.get(key), 2)
-        if not isinstance(size, int):
-            raise ValueError("not the number of ranks")
+        try:
+            size, found = _parsed(self._store.get(key))
+            if not isinstance(size, int):
+                raise ValueError("not a number of ranks")
+        except ValueError:
+            raise ClusterConfigError(
+                f"rendezvous: another program has written into the store for rank {rank}", (rank,)
+            ) from None
         if size != self._size:
             raise ClusterConfigError(
                 f"rendezvous: ranks disagree on the number of ranks: rank {self._rank} expects "
@@ -132,64 +142,81 @@ class StoreBoard:
             )
         return found
 
-    def _refused(self) -> ClusterConfigError:
-        who, reason, culprits = 0, "for a reason that it did not say", []
+    def _decide(self, own: str) -> bool:
+        """Post a decision about the turn, and obey the first one: true if it is this refusal.
+
+        Raises:
+            ClusterConfigError: another rank has given up.
+        """
+        first = bytes(self._store.compare_set(_decision(self._number, self._turn), "", own))
+        if first == own.encode():
+            return own != _GO_ON
+        if first == _GO_ON.encode():
+            return False
+        who, reason, ranks = 0, "it does not say why", []
         with contextlib.suppress(ValueError, TypeError):
-            who, reason, culprits = _parsed(self._store.get(_given_up(self._number)), 3)
-            culprits = [int(rank) for rank in culprits]
+            who, reason, ranks = _parsed(first)
+        known = range(self._size)
+        culprits = tuple(rank for rank in ranks if type(rank) is int and rank in known)
         shown = "".join(c if c.isprintable() else " " for c in str(reason)[:_MOST_SHOWN])
-        return ClusterConfigError(
-            f"rendezvous: {shown} (rank {str(who)[:20]!s} gave up before rank {self._rank} was "
+        name = f"rank {who}" if type(who) is int and who in known else "another rank"
+        raise ClusterConfigError(
+            f"rendezvous: {shown} ({name} gave up before rank {self._rank} was "
             f"connected){self._hint}",
-            tuple(culprits),
+            culprits,
         )
 
     def give_up(self, error: BaseException) -> None:
         """Tell ranks that wait or arrive later, so that they do not wait for this rank.
 
         Args:
-            error: the reason; the other ranks report the reason of the first rank that gives up.
+            error: the reason.
         """
-        reason = str(error).removeprefix("rendezvous: ") or type(error).__name__
         told = f"fastdist/{self._number}/told"
         with contextlib.suppress(RuntimeError):  # the store may be lost
-            refuse(self._store, self._rank, reason, getattr(error, "ranks", ()), self._number)
+            # Of this turn, or of the next if this one has ended.
+            for turn in (self._turn, self._turn + 1):
+                refuse(self._store, self._rank, error, self._number, turn)
             if self._rank == 0:
                 await_told(self._store, told, self._keys[1:])
             else:
                 self._store.add(told, 1)
 
 
-def refuse(store: Any, rank: int, reason: str, ranks: Sequence[int], number: int = 1) -> None:
-    """Post why a rank has given up a meeting, unless another has done so.
+def refuse(store: Any, rank: int, error: BaseException, number: int = 1, turn: int = 0) -> None:
+    """Post why a rank has given up, unless the turn was decided before.
 
     Args:
         store: the store of a `StoreBoard`.
         rank: the rank that gives up.
-        reason: a text for the other ranks.
-        ranks: the ranks that are the cause.
+        error: the reason.
         number: the number of the meeting in its store.
+        turn: the turn of the meeting.
     """
-    if not store.check([_given_up(number)]):
-        store.set(_given_up(number), json.dumps([rank, reason, list(ranks)]))
+    store.compare_set(_decision(number, turn), "", _reason(rank, error))
 
 
 def refuse_other_job(store: Any) -> None:
     """Tell the ranks of another job that this job meets at the same address."""
-    refuse(store, 0, _twice(0), (0,))
+    refuse(store, 0, ClusterConfigError(_twice(0), (0,)))
 
 
-def _given_up(number: int) -> str:
-    return f"fastdist/{number}/given up"
+def _reason(rank: int, error: BaseException) -> str:
+    text = str(error).removeprefix("rendezvous: ") or type(error).__name__
+    return json.dumps([rank, text, getattr(error, "ranks", ()) or [rank]])
 
 
-def _parsed(text: Any, length: int) -> list[Any]:
-    """Return a list of so many values in JSON; raise ValueError if it is none."""
+def _decision(number: int, turn: int) -> str:
+    return f"fastdist/{number}/{turn}/decision"
+
+
+def _parsed(text: Any) -> list[Any]:
+    """Return a list in JSON; raise ValueError if it is none."""
     try:
         found = json.loads(bytes(text))
     except RecursionError:
         found = None
-    if not isinstance(found, list) or len(found) != length:
+    if not isinstance(found, list):
         raise ValueError("not what a rank says")
     return found
 

@@ -15,6 +15,7 @@ peer, but keeps the connection only after WELCOME.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hmac
 import os
@@ -143,14 +144,16 @@ class _Meeting:
         self._listener = listener
         self._rank = rank
         self._addresses = addresses
+        self._resolved = [self._resolve(other) for other in range(len(machines))]
         self._key = key
         self._purposes = [STREAM if each == machines[rank] else STREAM + 1 for each in machines]
         self._purposes[rank] = 0
         self.found: list[list[socket.socket | None]] = [[None] * 3 for _ in machines]
         self._outages: dict[int, str] = {}  # the last error of connecting to a rank
         self._probes: dict[int, _Probe] = {}
-        self._epoll = select.epoll()
-        self._epoll.register(listener, select.EPOLLIN)
+        # Not epoll, in which a closed connection stays while a forked child has it too.
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
         # Handshakes by the file descriptor of their sockets, the oldest first; those of strangers
         # with the time at which they connected.
         self._ours: dict[int, tuple[socket.socket, _Steps]] = {}
@@ -165,7 +168,7 @@ class _Meeting:
         next_probe = time.monotonic() + _PROBE_S
         next_check = 0.0
         while self._missing():
-            ready = self._epoll.poll(_CHECK_S)
+            ready = self._poll.poll(1000 * _CHECK_S)
             for fd, _ in ready:
                 if fd == self._listener.fileno():
                     self._accept()
@@ -191,9 +194,8 @@ class _Meeting:
 
     def close(self) -> None:
         """Close all connections that are not made."""
-        self._epoll.close()
-        for own in self._ours.values():
-            own[0].close()
+        for connection, _ in self._ours.values():
+            connection.close()
         self._close_strangers(0)
         for probe in self._probes.values():
             probe.close()
@@ -205,14 +207,14 @@ class _Meeting:
     # --- as the rank that connects --------------------------------------------------------------
 
     def _begin(self, rank: int, purpose: int) -> None:
-        family, address = _resolve(self._addresses[rank])
+        family, address = self._resolved[rank]
         connection = _open(family, purpose)
         steps = self._introduce(connection, rank, purpose)
+        self._poll.register(connection, select.POLLOUT)
         error = connection.connect_ex(address)
         if error not in (0, errno.EINPROGRESS):
             self._fail(connection, rank, purpose, error)
             return
-        self._epoll.register(connection, select.EPOLLOUT)
         self._ours[connection.fileno()] = connection, steps
 
     def _introduce(self, connection: socket.socket, rank: int, purpose: int) -> _Steps:
@@ -221,7 +223,7 @@ class _Meeting:
             error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 raise OSError(error, os.strerror(error))
-            self._epoll.modify(connection, select.EPOLLIN)
+            self._poll.modify(connection, select.POLLIN)
             hello = _HELLO.pack(_MAGIC, self._rank, purpose, secrets.token_bytes(16))
             _say(connection, hello)
             challenge = yield from _hear(connection, _CHALLENGE.size)
@@ -241,7 +243,7 @@ class _Meeting:
 
     def _fail(self, connection: socket.socket, rank: int, purpose: int, error: int) -> None:
         """Try again later if the error may pass: a cable may be unplugged briefly."""
-        connection.close()
+        self._close(connection)
         self._outages[rank] = os.strerror(error)
         if error not in _PASSING:
             raise PeerFailureError(
@@ -268,10 +270,10 @@ class _Meeting:
                 self._close_strangers(0)
                 continue
             connection.setblocking(False)
-            self._epoll.register(connection, select.EPOLLIN)
+            self._poll.register(connection, select.POLLIN)
             steps = self._welcome(connection)
             self._strangers[connection.fileno()] = connection, steps, time.monotonic()
-        self._close_strangers(most)
+            self._close_strangers(most)
 
     def _welcome(self, connection: socket.socket) -> _Steps:
         """Keep the connection of a process if it proves that it is a higher rank."""
@@ -293,13 +295,13 @@ class _Meeting:
     def _close_strangers(self, kept: int) -> None:
         """Close all but the latest `kept` connections of strangers; ranks connect again."""
         for fd in list(self._strangers)[: max(0, len(self._strangers) - kept)]:
-            self._strangers.pop(fd)[0].close()
+            self._close(self._strangers.pop(fd)[0])
 
     def _drop_strangers(self, now: float) -> None:
         for fd, (connection, _, since) in list(self._strangers.items()):
             if now - since > _LONGEST_SILENCE_S:
                 del self._strangers[fd]
-                connection.close()
+                self._close(connection)
 
     # --- as both --------------------------------------------------------------------------------
 
@@ -315,14 +317,18 @@ class _Meeting:
                     del self._strangers[fd]
             except OSError:
                 del self._strangers[fd]
-                connection.close()
+                self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        self._poll.unregister(connection)
+        connection.close()
 
     def _proof(self, side: int, acceptor: int, hello: bytes, nonce: bytes) -> bytes:
         said = struct.pack("<II", side, acceptor) + hello + nonce
         return hmac.digest(self._key, said, "sha256")
 
     def _keep(self, connection: socket.socket, rank: int, purpose: int) -> None:
-        self._epoll.unregister(connection)
+        self._poll.unregister(connection)
         earlier = self.found[rank][purpose]
         if earlier is not None:  # the connection was lost, and made again
             earlier.close()
@@ -361,7 +367,7 @@ class _Meeting:
                     f"nothing listens any more at {self._endpoint(rank)}",
                     (rank,),
                 )
-            probe.begin(self._addresses[rank])
+            probe.begin(*self._resolved[rank])
 
     def _raise_late(self) -> None:
         ranks = self._missing()
@@ -375,6 +381,14 @@ class _Meeting:
             f"rank {', '.join(names)}; is a firewall between the machines?",
             tuple(ranks),
         )
+
+    def _resolve(self, rank: int) -> tuple[int, Any]:
+        try:
+            return _resolve(self._addresses[rank])
+        except OSError:
+            raise PeerFailureError(
+                f"rank {self._rank} has no way to {self._endpoint(rank)} of rank {rank}", (rank,)
+            ) from None
 
     def _endpoint(self, rank: int) -> str:
         ip, port = self._addresses[rank]
@@ -392,14 +406,13 @@ class _Probe:
         self.refusals = 0
         self._connection: socket.socket | None = None
 
-    def begin(self, address: Address) -> None:
+    def begin(self, family: int, address: Any) -> None:
         """Connect."""
-        family, place = _resolve(address)
         try:
             self._connection = _open(family, OUT)
         except OSError:  # no file descriptor is free; see `_accept`
             return
-        error = self._connection.connect_ex(place)
+        error = self._connection.connect_ex(address)
         if error not in (0, errno.EINPROGRESS):
             self._end(error)
 
@@ -443,12 +456,17 @@ def _open(family: int, purpose: int) -> socket.socket:
 
 def _set_options(connection: socket.socket, purpose: int) -> None:
     """Send immediately; probe the idle peer of a stream each second, to notice a cut cable."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    options = [(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)]
     if purpose == STREAM:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _OUTAGE_MS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        options += [
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _OUTAGE_MS),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        ]
+    for option in options:
+        with contextlib.suppress(OSError):  # sandboxes lack some
+            connection.setsockopt(*option)
 
 
 def _say(connection: socket.socket, message: bytes) -> None:

@@ -72,13 +72,11 @@ class Arrival:
     Attributes:
         ip: IP address of its listener.
         port: port of its listener.
-        version: fastdist's version.
         launcher: "ip:port" at which the launcher of its machine answers questions; "" if none does.
     """
 
     ip: str
     port: int
-    version: str
     launcher: str
 
     @classmethod
@@ -110,7 +108,7 @@ def machine_id() -> str:
 
 def agree(
     board: Bootstrap,
-    timeout_s: float,
+    deadline: float,
     coordinator: str | None = None,
     host: str | None = None,
     is_trusted: bool = False,
@@ -119,7 +117,7 @@ def agree(
 
     Args:
         board: defines the ranks, and carries what they tell each other.
-        timeout_s: seconds to wait for the network.
+        deadline: until when to wait for the network, on the monotonic clock.
         coordinator: "host:port" of the machine of rank 0, if all ranks know it.
         host: a name or address of that machine, if rank 0 knows it.
         is_trusted: False if strangers may write on the board, so that ranks on several machines
@@ -129,14 +127,17 @@ def agree(
         ClusterConfigError: a rank did not arrive in time, or is not the job's; ranks have different
             versions of fastdist, or an address that other machines cannot reach.
     """
-    deadline = time.monotonic() + timeout_s
     rank = board.Get_rank()
+    own = [machine_id(), secrets.token_hex(16), __version__]
+    places: dict[str, list[int]] = {}
     try:
-        everyone = board.allgather([machine_id(), secrets.token_hex(16)])
-        where, key = [machine for machine, _ in everyone], str(everyone[0][1])
-        places: dict[str, list[int]] = {}
-        for other, machine in enumerate(where):
+        everyone = board.allgather(own)
+        key = str(everyone[0][1])
+        for other, (machine, _, version) in enumerate(everyone):
             places.setdefault(machine, []).append(other)
+            _require_version(other, version)
+        if everyone[rank] != own:
+            raise ValueError("a stranger writes on the board")
     except (TypeError, ValueError):
         raise ClusterConfigError("rendezvous: a rank has not said on which machine it is") from None
     layout = Layout(tuple(map(tuple, places.values())))
@@ -145,15 +146,15 @@ def agree(
     secret = None if is_trusted else job_secret()
     said = json.dumps(everyone)
     if coordinator is None:
-        own = _free_address(host) if rank == 0 else ""
-        coordinator = exchange(board.allgather, secret, rank, f"address/{said}", own)[0]
+        address = _free_address(host) if rank == 0 else ""
+        coordinator = exchange(board.allgather, secret, rank, f"address/{said}", address)[0]
     listener = _listen(coordinator, deadline)
     try:
         ip, launcher = listener.getsockname()[0], os.environ.get(LAUNCHER_VARIABLE, "")
-        text = encode(Arrival(ip, port_of(listener), __version__, launcher))
+        text = encode(Arrival(ip, port_of(listener), launcher))
         packed = exchange(board.allgather, secret, rank, f"arrival/{said}", text)
         arrivals = [Arrival.unpack(text, other) for other, text in enumerate(packed)]
-        _check(arrivals)
+        _require_reachable(arrivals)
     except BaseException:
         listener.close()
         raise
@@ -173,14 +174,17 @@ def _listen(coordinator: str, deadline: float) -> socket.socket:
         raise ClusterConfigError(f"rendezvous: {error}") from None
 
 
-def _check(arrivals: Sequence[Arrival]) -> None:
+def _require_version(rank: int, version: object) -> None:
+    if version != __version__:
+        raise ClusterConfigError(
+            "rendezvous: all ranks must have the same version of fastdist: this rank has "
+            f"{__version__}, rank {rank} has {str(version)[:40]!r}",
+            (rank,),
+        )
+
+
+def _require_reachable(arrivals: Sequence[Arrival]) -> None:
     for rank, arrival in enumerate(arrivals):
-        if arrival.version != arrivals[0].version:
-            raise ClusterConfigError(
-                "rendezvous: all ranks must have the same version of fastdist: rank 0 has "
-                f"{arrivals[0].version}, rank {rank} has {arrival.version}",
-                (rank,),
-            )
         if ipaddress.ip_address(arrival.ip.partition("%")[0]).is_loopback:
             raise ClusterConfigError(
                 f"rendezvous: rank {rank} listens at {arrival.ip}, which other machines cannot "
@@ -208,22 +212,20 @@ def connect(
     here = layout.places[place]
     launch = Launch(launcher, rank, layout.size, local, len(here), f"{rendezvous.key}/{place}")
     own = Launch("machines", local, len(here), local, len(here), launch.job_key)
-    try:
-        inner = HostEngine.of_launch(own, timeout_s)
-    except ClusterConfigError as error:
-        if rendezvous.listener is None:
-            raise
-        rendezvous.listener.close()
-        ranks = tuple(here[number] for number in error.ranks)
-        raise ClusterConfigError(
-            f"{error} (ranks of this machine, which are {list(here)} of the job)", ranks
-        ) from None
     if rendezvous.listener is None:
-        return inner, launch
-    where = rendezvous.listener, rendezvous.addresses, rendezvous.key
-    launchers = rendezvous.launchers
-    made = NetEngine(layout, rank, inner, *where, timeout_s, launchers, silence_s=silence_s)
-    return made, launch
+        return HostEngine.of_launch(own, timeout_s), launch
+    with rendezvous.listener:
+        try:
+            inner = HostEngine.of_launch(own, timeout_s)
+        except ClusterConfigError as error:
+            ranks = tuple(here[number] for number in error.ranks)
+            raise ClusterConfigError(
+                f"{error} (ranks of this machine, which are {list(here)} of the job)", ranks
+            ) from None
+        where = rendezvous.listener, rendezvous.addresses, rendezvous.key
+        launchers = rendezvous.launchers
+        made = NetEngine(layout, rank, inner, *where, timeout_s, launchers, silence_s=silence_s)
+        return made, launch
 
 
 def _free_address(host: str | None) -> str:
@@ -283,7 +285,7 @@ def agree_in_store(
         try:
             if has_agent:
                 store = with_prefix(store, agree_on_name(store, rank, size, deadline))
-            board = StoreBoard(store, rank, size, timeout_s, is_new=True)
+            board = StoreBoard(store, rank, size, deadline, timeout_s, is_new=True)
         except RuntimeError as error:
             if isinstance(error, FastdistError):
                 raise
@@ -291,7 +293,7 @@ def agree_in_store(
                 f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
             ) from None
         try:
-            return agree(board, timeout_s, coordinator)
+            return agree(board, deadline, coordinator)
         except BaseException as error:
             board.give_up(error)
             raise
@@ -317,9 +319,13 @@ def _in_thread(
 
     def body() -> None:
         try:
-            answer.put(attempt(given_up.is_set))
+            found = attempt(given_up.is_set)
         except BaseException as error:
             answer.put(error)
+            return
+        answer.put(found)
+        if given_up.is_set() and found.listener is not None:
+            found.listener.close()
 
     thread = threading.Thread(target=body, daemon=True, name="fastdist rendezvous")
     thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 from fastdist.collectives.communicator import Communicator
@@ -32,7 +33,7 @@ def communicator_in_store(
     Returns:
         The communicator, and the number of its ranks on this machine.
     """
-    board = StoreBoard(store, rank, size, timeout_s, _HINT)
+    board = StoreBoard(store, rank, size, time.monotonic() + timeout_s, timeout_s, _HINT)
     tcp = tcp_store_of(store)
     try:
         return communicator_of(board, timeout_s, None if tcp is None else str(tcp.host))

@@ -41,7 +41,7 @@ from fastdist.recorder.encoding import decode, encode
 
 _POLL_S = 0.05
 _END_S = 5.0  # for attempts to reach the store, as the interpreter ends
-_STORE_GRACE_S = 2.0  # for ranks that tell each other why they end
+_STORE_GRACE_S = 5.0  # for ranks that tell each other why they end
 
 
 @dataclass(frozen=True, slots=True)

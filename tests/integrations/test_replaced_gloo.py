@@ -84,6 +84,16 @@ def told(*words: object) -> list[str]:
     return [line for line in lines if not line.startswith("[Gloo]")]  # torch 2.9 prints it
 
 
+def told_by_gloo(library: str, attempts: int = 3) -> list[str]:
+    """Run a job on Gloo itself, whose threads sometimes abort a process that ends."""
+    try:
+        return told(PROGRAMS, library)
+    except AssertionError as error:
+        if attempts == 1 or "terminate called without an active exception" not in str(error):
+            raise
+    return told_by_gloo(library, attempts - 1)
+
+
 def result(lines: list[str]) -> tuple[str, str]:
     """Return the class of the process group and the numbers."""
     found = next(match for line in lines if (match := re.search(r"RESULT (\w+) (.*)", line)))
@@ -202,7 +212,7 @@ def test_a_library_gives_the_numbers_of_gloo(library: str) -> None:
     for module in NEEDED[library]:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}")
-    by_gloo = result(told(PROGRAMS, library))
+    by_gloo = result(told_by_gloo(library))
     assert by_gloo[0] == "ProcessGroup"
     assert result(told("--replace", "gloo", PROGRAMS, library)) == (
         "ProcessGroupFastdist",

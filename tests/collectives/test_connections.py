@@ -1,4 +1,4 @@
-"""How ranks of several machines connect, and what strangers can do meanwhile."""
+"""Connections between ranks of several machines, and strangers that disturb their making."""
 
 from __future__ import annotations
 

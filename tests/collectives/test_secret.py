@@ -270,8 +270,9 @@ def test_malformed_arrivals_of_jobs_without_a_secret(packed: str) -> None:
         '["\\u001b[2J", "why", [1]]',
         '[7, "why", [1, 99, -4, true, "1", 1.5]]',
         '[0, "why", [Infinity, 1e400]]',
+        '[0, "why", 7]',
     ],
-    ids=range(10),
+    ids=range(11),
 )
 def test_malformed_refusals(refusal: str) -> None:
     store = Store()

@@ -91,7 +91,7 @@ class StoreBoard:
         self._keys = [f"{start}/{rank}" for rank in range(self._size)]
         try:
             self._store.set(self._keys[self._rank], json.dumps([self._size, obj]))
-            found = self._await_all()
+            return self._await_all()
         except RuntimeError as error:
             if isinstance(error, FastdistError):
                 raise
@@ -99,7 +99,6 @@ class StoreBoard:
             raise ClusterConfigError(
                 f"rendezvous: rank {self._rank} lost the store: {reason}", (0,)
             ) from None
-        return found
 
     def _await_all(self) -> list[Any]:
         found: dict[int, Any] = {}
@@ -153,11 +152,11 @@ class StoreBoard:
             return own != _GO_ON
         if first == _GO_ON.encode():
             return False
-        who, reason, ranks = 0, "it does not say why", []
+        who, reason, culprits = None, "it does not say why", ()
+        known = range(self._size)
         with contextlib.suppress(ValueError, TypeError):
             who, reason, ranks = _parsed(first)
-        known = range(self._size)
-        culprits = tuple(rank for rank in ranks if type(rank) is int and rank in known)
+            culprits = tuple(rank for rank in ranks if type(rank) is int and rank in known)
         shown = "".join(c if c.isprintable() else " " for c in str(reason)[:_MOST_SHOWN])
         name = f"rank {who}" if type(who) is int and who in known else "another rank"
         raise ClusterConfigError(

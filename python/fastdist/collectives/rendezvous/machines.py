@@ -67,7 +67,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How a rank is reached.
+    """The addresses of a rank's listener and of its launcher.
 
     Attributes:
         ip: IP address of its listener.
@@ -323,9 +323,9 @@ def _in_thread(
         except BaseException as error:
             answer.put(error)
             return
-        answer.put(found)
         if given_up.is_set() and found.listener is not None:
-            found.listener.close()
+            found.listener.close()  # before the answer, after which it is the caller's
+        answer.put(found)
 
     thread = threading.Thread(target=body, daemon=True, name="fastdist rendezvous")
     thread.start()

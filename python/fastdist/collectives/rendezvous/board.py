@@ -152,7 +152,8 @@ class StoreBoard:
             return own != _GO_ON
         if first == _GO_ON.encode():
             return False
-        who, reason, culprits = None, "it does not say why", ()
+        who, reason = None, "it does not say why"
+        culprits: tuple[int, ...] = ()
         known = range(self._size)
         with contextlib.suppress(ValueError, TypeError):
             who, reason, ranks = _parsed(first)

@@ -2,11 +2,10 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,162 +24,137 @@ namespace {
 
 using Timeout = std::chrono::nanoseconds;
 using Clock = std::chrono::steady_clock;
-using Received = std::shared_ptr<Receive>;
 
 constexpr int kAnyRank = -1;
+constexpr Timeout kAtOnce{0};
+constexpr Timeout kForEver = std::chrono::hours(24 * 365);
 constexpr std::chrono::microseconds kShortestPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
 
+void read_any_until(Endpoint& endpoint, const Receive& end, const CallOptions& options) {
+  BlockingCommunicator& c = endpoint.communicator();
+  options.caller->may_block();
+  if (options.record != nullptr) {
+    const TensorView out = end.out();
+    options.record->announce(signature_of(rooted(Op::kRecv, kAnyRank), {&out, 1}));
+  }
+  const auto start = Clock::now();
+  auto pause = kShortestPause;
+  while (!end.is_done()) {
+    const auto lost = c.find_lost();  // before its last messages are read
+    bool has_read = false;
+    for (int p = 0; p < c.size(); ++p) {
+      if (p != c.rank()) has_read |= endpoint.inbox(p).read_if_any(options);
+    }
+    if (has_read) continue;
+    options.caller->check_interrupt();
+    c.check_usable();
+    if (lost && !end.is_done()) {
+      throw Error(ErrorCode::kPeerFailure,
+                  "rank " + std::to_string(*lost) +
+                      " has died or failed while this rank waits for a message from any rank",
+                  {*lost});
+    }
+    if (Clock::now() - start > options.timeout) {
+      throw Error(ErrorCode::kTimeout,
+                  "no rank has sent a message with tag " + std::to_string(end.tag()) + " in time");
+    }
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestPause);
+  }
+}
+
+// Reads messages until the receive has ended. What ends the communicator ends it, too.
+void read(Endpoint& endpoint, Receive& receive, int src, const CallOptions& options) {
+  try {
+    if (src == kAnyRank) {
+      read_any_until(endpoint, receive, options);
+    } else {
+      endpoint.inbox(src).read_until(receive, options);
+    }
+  } catch (...) {
+    if (receive.claim()) receive.finish(src, std::current_exception());
+  }
+  receive.work()->wait(kAtOnce);
+}
+
+TensorView one_of(const Arrays& arrays) {
+  if (arrays.views().size() == 1) return arrays.views()[0];
+  throw Error(ErrorCode::kType, "a message with a tag, or from any rank, is one array, got a list");
+}
+
 }  // namespace
 
-// The messages of one rank: an inbox for each rank, and queues of the receives that wait.
 class Messages {
  public:
   explicit Messages(py::object endpoint)
-      : owner_(std::move(endpoint)), endpoint_(owner_.cast<Endpoint&>()) {
-    for (int p = 0; p < communicator().size(); ++p) {
-      inboxes_.push_back(std::make_unique<Inbox>(communicator(), p));
-    }
-  }
-  Messages(const Messages&) = delete;
-  Messages& operator=(const Messages&) = delete;
-  ~Messages() {
-    communicator().close();
-    const GilRelease release;
-    queues_.clear();
-  }
+      : owner_(std::move(endpoint)), endpoint_(owner_.cast<Endpoint&>()) {}
 
   py::object send(py::handle array, int dst, std::uint64_t tag, Timeout timeout, bool async) {
-    const auto in = std::make_shared<Arrays>(array, Access::kRead, "array");
-    if (dst == communicator().rank()) {
-      inbox(dst).put(in->views()[0], tag);
-      if (!async) return py::none();
+    Arrays in(array, Access::kRead, "array");
+    const TensorView view = one_of(in);
+    if (dst == rank()) {
+      endpoint_.inbox(dst).put(view, tag);
+      if (!async) return py::reinterpret_borrow<py::object>(array);
       auto ended = std::make_shared<Work>([] {});
       ended->run();
-      return pending(std::move(ended), py::none(), array);
+      return py::cast(endpoint_.pending(std::move(ended), array, array));
     }
     return endpoint_.run(
-        endpoint_.lane(to_rank(dst, "dst"), true),
-        [in, dst, tag](BlockingCommunicator& c, CallOptions options) {
+        endpoint_.lane(to_rank(py::int_(dst), "dst", size()), Lane::kSends),
+        [view, dst, tag](BlockingCommunicator& c, CallOptions options) {
           options.tag = tag;
-          c.send(in->views()[0], dst, options);
+          c.send(view, dst, options);
         },
-        py::make_tuple(array, in->take_holder()), py::none(), timeout, async);
+        py::make_tuple(array, in.take_holder()), array, timeout, async);
   }
 
-  // The result is the Receive, which reports its source once done.
-  py::object recv(py::handle array, int src, std::uint64_t tag, Timeout timeout, bool async) {
+  // `is_same`: the message must have the array's size and dtype. The result is then the array, and
+  // otherwise, or from any rank, the Receive, which reports its source once done.
+  py::object recv(py::handle array, int src, std::uint64_t tag, bool is_same, Timeout timeout,
+                  bool async) {
+    if (src != kAnyRank) src = to_rank(py::int_(src), "src", size());
     Arrays to(array, Access::kWrite, "array");
-    const auto receive = std::make_shared<Receive>(to.views()[0], tag);
-    py::object result = py::cast(receive);
+    const auto receive =
+        std::make_shared<Receive>(one_of(to), tag, is_same ? Fit::kSame : Fit::kLess);
+    py::object result =
+        is_same && src != kAnyRank ? py::reinterpret_borrow<py::object>(array) : py::cast(receive);
     const py::object kept = py::make_tuple(array, to.take_holder());
-    if (src == kAnyRank) {
-      for (const auto& each : inboxes_) each->add(receive);
-    } else {
-      inbox(to_rank(src, "src")).add(receive);
+    endpoint_.communicator().check_usable();
+    for (int p = 0; p < size(); ++p) {
+      if (src == kAnyRank || src == p) endpoint_.inbox(p).add(receive);
     }
-    if (receive->is_done()) {
-      if (async) return pending(receive->work(), result, kept);
-      receive->work()->wait(Timeout(0));
-      return result;
+    const bool is_own = src == rank();  // another thread must send it
+    if (!receive->is_done() && !is_own) {
+      Endpoint::Queue& queue = endpoint_.lane(src, Lane::kTagged);
+      const auto call = [&endpoint = endpoint_, receive, src](BlockingCommunicator&,
+                                                              const CallOptions& options) {
+        read(endpoint, *receive, src, options);
+      };
+      if (!async && endpoint_.run_now(queue, call, timeout)) return result;
+      try {
+        endpoint_.submit(queue, call, timeout, async);
+      } catch (...) {
+        (void)receive->claim();  // so that no message is written to the array
+        throw;
+      }
     }
-    communicator().check_usable();
-    if (src == communicator().rank()) return await_own(receive, result, kept, timeout, async);
-    WorkQueue& queue = queue_of(src);
-    if (!async && read_here(queue, *receive, src, timeout)) {
-      receive->work()->wait(Timeout(0));
-      return result;
+    py::object made = py::cast(endpoint_.pending(receive->work(), kept, result));
+    if (async) return made;
+    if (!wait_interruptibly(*receive->work(), is_own ? timeout : kForEver) && receive->claim()) {
+      throw Error(ErrorCode::kTimeout, "rank " + std::to_string(rank()) +
+                                           " has sent itself no message with tag " +
+                                           std::to_string(tag));
     }
-    const auto caller = std::make_shared<RecordedCaller>();
-    communicator().count_submitted(1);
-    queue.submit([this, receive, src, caller, timeout] {
-      read(*receive, src, {.timeout = timeout, .caller = caller.get()});
-      communicator().count_submitted(-1);
-    });
-    py::object call = pending(receive->work(), result, kept);
-    if (async) return call;
-    wait_interruptibly(*receive->work());
     return result;
   }
 
  private:
-  BlockingCommunicator& communicator() noexcept { return endpoint_.communicator(); }
-  Inbox& inbox(int p) { return *inboxes_.at(static_cast<std::size_t>(p)); }
-  int to_rank(int rank, const char* argument) {
-    return bindings::to_rank(py::int_(rank), argument, communicator().size());
-  }
-  WorkQueue& queue_of(int src) {
-    const std::lock_guard lock(mutex_);
-    return queues_[src];
-  }
-  py::object pending(std::shared_ptr<Work> work, const py::object& result, py::handle kept) {
-    return py::cast(endpoint_.pending(std::move(work), kept, result));
-  }
-  // Waits for a message of this rank to itself, which another thread must send.
-  py::object await_own(const Received& receive, const py::object& result, const py::object& kept,
-                       Timeout timeout, bool async) {
-    py::object call = pending(receive->work(), result, kept);
-    if (async) return call;
-    if (!wait_interruptibly(*receive->work(), timeout) && receive->claim()) {
-      throw Error(ErrorCode::kTimeout, "rank " + std::to_string(communicator().rank()) +
-                                           " has sent itself no message with tag " +
-                                           std::to_string(receive->tag()));
-    }
-    return result;
-  }
-  bool read_here(WorkQueue& queue, Receive& receive, int src, Timeout timeout) {
-    const PythonCaller caller;
-    bool is_done = false;
-    caller.run([&] {
-      is_done = queue.try_run([&] { read(receive, src, {.timeout = timeout, .caller = &caller}); });
-    });
-    return is_done;
-  }
-  // Reads messages until the receive has ended. An error that ends the communicator ends it, too.
-  void read(Receive& receive, int src, const CallOptions& options) noexcept {
-    try {
-      if (src != kAnyRank) {
-        inbox(src).read_until(receive, options);
-      } else {
-        read_any_until(receive, options);
-      }
-    } catch (...) {
-      if (receive.claim()) receive.finish(src, std::current_exception());
-    }
-  }
-  void read_any_until(const Receive& end, const CallOptions& options) {
-    options.caller->may_block();
-    const auto start = Clock::now();
-    auto pause = kShortestPause;
-    while (!end.is_done()) {
-      const auto lost = communicator().find_lost();  // before its last messages are read
-      bool has_read = false;
-      for (int p = 0; p < communicator().size(); ++p) {
-        if (p != communicator().rank()) has_read |= inbox(p).read_if_any(options);
-      }
-      if (has_read) continue;
-      options.caller->check_interrupt();
-      communicator().check_usable();
-      if (lost && !end.is_done()) {
-        throw Error(ErrorCode::kPeerFailure,
-                    "rank " + std::to_string(*lost) +
-                        " has died or failed while this rank waits for a message from any rank",
-                    {*lost});
-      }
-      if (Clock::now() - start > options.timeout) {
-        throw Error(ErrorCode::kTimeout, "no rank has sent a message with tag " +
-                                             std::to_string(end.tag()) + " in time");
-      }
-      std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, kLongestPause);
-    }
-  }
+  [[nodiscard]] int rank() const noexcept { return endpoint_.communicator().rank(); }
+  [[nodiscard]] int size() const noexcept { return endpoint_.communicator().size(); }
 
   py::object owner_;
   Endpoint& endpoint_;
-  std::vector<std::unique_ptr<Inbox>> inboxes_;
-  std::mutex mutex_;                 // guards the map; the queues guard themselves
-  std::map<int, WorkQueue> queues_;  // of the receives from one rank, or from any
 };
 
 namespace {
@@ -201,7 +175,8 @@ py::dict calls(const py::object& owner) {
 }  // namespace
 
 void bind_messages(py::module_& m) {
-  py::class_<Receive, Received>(m, "Receive").def_property_readonly("source", &Receive::source);
+  py::class_<Receive, std::shared_ptr<Receive>>(m, "Receive")
+      .def_property_readonly("source", &Receive::source);
   py::class_<Messages>(m, "Messages").def(py::init<py::object>()).def("calls", &calls);
 }
 

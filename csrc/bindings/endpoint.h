@@ -21,6 +21,7 @@
 #include "bindings/work.h"
 #include "core/communicator.h"
 #include "core/error.h"
+#include "core/inbox.h"
 #include "core/recorder.h"
 #include "core/work.h"
 
@@ -28,7 +29,11 @@ namespace fastdist::bindings {
 
 namespace py = pybind11;
 
-// A communicator with one queue for collectives and one per lane and direction.
+// What a queue of messages between this rank and another one has. Receives with tags, which other
+// messages may end, do not wait for receives without.
+enum class Lane { kSends, kReceives, kTagged };
+
+// A communicator with one queue for collectives, queues of messages, and an inbox for each rank.
 class Endpoint {
  public:
   // Calls in order, and their number so far.
@@ -38,7 +43,11 @@ class Endpoint {
   };
 
   explicit Endpoint(std::shared_ptr<BlockingCommunicator> communicator)
-      : owner_(std::move(communicator)), communicator_(*owner_) {}
+      : owner_(std::move(communicator)), communicator_(*owner_) {
+    for (int p = 0; p < communicator_.size(); ++p) {
+      inboxes_.push_back(std::make_unique<Inbox>(communicator_, p));
+    }
+  }
   Endpoint(const Endpoint&) = delete;
   Endpoint& operator=(const Endpoint&) = delete;
   // The queues end before the communicator. Closing it makes pending calls fail immediately.
@@ -58,11 +67,13 @@ class Endpoint {
 
   [[nodiscard]] BlockingCommunicator& communicator() noexcept { return communicator_; }
 
-  // The queue of collectives, and the queue of sends to a rank or of receives from it.
+  [[nodiscard]] Inbox& inbox(int src) { return *inboxes_.at(static_cast<std::size_t>(src)); }
+
+  // The queue of collectives, and a queue of messages to a rank or from it.
   [[nodiscard]] Queue& collectives() noexcept { return collectives_; }
-  [[nodiscard]] Queue& lane(int peer, bool sends) {
+  [[nodiscard]] Queue& lane(int peer, Lane lane) {
     const std::lock_guard lock(mutex_);
-    return lanes_[{peer, sends}];
+    return lanes_[{peer, lane}];
   }
   // Runs `call(communicator, options)` in order: immediately, returning `result`, or later,
   // returning a PendingCall. `kept` holds the arrays that the call uses.
@@ -70,6 +81,16 @@ class Endpoint {
   py::object run(Queue& queue, Call call, py::handle kept, py::handle result,
                  std::chrono::nanoseconds timeout, bool async) {
     if (!async && run_now(queue, call, timeout)) return py::reinterpret_borrow<py::object>(result);
+    PendingCall made = pending(submit(queue, std::move(call), timeout, async), kept, result);
+    if (async) return py::cast(std::move(made));
+    wait_interruptibly(*made.work);
+    *made.kept = py::none();
+    return made.result;
+  }
+  // Queues the call.
+  template <class Call>
+  std::shared_ptr<Work> submit(Queue& queue, Call call, std::chrono::nanoseconds timeout,
+                               bool async) {
     communicator_.check_usable();
     refuse_beside_another(queue);
     const auto caller = std::make_shared<RecordedCaller>();
@@ -77,14 +98,8 @@ class Endpoint {
       CallOptions options{timeout, caller.get()};
       make(queue, call, options);
     };
-    // A caller that waits here does nothing else, so its call is not counted.
-    PendingCall made =
-        pending(async ? queue.submit(counted(std::move(task))) : queue.submit(std::move(task)),
-                kept, result);
-    if (async) return py::cast(std::move(made));
-    wait_interruptibly(*made.work);
-    *made.kept = py::none();
-    return made.result;
+    // A caller that waits does nothing else, so its call is not counted.
+    return async ? queue.submit(counted(std::move(task))) : queue.submit(std::move(task));
   }
   // Runs the call in this thread if the queue is empty; otherwise returns false.
   template <class Call>
@@ -124,8 +139,8 @@ class Endpoint {
     std::vector<Queue*> queues{&collectives_};
     {
       const std::lock_guard lock(mutex_);
-      for (auto& [peer_and_sends, queue] : lanes_) {
-        if (peer_and_sends.second) queues.push_back(&queue);
+      for (auto& [peer_and_lane, queue] : lanes_) {
+        if (peer_and_lane.second == Lane::kSends) queues.push_back(&queue);
       }
     }
     for (Queue* const queue : queues) {
@@ -256,7 +271,8 @@ class Endpoint {
   std::vector<std::pair<std::shared_ptr<Work>, std::shared_ptr<py::object>>> in_flight_;
   std::size_t sweep_at_ = 1;  // ended calls are released when in_flight_ has this many
   Queue collectives_;
-  std::map<std::pair<int, bool>, Queue> lanes_;
+  std::vector<std::unique_ptr<Inbox>> inboxes_;
+  std::map<std::pair<int, Lane>, Queue> lanes_;
   std::optional<std::uint16_t> recorded_;  // the number in the recorder's file
 };
 

@@ -94,7 +94,7 @@ void make(C& c, const Call& call, const CallOptions& options) {
     case Op::kSend:
       for (const TensorView& view : call.inputs()) c.send(view, call.peer, options);
       return;
-    case Op::kRecv:
+    case Op::kRecv:  // of GPUs; hosts' are matched by their tags
       for (const TensorView& view : call.outputs()) c.recv(view, call.peer, options);
       return;
     case Op::kBarrier:
@@ -105,6 +105,18 @@ void make(C& c, const Call& call, const CallOptions& options) {
   }
 }
 
+void make(Endpoint& hosts, const Call& call, const CallOptions& options) {
+  if (call.op != Op::kRecv) return make(hosts.communicator(), call, options);
+  Inbox& inbox = hosts.inbox(call.peer);
+  for (const TensorView& view : call.outputs()) inbox.receive(view, 0, options);
+}
+
+Endpoint::Queue& queue_of(Endpoint& hosts, const Call& call) {
+  if (call.op == Op::kSend) return hosts.lane(call.peer, Lane::kSends);
+  if (call.op == Op::kRecv) return hosts.lane(call.peer, Lane::kReceives);
+  return hosts.collectives();
+}
+
 }  // namespace
 
 py::object make_call(Endpoint& hosts, const CallArguments& given) {
@@ -112,11 +124,9 @@ py::object make_call(Endpoint& hosts, const CallArguments& given) {
     throw Error(ErrorCode::kUnsupported, "no GPU can be used: " + cuda::why_unusable());
   }
   Call call(given, hosts.communicator());
-  const bool sends = call.op == Op::kSend;
-  Endpoint::Queue& queue =
-      sends || call.op == Op::kRecv ? hosts.lane(call.peer, sends) : hosts.collectives();
-  const auto now = [&call](BlockingCommunicator& c, const CallOptions& options) {
-    make(c, call, options);
+  Endpoint::Queue& queue = queue_of(hosts, call);
+  const auto now = [&](BlockingCommunicator&, const CallOptions& options) {
+    make(hosts, call, options);
   };
   if (!call.is_async && hosts.run_now(queue, now, call.timeout)) {  // without allocating memory
     return py::reinterpret_borrow<py::object>(call.result);
@@ -126,9 +136,9 @@ py::object make_call(Endpoint& hosts, const CallArguments& given) {
   const py::handle result = call.result;
   const std::chrono::nanoseconds timeout = call.timeout;
   const bool is_async = call.is_async;
-  const auto later = [call = std::make_shared<const Call>(std::move(call))](
-                         BlockingCommunicator& c, const CallOptions& options) {
-    make(c, *call, options);
+  const auto later = [&hosts, call = std::make_shared<const Call>(std::move(call))](
+                         BlockingCommunicator&, const CallOptions& options) {
+    make(hosts, *call, options);
   };
   return hosts.run(queue, later, kept, result, timeout, is_async);
 }

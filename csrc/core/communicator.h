@@ -96,6 +96,7 @@ class Communicator {
 struct Message {
   DType dtype;
   std::uint64_t count;
+  std::uint32_t order;
   std::uint64_t tag;
 };
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "core/communicator.h"
@@ -17,14 +18,20 @@
 
 namespace fastdist {
 
-// A receive of one array, which ends once: with a message, or with an error. The message may have
-// fewer bytes than the array, and another dtype.
+// What a message must be for the array that receives it.
+enum class Fit : bool {
+  kSame,  // of its size and dtype
+  kLess,  // at most as many bytes, of any dtype
+};
+
+// A receive of one array, which ends once: with a message, or with an error.
 class Receive {
  public:
-  Receive(TensorView out, std::uint64_t tag) : out_(out), tag_(tag) {}
+  Receive(TensorView out, std::uint64_t tag, Fit fit) : out_(out), tag_(tag), fit_(fit) {}
 
   [[nodiscard]] TensorView out() const noexcept { return out_; }
   [[nodiscard]] std::uint64_t tag() const noexcept { return tag_; }
+  [[nodiscard]] Fit fit() const noexcept { return fit_; }
   // Ended by `finish`; waiting throws its error.
   [[nodiscard]] const std::shared_ptr<Work>& work() const noexcept { return work_; }
   [[nodiscard]] bool is_done() const { return work_->is_done(); }
@@ -39,6 +46,7 @@ class Receive {
  private:
   TensorView out_;
   std::uint64_t tag_;
+  Fit fit_;
   std::atomic<bool> is_claimed_{false};
   std::atomic<int> source_{-1};
   std::exception_ptr error_;
@@ -54,9 +62,12 @@ class Inbox {
   Inbox(BlockingCommunicator& communicator, int source)
       : communicator_(communicator), source_(source) {}
 
+  // Receives the next message with this tag, of the array's size and dtype.
+  void receive(TensorView out, std::uint64_t tag, const CallOptions& options);
   // Adds a receive. Ends it if its message has come. It may be added to several inboxes.
   void add(const std::shared_ptr<Receive>& receive);
-  // Reads messages until the receive has ended. Throws what ends the communicator.
+  // Reads messages, or waits for the thread that does, until the receive has ended. Throws what
+  // ends the communicator.
   void read_until(const Receive& end, const CallOptions& options);
   // Reads a message if one has come and no other thread reads. Returns true if one was read.
   bool read_if_any(const CallOptions& options);
@@ -68,7 +79,13 @@ class Inbox {
     Message message;
     std::vector<std::byte> data;
   };
+  [[nodiscard]] Signature call_of(TensorView out) const;
+  // Waits for the next message; `tag` is that of the receive which waits.
+  [[nodiscard]] Message await(const Signature& call, std::uint64_t tag, const CallOptions& options);
+  // Reads a message into the receive that wants it, or keeps it.
   void read(const Message& next, const CallOptions& options);
+  // Returns what a wait for this tag that fails should say: the tags of messages that were kept.
+  [[nodiscard]] std::string other_tags(std::uint64_t tag);
   void put(Kept kept);
   // Returns and claims the first receive of this tag. Needs mutex_.
   [[nodiscard]] std::shared_ptr<Receive> take(std::uint64_t tag);
@@ -80,6 +97,7 @@ class Inbox {
   std::mutex mutex_;    // guards the lists
   std::list<std::shared_ptr<Receive>> receives_;
   std::deque<Kept> kept_;
+  std::atomic<bool> is_plain_{true};  // both lists have always been empty
 };
 
 }  // namespace fastdist

@@ -90,7 +90,7 @@ std::string describe(const Signature& s) {
       text += ", dst=" + std::to_string(s.root);
       break;
     case Op::kRecv:
-      text += ", src=" + std::to_string(s.root);
+      text += ", src=" + (s.root < 0 ? "any" : std::to_string(s.root));
       break;
     case Op::kAllGather:
     case Op::kAllToAll:

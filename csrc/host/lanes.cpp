@@ -89,11 +89,12 @@ std::optional<Message> HostCommunicator::find_message(int src) {
   if (header.sequence.load(std::memory_order_acquire) < number) return std::nullopt;
   const std::uint64_t count = header.count.load(std::memory_order_relaxed);
   const auto theirs = unpack_signature(header.signature.load(std::memory_order_relaxed), count, 0);
-  return Message{theirs.dtype, count, header.list.load(std::memory_order_relaxed)};
+  return Message{theirs.dtype, count, theirs.order, header.list.load(std::memory_order_relaxed)};
 }
 
 Message HostCommunicator::await_message(int src, const Signature& call,
                                         const CallOptions& options) {
+  if (options.record != nullptr) options.record->announce(call);
   const std::uint64_t number = received_[static_cast<std::size_t>(src)].transfers + 1;
   const Counter& announced = next_header(src).sequence;
   if (announced.load(std::memory_order_acquire) < number) {

@@ -110,7 +110,7 @@ std::optional<Message> NetCommunicator::find_message(int src) {
   if (n != static_cast<ssize_t>(sizeof(head))) return std::nullopt;
   const auto theirs = parse(head);
   if (!theirs) throw_malformed(src, {.op = Op::kRecv, .root = static_cast<std::int16_t>(src)});
-  return Message{theirs->dtype, head.count, head.tag};
+  return Message{theirs->dtype, head.count, theirs->order, head.tag};
 }
 
 Message NetCommunicator::await_message(int src, const Signature& call, const CallOptions& options) {

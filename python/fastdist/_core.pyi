@@ -144,13 +144,13 @@ class Receive:
     def source(self) -> int: ...
 
 class _MessageCalls(TypedDict):
-    # array, destination, tag; returns None
+    # array, destination, tag, timeout, async; returns the array
     send: Callable[[Any, int, int, float, bool], Any]
-    # array, source or -1 for any, tag; returns a Receive
-    recv: Callable[[Any, int, int, float, bool], Any]
+    # array, source or -1 for any, tag, whether the message must have the array's size and dtype,
+    # timeout, async; returns the array if so and if the source is named, else a Receive
+    recv: Callable[[Any, int, int, bool, float, bool], Any]
 
-# Messages with tags, between the ranks of a communicator that has no other sends and receives.
-# Several threads may use it. A rank may send to itself.
+# Messages with tags. Several threads may use it. A rank may send to itself.
 class Messages:
     def __init__(self, communicator: Communicator, /) -> None: ...
     def calls(self, /) -> _MessageCalls: ...

@@ -69,6 +69,7 @@ def with_few_sizes(comm: Communicator, function: Callable[..., Any], *args: Any)
         (contract.check_splits, ()),
         (contract.check_parts_in_place, ()),
         (contract.check_send_recv, ()),
+        (contract.check_messages, ()),
         (contract.check_lists, (["float32", "int8", "float64", "bfloat16"],)),
         (contract.check_lists_of_parts, ()),
         (contract.check_layouts, ()),

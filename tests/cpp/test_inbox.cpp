@@ -45,7 +45,7 @@ void send_all(HostCommunicator& c, int dst, unsigned seed) {
 
 void receive_one(Inbox& inbox, std::uint64_t tag, std::size_t i) {
   const Array a(DType::kInt32, count_of(tag, i));
-  const auto receive = std::make_shared<Receive>(a.view(), tag);
+  const auto receive = std::make_shared<Receive>(a.view(), tag, Fit::kLess);
   inbox.add(receive);
   inbox.read_until(*receive, patient());
   CHECK(receive->work()->wait(10s));
@@ -100,19 +100,59 @@ CASE(a_receive_that_is_too_small_throws_on_both_ranks_if_it_waits) {
       return;
     }
     Inbox inbox(c, 0);
-    const auto wrong = std::make_shared<Receive>(a.view(), 0);
+    const auto wrong = std::make_shared<Receive>(a.view(), 0, Fit::kLess);
     inbox.add(wrong);
     inbox.read_until(*wrong, patient());
     CHECK_THROWS(ErrorCode::kMismatch, wrong->work()->wait(10s));
     // A message that was kept fails at its receiver alone.
     const Array right(DType::kFloat32, 3);
-    const auto later = std::make_shared<Receive>(right.view(), 0);
+    const auto later = std::make_shared<Receive>(right.view(), 0, Fit::kLess);
     inbox.add(later);
     inbox.read_until(*later, patient());
     const Array small(DType::kFloat32, 2);
-    const auto kept = std::make_shared<Receive>(small.view(), 7);
+    const auto kept = std::make_shared<Receive>(small.view(), 7, Fit::kLess);
     inbox.add(kept);
     CHECK_THROWS(ErrorCode::kMismatch, kept->work()->wait(10s));
+  });
+}
+
+CASE(a_receive_without_tag_leaves_messages_with_tags_to_others) {
+  with_threads(2, tiny_tuning(), [](HostCommunicator& c) {
+    if (c.rank() == 0) return send_all(c, 1, 2);
+    Inbox inbox(c, 0);
+    const auto receive_plain = [&](std::size_t i) {
+      const Array a(DType::kInt32, count_of(0, i));
+      inbox.receive(a.view(), 0, patient());
+      for (std::size_t at = 0; at < a.count(); ++at) {
+        CHECK(a.as<std::int32_t>()[at] == value_of(0, i));
+      }
+    };
+    for (std::size_t i = 0; i < kMessages / 2; ++i) receive_plain(i);
+    std::vector<std::thread> readers;
+    for (std::uint64_t tag = 1; tag < kTags; ++tag) {
+      readers.emplace_back([&, tag] {
+        for (std::size_t i = 0; i < kMessages; ++i) receive_one(inbox, tag, i);
+      });
+    }
+    for (std::size_t i = kMessages / 2; i < kMessages; ++i) receive_plain(i);
+    for (std::thread& reader : readers) reader.join();
+  });
+}
+
+CASE(a_message_that_was_kept_must_have_the_size_and_dtype_of_its_receive) {
+  with_threads(2, tiny_tuning(), [](HostCommunicator& c) {
+    const Array a(DType::kFloat32, 4);
+    if (c.rank() == 0) {
+      CallOptions tagged = patient();
+      tagged.tag = 3;
+      c.send(a.view(), 1, tagged);
+      c.send(a.view(), 1, patient());
+      return;
+    }
+    Inbox inbox(c, 0);
+    inbox.receive(a.view(), 0, patient());
+    const Array small(DType::kFloat32, 3);
+    CHECK_THROWS(ErrorCode::kMismatch, inbox.receive(small.view(), 3, patient()));
   });
 }
 
@@ -131,7 +171,7 @@ CASE(a_receive_takes_fewer_bytes_of_another_dtype) {
          {std::uint64_t{0}, std::uint64_t{7}}) {  // the second message was kept
       const Array a(DType::kUInt8, 12);
       std::memset(a.view().data, 0, 12);
-      const auto receive = std::make_shared<Receive>(a.view(), tag);
+      const auto receive = std::make_shared<Receive>(a.view(), tag, Fit::kLess);
       inbox.add(receive);
       inbox.read_until(*receive, patient());
       CHECK(receive->work()->wait(10s));
@@ -150,7 +190,7 @@ CASE(a_receive_in_several_inboxes_takes_one_message) {
     Inbox second(c, 1);
     std::vector<std::int32_t> received;
     for (int i = 0; i < 2; ++i) {
-      const auto any = std::make_shared<Receive>(a.view(), 0);
+      const auto any = std::make_shared<Receive>(a.view(), 0, Fit::kLess);
       first.add(any);
       second.add(any);
       while (!any->is_done()) {

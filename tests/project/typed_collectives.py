@@ -102,7 +102,7 @@ def other_sources(strategy: fd.Strategy, x: Tensor, examples: list[str]) -> None
 def mistakes_in_collectives(comm: fd.Communicator, x: Floats) -> None:
     comm.all_reduce(x, "average")  # type: ignore[call-overload]
     comm.all_reduce(x, asynchronous=True)  # type: ignore[call-overload]
-    fd.send(x, dst=1, tag=3, async_op=True)  # type: ignore[call-overload]
+    fd.send(x, dst=1, label=3, async_op=True)  # type: ignore[call-overload]
 
 
 def mistakes_in_training(strategy: fd.Strategy, x: Tensor, y: Tensor) -> None:

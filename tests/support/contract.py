@@ -25,6 +25,7 @@ from contract_errors import (
     say_done,
     wait_for_others,
 )
+from contract_messages import check_messages
 from fastdist import Communicator
 from fastdist.errors import (
     CollectiveMismatchError,
@@ -724,6 +725,7 @@ class CommunicatorContract:
 
     def test_send_recv(self, ranks: Any) -> None:
         ranks.run(check_send_recv)
+        ranks.run(check_messages)
 
     @pytest.mark.parametrize("dtypes", [["float32"], ["float32", "int8", "float64", "bfloat16"]])
     def test_lists_equal_single_calls(self, ranks: Any, dtypes: list[str]) -> None:

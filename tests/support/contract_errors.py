@@ -197,7 +197,6 @@ def other_spellings(comm: Communicator) -> list[Bad]:
         (ValueError, 'got .*maximum.*; use op="max"$', lambda: comm.all_reduce(x, np.maximum)),
         (TypeError, "'dest'; use dst=$", lambda: comm.send(x, dest=0)),  # type: ignore[call-overload]
         (TypeError, "'source'; use src=$", lambda: comm.recv(x, source=0)),  # type: ignore[call-overload]
-        (TypeError, "'tag'; use nothing", lambda: comm.send(x, 0, tag=1)),  # type: ignore[call-overload]
         (TypeError, r"pass x.to_numpy\(\)$", lambda: comm.all_reduce(frame)),
         (TypeError, "'src'; use root=$", lambda: comm.broadcast(x, src=0)),  # type: ignore[call-overload]
         (TypeError, "'dst'; use root=$", lambda: comm.reduce(x, dst=0)),  # type: ignore[call-overload]

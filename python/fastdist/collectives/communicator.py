@@ -22,7 +22,8 @@ from fastdist.collectives.arrays import (
 from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.gpu_arrays import device_of
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
-from fastdist.collectives.types import Arrays, Compression, ReduceOp, Work
+from fastdist.collectives.messages import Messages
+from fastdist.collectives.types import Array, Arrays, Compression, ReduceOp, Work
 from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.recorder.recording import record
 
@@ -85,6 +86,7 @@ class Communicator:
         self._regroup = regroup  # makes the next communicator of an elastic job
         self._timeout_s = timeout_s
         self._is_grouping = False
+        self._messages: Messages | None = None
         self._gpus = NcclEngine(engine) if engine.compiled is not None and is_possible() else None
         self._calls = (self._gpus or engine).calls(timeout_s)
         self.rank: int = engine.rank
@@ -589,16 +591,21 @@ class Communicator:
         )
 
     @overload
-    def send(self, array: A, dst: int, **keywords: Unpack[DirectMessage]) -> A: ...
+    def send(
+        self, array: A, dst: int, *, tag: int = ..., **keywords: Unpack[DirectMessage]
+    ) -> A: ...
 
     @overload
-    def send(self, array: A, dst: int, **keywords: Unpack[AsyncMessage]) -> Work: ...
+    def send(
+        self, array: A, dst: int, *, tag: int = ..., **keywords: Unpack[AsyncMessage]
+    ) -> Work: ...
 
     def send(
         self,
         array: Arrays,
         dst: int = -1,
         *,
+        tag: int = 0,
         stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -608,9 +615,9 @@ class Communicator:
 
         On GPUs the two arrays' sizes and dtypes are not compared, as they are on hosts.
 
-        Calls with the same peer and direction are matched in order. With `async_op`, and in a
+        Calls with the same peer, direction and tag are matched in order. With `async_op`, and in a
         `group`, calls with different peers or directions do not wait for each other. In a group a
-        rank may send to itself.
+        rank may send to itself. Messages in a group, of lists and on GPUs have no tags.
 
         Examples:
             >>> import fastdist as fd, numpy as np
@@ -623,25 +630,34 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("send", unknown)
+        if tag:
+            return self._tagged(array, stream).send(array, dst, tag, timeout, async_op)
         return self._calls.send(array, dst=dst, stream=stream, timeout=timeout, async_op=async_op)
 
     @overload
-    def recv(self, array: A, src: int, **keywords: Unpack[DirectMessage]) -> A: ...
+    def recv(
+        self, array: A, src: int, *, tag: int = ..., **keywords: Unpack[DirectMessage]
+    ) -> A: ...
 
     @overload
-    def recv(self, array: A, src: int, **keywords: Unpack[AsyncMessage]) -> Work: ...
+    def recv(
+        self, array: A, src: int, *, tag: int = ..., **keywords: Unpack[AsyncMessage]
+    ) -> Work: ...
 
     def recv(
         self,
         array: Arrays,
         src: int = -1,
         *,
+        tag: int = 0,
         stream: Any = None,
         async_op: bool = False,
         timeout: float | None = None,
         **unknown: Any,
     ) -> Any:
         """Receive from rank `src`, which must call `send`, into `array`. Return `array`.
+
+        A message with another tag is kept until a receive asks for it.
 
         Examples:
             >>> import fastdist as fd, numpy as np
@@ -653,7 +669,52 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("recv", unknown)
+        if tag:
+            return self._tagged(array, stream).recv(array, src, tag, timeout, async_op)
         return self._calls.recv(array, src=src, stream=stream, timeout=timeout, async_op=async_op)
+
+    @overload
+    def recv_any(
+        self,
+        array: Array,
+        *,
+        tag: int = ...,
+        async_op: Literal[False] = ...,
+        timeout: float | None = ...,
+    ) -> int: ...
+
+    @overload
+    def recv_any(
+        self,
+        array: Array,
+        *,
+        tag: int = ...,
+        async_op: Literal[True],
+        timeout: float | None = ...,
+    ) -> Work: ...
+
+    def recv_any(
+        self, array: Array, *, tag: int = 0, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Receive from whichever rank sends first, into an array on the host. Return that rank.
+
+        Examples:
+            >>> import fastdist as fd, numpy as np
+            >>> first, second = fd.local_group(2)
+            >>> work = second.send(np.array([1, 2]), dst=0, tag=3, async_op=True)
+            >>> x = np.zeros(2, int)
+            >>> first.recv_any(x, tag=3), x.tolist()
+            (1, [1, 2])
+        """
+        return self._tagged(array).recv_any(array, tag, timeout, async_op)
+
+    def _tagged(self, array: Array, stream: Any = None) -> Messages:
+        self._refuse_in_group("a message with a tag, or from any rank,")
+        if stream is not None or (self._gpus is not None and device_of(array) is not None):
+            raise UnsupportedError("on GPUs messages have no tags, and a receive names its source")
+        if self._messages is None:
+            self._messages = Messages(self, self._timeout_s)
+        return self._messages
 
     @overload
     def barrier(self, *, async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
@@ -805,7 +866,15 @@ class Communicator:
         self._refuse_in_group("scatter_object")
         return objects.scatter(self, values, root, timeout)
 
-    def send_object(self, value: Any, dst: int, *, timeout: float | None = None) -> None:
+    def send_object(
+        self,
+        value: Any,
+        dst: int = -1,
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+        **unknown: Any,
+    ) -> None:
         """Send an object to one rank, by pickle; it must call `recv_object`.
 
         Examples:
@@ -818,10 +887,14 @@ class Communicator:
             ...     received.result()
             {'lr': 0.1}
         """
+        if unknown:
+            hints.refuse_keywords("send_object", unknown)
         self._refuse_in_group("send_object")
-        objects.send(self, value, dst, timeout)
+        objects.send(self, value, dst, tag, timeout)
 
-    def recv_object(self, src: int, *, timeout: float | None = None) -> Any:
+    def recv_object(
+        self, src: int = -1, *, tag: int = 0, timeout: float | None = None, **unknown: Any
+    ) -> Any:
         """Return the object that rank `src` sends by `send_object`.
 
         Examples:
@@ -833,8 +906,24 @@ class Communicator:
             ...     second.recv_object(0)
             {'lr': 0.1}
         """
+        if unknown:
+            hints.refuse_keywords("recv_object", unknown)
         self._refuse_in_group("recv_object")
-        return objects.recv(self, src, timeout)
+        return objects.recv(self, src, tag, timeout)
+
+    def recv_any_object(self, *, tag: int = 0, timeout: float | None = None) -> tuple[Any, int]:
+        """Return an object from whichever rank sends first by `send_object`, and that rank.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd
+            >>> first, second = fd.local_group(2)  # two ranks of this process
+            >>> with ThreadPoolExecutor(1) as threads:
+            ...     sent = threads.submit(second.send_object, "done", 0)
+            ...     first.recv_any_object()
+            ('done', 1)
+        """
+        return objects.recv_any(self, tag, timeout)
 
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None

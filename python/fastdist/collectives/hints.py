@@ -29,7 +29,6 @@ _OTHER_KEYWORDS = {
     "num_replicas": 'devices=, one for each replica, such as ["cpu:0", "cpu:1"]',
     "source": "src=",
     "src": "root=",
-    "tag": "nothing in its place: messages of two ranks are matched in order",
 }
 _OBJECTS = (
     "objects go by broadcast_object, all_gather_object, gather_object, scatter_object, send_object"

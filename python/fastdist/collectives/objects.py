@@ -88,22 +88,34 @@ def scatter(comm: Ranks, values: Sequence[T] | None, root: int, timeout: float |
     return value
 
 
-def send(comm: Ranks, value: Any, dst: int, timeout: float | None) -> None:
+def send(comm: Ranks, value: Any, dst: int, tag: int, timeout: float | None) -> None:
     """Send an object to a rank, which calls `recv`."""
     try:
         data = _pickled(value)
     except Exception:
-        comm.send(np.array([-1]), dst, timeout=timeout)
+        comm.send(np.array([-1]), dst, tag=tag, timeout=timeout)
         raise
-    comm.send(np.array([data.size]), dst, timeout=timeout)
-    comm.send(data, dst, timeout=timeout)
+    comm.send(np.array([data.size]), dst, tag=tag, timeout=timeout)
+    comm.send(data, dst, tag=tag, timeout=timeout)
 
 
-def recv(comm: Ranks, src: int, timeout: float | None) -> Any:
+def recv(comm: Ranks, src: int, tag: int, timeout: float | None) -> Any:
     """Return the object that a rank sends by `send`."""
-    size = comm.recv(np.zeros(1, np.int64), src, timeout=timeout)
+    size = comm.recv(np.zeros(1, np.int64), src, tag=tag, timeout=timeout)
+    return _recv_sized(comm, size, src, tag, timeout)
+
+
+def recv_any(comm: Ranks, tag: int, timeout: float | None) -> tuple[Any, int]:
+    """Return the object that a rank sends first by `send`, and that rank."""
+    size = np.zeros(1, np.int64)
+    src = comm.recv_any(size, tag=tag, timeout=timeout)
+    return _recv_sized(comm, size, src, tag, timeout), src
+
+
+def _recv_sized(comm: Ranks, size: Bytes, src: int, tag: int, timeout: float | None) -> Any:
     _require_pickled(size, (src,))
-    return pickle.loads(comm.recv(np.empty(int(size[0]), np.uint8), src, timeout=timeout).data)
+    data = np.empty(int(size[0]), np.uint8)
+    return pickle.loads(comm.recv(data, src, tag=tag, timeout=timeout).data)
 
 
 def _prepared(comm: Ranks, value: Any, timeout: float | None) -> tuple[Bytes, Bytes]:

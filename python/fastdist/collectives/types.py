@@ -71,6 +71,9 @@ class Ranks(Protocol):
     def recv(self, *args: Any, **keywords: Any) -> Any:
         """See `Communicator.recv`."""
 
+    def recv_any(self, *args: Any, **keywords: Any) -> Any:
+        """See `Communicator.recv_any`."""
+
     def group(self) -> AbstractContextManager[None]:
         """See `Communicator.group`."""
 

@@ -78,7 +78,7 @@ class Signature:
             words.append(f'op="{_name(_REDUCE_OPS, self.packed >> 16 & 0xFF)}"')
         word = (_ROOTED | _PEERS).get(self.op)
         if word is not None:
-            words.append(f"{word}={self.root}")
+            words.append(f"{word}={self.root if self.root >= 0 else 'any'}")
         return f"{self.op}({', '.join(words)})"
 
 

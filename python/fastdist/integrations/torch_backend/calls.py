@@ -530,7 +530,8 @@ class Calls(_ProcessGroup):
         # torch waits for `send` and `recv` immediately, so they need no thread.
         waits = _caller().f_code in _BLOCKING
         try:
-            work = self._messages[name](plain, peer, tag, self._timeout_s, not waits)
+            fit = () if name == "send" else (False,)  # a message may be smaller
+            work = self._messages[name](plain, peer, tag, *fit, self._timeout_s, not waits)
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         if not waits:

@@ -20,11 +20,14 @@ from launched import Launcher
 Script = Callable[[str], Path]
 COUNT = int(os.environ.get("FASTDIST_CHAOS_ELASTIC", "6"))
 # Each process may be killed soon, also while it starts, meets others or gets their state; it is
-# stopped only as a rank: the launcher waits for one that takes long to start.
+# stopped only as a rank: the launcher waits for one that takes long to start. That of slot 0 is
+# never stopped: a job whose ranks are all stopped is one that its user has suspended.
 STEPS = """
-import os, random, signal, sys, threading, time
-chance = random.Random(f"{sys.argv[1]}/{os.environ['FASTDIST_ROSTER']}/{time.time_ns()}")
-fault = chance.choice([signal.SIGKILL, *[signal.SIGSTOP] * int(sys.argv[3])])
+import json, os, random, signal, sys, threading, time
+place = json.loads(os.environ["FASTDIST_ROSTER"])
+chance = random.Random(f"{sys.argv[1]}/{place}/{time.time_ns()}")
+stops = int(sys.argv[3]) if place["slot"] > 0 else 0
+fault = chance.choice([signal.SIGKILL, *[signal.SIGSTOP] * stops])
 has_fault = chance.random() < float(sys.argv[2])
 def begin():
     global has_fault

@@ -200,3 +200,34 @@ def test_launchers_that_are_not_elastic(launcher: Launcher, script: Script) -> N
 def test_communicators_that_are_not_elastic() -> None:
     with fd.local_group(1)[0] as comm, pytest.raises(FastdistError, match="is fixed"):
         comm.regroup()
+
+
+# Process 1 is lost. It is back when process 0 has left, and has not ended yet.
+COMES_LATE = """
+import json, os, pathlib, time
+import fastdist as fd
+left = pathlib.Path(os.environ["STEP"], "left")
+lost = pathlib.Path(os.environ["STEP"], "lost")
+slot = json.loads(os.environ["FASTDIST_ROSTER"])["slot"]
+while slot == 1 and lost.exists() and not left.exists():
+    time.sleep(0.02)
+comm = fd.init(elastic=True).regroup()
+print("begins with", comm.world_size, flush=True)
+if slot == 1:
+    lost.touch()
+    os._exit(3)
+while comm.world_size == 2:
+    comm = comm.regroup()
+    time.sleep(0.02)
+comm.close()
+left.touch()
+time.sleep(1.5)
+"""
+
+
+def test_who_comes_as_the_last_rank_leaves_waits_for_its_exit_code(
+    launcher: Launcher, script: Script, step: Path
+) -> None:
+    done = launcher.run("--min", 1, "--max", 2, "--no-prefix", script(COMES_LATE))
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.split(b"\n")[:-1] == [b"begins with 2"] * 2

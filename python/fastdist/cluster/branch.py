@@ -9,7 +9,7 @@ again, and they join as new ones. A message is a JSON list.
 |---|---|
 | beat | this machine lives |
 | said, NUMBER, KEY, VALUE | a message of a rank |
-| left, NUMBER | a rank has ended |
+| left, NUMBER, HAS_ENDED | a rank has left; if its process lives, once more at its end |
 | finished | the job has done its work |
 | failed | the program has failed here before there was a world |
 
@@ -68,6 +68,7 @@ class Branch:
         self.name = self._door.name
         self._unsaid: dict[int, list[tuple[Any, ...]]] = {}  # of ranks whom the roster has not met
         self._met: set[int] = set()
+        self._leaving: set[int] = set()  # ranks that the roster has met, whose processes live
         self._waiting: set[int] = set()  # for a place in a world
         self._spares: dict[int, Any] = {}  # what they have said, in a job that keeps its ranks
         self._is_connected = False
@@ -148,13 +149,15 @@ class Branch:
             self._unsaid.setdefault(number, []).append(("said", number, kind, value))
             self._let_go()
 
-    def _lose_rank(self, number: int) -> None:
+    def _lose_rank(self, number: int, has_ended: bool) -> None:
         self._unsaid.pop(number, None)
         self._waiting.discard(number)
         was_spare = self._spares.pop(number, None) is not None
-        if number in self._met or (was_spare and self._is_connected):
+        has_left = number in self._leaving
+        if has_left or number in self._met or (was_spare and self._is_connected):
             self._met.discard(number)
-            self._say("left", number)
+            self._leaving.discard(number) if has_ended else self._leaving.add(number)
+            self._say("left", number, has_ended)
 
     # --- the roster -----------------------------------------------------------------------------
 
@@ -217,6 +220,7 @@ class Branch:
             for number in self._met:
                 self._door.kill(number)
         self._met.clear()
+        self._leaving.clear()
         self._let_go()
 
     def _let_go(self) -> None:

@@ -70,8 +70,8 @@ class RankDoor:
         selector: the selector of that thread, which calls the data of the keys it returns.
         most: number of ranks that the launcher starts.
         on_said: a function to call with a rank's number here, and the message's key and value.
-        on_left: a function to call with the number of a rank that has ended, or has sent what no
-            rank sends.
+        on_left: a function to call with the number of a rank that has left, or has sent what no
+            rank sends, and whether its process has ended; if not, once more when it has.
 
     Attributes:
         name: the abstract Unix socket.
@@ -82,14 +82,16 @@ class RankDoor:
         selector: selectors.BaseSelector,
         most: int,
         on_said: Callable[[int, str, Any], None],
-        on_left: Callable[[int], None],
+        on_left: Callable[[int, bool], None],
     ) -> None:
         self.name = f"fastdist-roster-{secrets.token_hex(16)}"
         self._selector = selector
         self._on_said = on_said
         self._on_left = on_left
-        # Each with a descriptor that is readable once its process ends; the connection may stay.
+        # Each with a descriptor that is readable once its process ends, before its connection ends
+        # if another process has that too, or after.
         self._ranks: dict[int, tuple[Line, int]] = {}
+        self._pids: dict[int, int] = {}
         self._count = 0
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0{self.name}")
@@ -127,32 +129,42 @@ class RankDoor:
         try:
             if not is_own_user(connection):
                 raise PermissionError
-            pid_fd = os.pidfd_open(peer_pid(connection))
+            pid = peer_pid(connection)
+            pid_fd = os.pidfd_open(pid)
         except OSError:  # it has ended already, or is another user's
             connection.close()
             return
         connection.settimeout(_SEND_S)
+        for other, (line, _) in list(self._ranks.items()):
+            if self._pids[other] == pid and line.connection.fileno() < 0:
+                self._end(other)  # it has left, and is back
         self._count += 1
         number = self._count
+        self._pids[number] = pid
         self._ranks[number] = Line(connection), pid_fd
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(number))
-        self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._lose(number))
+        self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._end(number))
 
     def _receive(self, number: int) -> None:
         try:
             for kind, value in self._ranks[number][0].receive():
                 self._on_said(number, kind, value)
         except Exception:  # whatever no rank sends
-            self._lose(number)
+            self._hang_up(self._ranks[number][0])
+            self._on_left(number, False)
 
-    def _lose(self, number: int) -> None:
-        if number in self._ranks:
-            self._forget(number)
-            self._on_left(number)
+    def _end(self, number: int) -> None:
+        self._forget(number)
+        self._on_left(number, True)
 
     def _forget(self, number: int) -> None:
         line, pid_fd = self._ranks.pop(number)
-        self._selector.unregister(line.connection)
+        del self._pids[number]
+        self._hang_up(line)
         self._selector.unregister(pid_fd)
-        line.connection.close()
         os.close(pid_fd)
+
+    def _hang_up(self, line: Line) -> None:
+        if line.connection.fileno() >= 0:
+            self._selector.unregister(line.connection)
+            line.connection.close()

@@ -33,6 +33,7 @@ A message is a line of JSON with one key.
 from __future__ import annotations
 
 import json
+import math
 import os
 import selectors
 import socket
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 0.1
 _LATE_S = 5.0  # that a rank has left which others have waited for in vain
+_OUTCOME_S = 1.0  # that launchers take to tell that a rank has ended well
 _GATHERING_S = 30.0  # that a gathering may take, if ranks wait so long
 SILENT_S = 4.0
 """Seconds after which a machine that says nothing is lost."""
@@ -162,6 +164,8 @@ class Roster:
         self._world = 0
         self._size = 0  # of this world
         self._patience_s = 0.0  # that ranks wait for another
+        self._leaving: dict[tuple[Door, int], int] = {}  # with processes that live; their worlds
+        self._settled_s = 0.0  # when the launchers have told whether the last rank has ended well
         # When the first world begins without those that are missing.
         self._last_call_s: float | None = None
         self._gathered_s: float | None = None  # when the gathering under way takes too long
@@ -238,8 +242,10 @@ class Roster:
             times_s = [member.ends_s for member in self._members]
             times_s += [self._gathered_s, self._last_call_s, self._crew.waits_until_s]
             times_s += [branch.heard_s + SILENT_S for branch in self._branches.values()]
+            now_s = time.monotonic()
+            times_s += [at_s for at_s in [self._settled_s] if at_s > now_s]
             next_s = min((at_s for at_s in times_s if at_s is not None), default=None)
-            wait_s = None if next_s is None else max(0.0, next_s - time.monotonic())
+            wait_s = None if next_s is None else max(0.0, next_s - now_s)
             for key, _ in self._selector.select(wait_s):
                 if self._selector.get_map().get(key.fd) is key:  # not forgotten meanwhile
                     key.data()
@@ -259,8 +265,8 @@ class Roster:
         else:
             self._take(self._member(door, number), kind, value)
 
-    def _lose_rank(self, number: int) -> None:
-        self._lose(self._member(self._door, number))
+    def _lose_rank(self, number: int, has_ended: bool) -> None:
+        self._leave(self._door, number, has_ended)
 
     def _member(self, door: Door, number: int) -> _Member:
         for member in self._members:
@@ -288,7 +294,7 @@ class Roster:
         elif kind == "said":
             self._hear(branch, number, *said)
         elif kind == "left":
-            self._lose(self._member(branch, number))
+            self._leave(branch, number, *said)
         elif kind == "finished":
             self._finish()
         elif kind == "failed" and not self._world:
@@ -305,6 +311,7 @@ class Roster:
         """Lose the ranks of a machine that is lost, or whose launcher has ended."""
         branch = self._branches.pop(connection, None)
         self._crew.lose_machine(branch)
+        self._leaving = {key: world for key, world in self._leaving.items() if key[0] is not branch}
         for member in [member for member in self._members if member.door is branch]:
             self._lose(member)
 
@@ -336,6 +343,28 @@ class Roster:
         for member in late:
             member.ends_s = None
             member.door.kill(member.number)
+
+    def _leave(self, door: Door, number: int, has_ended: bool) -> None:
+        """Lose a rank, whose process may end later: if it ends well, the job has done its work."""
+        world = self._leaving.pop((door, number), None)
+        if world is None:
+            member = self._member(door, number)
+            world = member.world
+            self._lose(member)
+        if not has_ended:
+            self._leaving[door, number] = world
+        elif 0 < world == self._world:
+            self._settled_s = time.monotonic() + _OUTCOME_S
+
+    def _knows_outcome_s(self) -> float:
+        """Return when it is known whether this world has done its work; infinite: not yet.
+
+        It may have, if all of its ranks have left.
+        """
+        if self._ranks():
+            return 0.0
+        is_leaving = self._world > 0 and self._world in self._leaving.values()
+        return math.inf if is_leaving else self._settled_s
 
     def _lose(self, member: _Member) -> None:
         self._members.remove(member)
@@ -382,9 +411,7 @@ class Roster:
                 waiting.remove(member)
                 member.progress = None
                 member.send(ended=True)
-        if not waiting:
-            return
-        if self._tell_ranks():
+        if not waiting or self._tell_ranks() or time.monotonic() < self._knows_outcome_s():
             return
         if len(waiting) < self._least and not self._has_finished:
             if self._listener is not None and not self._has_noted:

@@ -16,6 +16,7 @@
 #include "bindings/bind.h"
 #include "bindings/endpoint.h"
 #include "bindings/fast_call.h"
+#include "bindings/messages.h"
 #include "core/error.h"
 #include "core/inbox.h"
 
@@ -25,7 +26,6 @@ namespace {
 using Timeout = std::chrono::nanoseconds;
 using Clock = std::chrono::steady_clock;
 
-constexpr int kAnyRank = -1;
 constexpr Timeout kAtOnce{0};
 constexpr Timeout kForEver = std::chrono::hours(24 * 365);
 constexpr std::chrono::microseconds kShortestPause{20};
@@ -80,79 +80,86 @@ void read(Endpoint& endpoint, Receive& receive, int src, const CallOptions& opti
 
 TensorView one_of(const Arrays& arrays) {
   if (arrays.views().size() == 1) return arrays.views()[0];
-  throw Error(ErrorCode::kType, "a message with a tag, or from any rank, is one array, got a list");
+  throw Error(ErrorCode::kType,
+              "a message with a tag, from any rank or to itself is one array, got a list");
 }
 
 }  // namespace
 
+py::object send_message(Endpoint& endpoint, py::handle array, int dst, std::uint64_t tag,
+                        Timeout timeout, bool async) {
+  Arrays in(array, Access::kRead, "array");
+  const TensorView view = one_of(in);
+  if (dst == endpoint.communicator().rank()) {
+    endpoint.inbox(dst).put(view, tag);
+    if (!async) return py::reinterpret_borrow<py::object>(array);
+    auto ended = std::make_shared<Work>([] {});
+    ended->run();
+    return py::cast(endpoint.pending(std::move(ended), array, array));
+  }
+  return endpoint.run(
+      endpoint.lane(to_rank(py::int_(dst), "dst", endpoint.communicator().size()), Lane::kSends),
+      [view, dst, tag](BlockingCommunicator& c, CallOptions options) {
+        options.tag = tag;
+        c.send(view, dst, options);
+      },
+      py::make_tuple(array, in.take_holder()), array, timeout, async);
+}
+
+py::object recv_message(Endpoint& endpoint, py::handle array, int src, std::uint64_t tag, Fit fit,
+                        Timeout timeout, bool async) {
+  BlockingCommunicator& c = endpoint.communicator();
+  if (src != kAnyRank) src = to_rank(py::int_(src), "src", c.size());
+  Arrays to(array, Access::kWrite, "array");
+  const auto receive = std::make_shared<Receive>(one_of(to), tag, fit);
+  py::object result = fit == Fit::kSame && src != kAnyRank
+                          ? py::reinterpret_borrow<py::object>(array)
+                          : py::cast(receive);
+  const py::object kept = py::make_tuple(array, to.take_holder());
+  c.check_usable();
+  for (int p = 0; p < c.size(); ++p) {
+    if (src == kAnyRank || src == p) endpoint.inbox(p).add(receive);
+  }
+  const bool is_own = src == c.rank();  // another thread must send it
+  if (!receive->is_done() && !is_own) {
+    Endpoint::Queue& queue = endpoint.lane(src, Lane::kTagged);
+    const auto call = [&endpoint, receive, src](BlockingCommunicator&, const CallOptions& options) {
+      read(endpoint, *receive, src, options);
+    };
+    if (!async && endpoint.run_now(queue, call, timeout)) return result;
+    try {
+      endpoint.submit(queue, call, timeout, async);
+    } catch (...) {
+      (void)receive->claim();  // so that no message is written to the array
+      throw;
+    }
+  }
+  py::object made = py::cast(endpoint.pending(receive->work(), kept, result));
+  if (async) return made;
+  if (!wait_interruptibly(*receive->work(), is_own ? timeout : kForEver) && receive->claim()) {
+    throw Error(ErrorCode::kTimeout, "rank " + std::to_string(c.rank()) +
+                                         " has sent itself no message with tag " +
+                                         std::to_string(tag));
+  }
+  return result;
+}
+
+// Messages of one communicator, as builtins.
 class Messages {
  public:
   explicit Messages(py::object endpoint)
       : owner_(std::move(endpoint)), endpoint_(owner_.cast<Endpoint&>()) {}
 
   py::object send(py::handle array, int dst, std::uint64_t tag, Timeout timeout, bool async) {
-    Arrays in(array, Access::kRead, "array");
-    const TensorView view = one_of(in);
-    if (dst == rank()) {
-      endpoint_.inbox(dst).put(view, tag);
-      if (!async) return py::reinterpret_borrow<py::object>(array);
-      auto ended = std::make_shared<Work>([] {});
-      ended->run();
-      return py::cast(endpoint_.pending(std::move(ended), array, array));
-    }
-    return endpoint_.run(
-        endpoint_.lane(to_rank(py::int_(dst), "dst", size()), Lane::kSends),
-        [view, dst, tag](BlockingCommunicator& c, CallOptions options) {
-          options.tag = tag;
-          c.send(view, dst, options);
-        },
-        py::make_tuple(array, in.take_holder()), array, timeout, async);
+    return send_message(endpoint_, array, dst, tag, timeout, async);
   }
-
-  // `is_same`: the message must have the array's size and dtype. The result is then the array, and
-  // otherwise, or from any rank, the Receive, which reports its source once done.
   py::object recv(py::handle array, int src, std::uint64_t tag, bool is_same, Timeout timeout,
                   bool async) {
-    if (src != kAnyRank) src = to_rank(py::int_(src), "src", size());
-    Arrays to(array, Access::kWrite, "array");
-    const auto receive =
-        std::make_shared<Receive>(one_of(to), tag, is_same ? Fit::kSame : Fit::kLess);
-    py::object result =
-        is_same && src != kAnyRank ? py::reinterpret_borrow<py::object>(array) : py::cast(receive);
-    const py::object kept = py::make_tuple(array, to.take_holder());
-    endpoint_.communicator().check_usable();
-    for (int p = 0; p < size(); ++p) {
-      if (src == kAnyRank || src == p) endpoint_.inbox(p).add(receive);
-    }
-    const bool is_own = src == rank();  // another thread must send it
-    if (!receive->is_done() && !is_own) {
-      Endpoint::Queue& queue = endpoint_.lane(src, Lane::kTagged);
-      const auto call = [&endpoint = endpoint_, receive, src](BlockingCommunicator&,
-                                                              const CallOptions& options) {
-        read(endpoint, *receive, src, options);
-      };
-      if (!async && endpoint_.run_now(queue, call, timeout)) return result;
-      try {
-        endpoint_.submit(queue, call, timeout, async);
-      } catch (...) {
-        (void)receive->claim();  // so that no message is written to the array
-        throw;
-      }
-    }
-    py::object made = py::cast(endpoint_.pending(receive->work(), kept, result));
-    if (async) return made;
-    if (!wait_interruptibly(*receive->work(), is_own ? timeout : kForEver) && receive->claim()) {
-      throw Error(ErrorCode::kTimeout, "rank " + std::to_string(rank()) +
-                                           " has sent itself no message with tag " +
-                                           std::to_string(tag));
-    }
-    return result;
+    const Fit fit = is_same ? Fit::kSame : Fit::kLess;
+    return recv_message(endpoint_, array, src, tag, fit, timeout, async);
   }
 
  private:
-  [[nodiscard]] int rank() const noexcept { return endpoint_.communicator().rank(); }
-  [[nodiscard]] int size() const noexcept { return endpoint_.communicator().size(); }
-
   py::object owner_;
   Endpoint& endpoint_;
 };

@@ -253,7 +253,8 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
       result(given.result()) {
   if (reduces(op)) reduce_op = to_reduce_op(given.reduce_op);
   if (is_rooted(op)) peer = to_rank(given.root, "root", ranks.size());
-  const auto self = given.in_group ? std::nullopt : std::optional(ranks.rank());
+  const bool may_be_own = given.in_group || !placement.device;
+  const auto self = may_be_own ? std::nullopt : std::optional(ranks.rank());
   if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), self);
   if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), self);
   if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();

@@ -37,7 +37,7 @@ struct CallArguments {
   py::handle stream = Py_None;  // GPUs: the handle of the stream on which the arrays are ready
   py::handle timeout = Py_None;
   py::handle async_op = Py_None;
-  bool in_group = false;  // where a rank may send to itself
+  bool in_group = false;  // where a rank may send to itself, also on GPUs
 
   // Returns the array, or list of arrays, that tells where a call's arrays are: scatter has an
   // input on the root only.

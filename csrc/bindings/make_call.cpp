@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "bindings/messages.h"
 #include "cuda/devices.h"
 #include "host/compress.h"
 #include "host/kernels.h"
@@ -111,6 +112,10 @@ void make(Endpoint& hosts, const Call& call, const CallOptions& options) {
   for (const TensorView& view : call.outputs()) inbox.receive(view, 0, options);
 }
 
+bool is_own_message(const Call& call, const Communicator& ranks) {
+  return (call.op == Op::kSend || call.op == Op::kRecv) && call.peer == ranks.rank();
+}
+
 Endpoint::Queue& queue_of(Endpoint& hosts, const Call& call) {
   if (call.op == Op::kSend) return hosts.lane(call.peer, Lane::kSends);
   if (call.op == Op::kRecv) return hosts.lane(call.peer, Lane::kReceives);
@@ -124,6 +129,12 @@ py::object make_call(Endpoint& hosts, const CallArguments& given) {
     throw Error(ErrorCode::kUnsupported, "no GPU can be used: " + cuda::why_unusable());
   }
   Call call(given, hosts.communicator());
+  if (is_own_message(call, hosts.communicator())) {
+    return call.op == Op::kSend
+               ? send_message(hosts, given.array, call.peer, 0, call.timeout, call.is_async)
+               : recv_message(hosts, given.array, call.peer, 0, Fit::kSame, call.timeout,
+                              call.is_async);
+  }
   Endpoint::Queue& queue = queue_of(hosts, call);
   const auto now = [&](BlockingCommunicator&, const CallOptions& options) {
     make(hosts, call, options);

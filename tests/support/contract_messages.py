@@ -13,11 +13,8 @@ SIZES = (1, 8, 5_000, 300_000)
 def check_messages(comm: Communicator) -> None:
     """Messages are matched by their tags, in whichever order receives ask for them."""
     n, r = comm.world_size, comm.rank
+    _check_to_itself(comm)
     if n == 1:
-        x = np.ones(1)
-        for call in (comm.send, comm.recv):
-            with pytest.raises(ValueError, match="must not be this rank, 0"):
-                call(x, 0, tag=1)
         return
     after, before = (r + 1) % n, (r - 1) % n
     _check_orders(comm, after, before)
@@ -25,6 +22,26 @@ def check_messages(comm: Communicator) -> None:
     _check_objects(comm, after, before)
     _check_bad_input(comm, after, before)
     comm.barrier()
+
+
+def _check_to_itself(comm: Communicator) -> None:
+    r, x, out = comm.rank, np.arange(3.0), np.zeros(3)
+    for tag in (0, 4):
+        later = comm.recv(out, r, tag=tag, async_op=True)
+        assert comm.send(x, r, tag=tag) is x
+        assert later.wait(30) is out
+        assert comm.send(x + tag, r, tag=tag, async_op=True).is_done()
+        comm.send(x + 1, r, tag=7)
+        assert (comm.recv(out, r, tag=tag) == x + tag).all()
+        assert comm.recv_any(out, tag=7) == r
+        assert (out == x + 1).all()
+    comm.send_object("me", r)
+    assert comm.recv_object(r) == "me"
+    comm.send(x, r)
+    with pytest.raises(CollectiveMismatchError, match=r"float64 × 3, .* float64 × 2"):
+        comm.recv(np.zeros(2), r)
+    with pytest.raises(CollectiveTimeoutError, match=f"rank {r} has sent itself no message"):
+        comm.recv(out, r, timeout=0.05)
 
 
 def _check_orders(comm: Communicator, after: int, before: int) -> None:

@@ -616,8 +616,9 @@ class Communicator:
         On GPUs the two arrays' sizes and dtypes are not compared, as they are on hosts.
 
         Calls with the same peer, direction and tag are matched in order. With `async_op`, and in a
-        `group`, calls with different peers or directions do not wait for each other. In a group a
-        rank may send to itself. Messages in a group, of lists and on GPUs have no tags.
+        `group`, calls with different peers or directions do not wait for each other. A message of a
+        rank to itself is copied; on GPUs it must be in a group. Messages in a group, of lists and
+        on GPUs have no tags.
 
         Examples:
             >>> import fastdist as fd, numpy as np

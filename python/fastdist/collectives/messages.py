@@ -24,12 +24,10 @@ class Messages:
 
     def send(self, array: Array, dst: int, tag: int, timeout: float | None, async_op: bool) -> Any:
         """Send to a rank; see `Communicator.send`."""
-        self._refuse_itself("dst", dst)
         return self._calls["send"](array, dst, _to_tag(tag), self._seconds(timeout), async_op)
 
     def recv(self, array: Array, src: int, tag: int, timeout: float | None, async_op: bool) -> Any:
         """Receive from a rank; see `Communicator.recv`."""
-        self._refuse_itself("src", src)
         return self._calls["recv"](array, src, _to_tag(tag), True, self._seconds(timeout), async_op)
 
     def recv_any(self, array: Array, tag: int, timeout: float | None, async_op: bool) -> Any:
@@ -41,12 +39,6 @@ class Messages:
 
     def _seconds(self, timeout: float | None) -> float:
         return self._timeout_s if timeout is None else timeout
-
-    def _refuse_itself(self, argument: str, rank: int) -> None:
-        if rank == self._comm.rank:
-            raise ValueError(
-                f"{argument} must not be this rank, {rank}, in messages with tags, got {rank}"
-            )
 
 
 def _to_tag(tag: Any) -> int:

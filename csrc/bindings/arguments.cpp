@@ -25,6 +25,14 @@ int to_rank(py::handle rank, const char* argument, int size, std::optional<int> 
       rank);
 }
 
+std::uint64_t to_tag(py::handle tag) {
+  if (tag.is_none()) return 0;
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(tag.ptr(), &overflow);
+  if (value >= 0) return static_cast<std::uint64_t>(value);
+  throw_unexpected("tag must be an integer from 0 to 2**63 - 1", tag);
+}
+
 std::chrono::nanoseconds to_duration(py::handle timeout, bool may_be_zero) {
   constexpr double kLongest = 1e9;
   const double seconds = PyFloat_AsDouble(timeout.ptr());

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <chrono>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -28,6 +29,9 @@ template <class... Args>
   if (value < 0) throw pybind11::error_already_set();
   return value != 0;
 }
+
+// Converts the tag of a message; None is 0.
+[[nodiscard]] std::uint64_t to_tag(pybind11::handle tag);
 
 // Converts a rank below `size`. If `self` is given, the rank must differ from it.
 [[nodiscard]] int to_rank(pybind11::handle rank, const char* argument, int size,

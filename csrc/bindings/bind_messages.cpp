@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <string>
 #include <thread>
@@ -14,149 +15,170 @@
 #include "bindings/arguments.h"
 #include "bindings/array.h"
 #include "bindings/bind.h"
-#include "bindings/endpoint.h"
 #include "bindings/fast_call.h"
-#include "bindings/messages.h"
+#include "bindings/receive.h"
 #include "core/error.h"
-#include "core/inbox.h"
 
 namespace fastdist::bindings {
 namespace {
 
-using Timeout = std::chrono::nanoseconds;
 using Clock = std::chrono::steady_clock;
+using Receives = std::vector<std::shared_ptr<Receive>>;
 
-constexpr Timeout kAtOnce{0};
-constexpr Timeout kForEver = std::chrono::hours(24 * 365);
 constexpr std::chrono::microseconds kShortestPause{20};
 constexpr std::chrono::microseconds kLongestPause{1000};
 
-void read_any_until(Endpoint& endpoint, const Receive& end, const CallOptions& options) {
+// Throws if no rank can send any more: one is lost, or all have closed.
+void check_senders(BlockingCommunicator& c, std::optional<int> lost, bool have_closed) {
+  if (lost) {
+    throw Error(ErrorCode::kPeerFailure,
+                "rank " + std::to_string(*lost) +
+                    " has died or failed while this rank waits for a message from any rank",
+                {*lost});
+  }
+  if (have_closed) {
+    throw Error(ErrorCode::kPeerFailure,
+                "all other ranks have closed the communicator while rank " +
+                    std::to_string(c.rank()) + " waits for a message from any rank");
+  }
+}
+
+bool have_all_closed(BlockingCommunicator& c) {
+  for (int p = 0; p < c.size(); ++p) {
+    if (p != c.rank() && !c.has_closed(p)) return false;
+  }
+  return c.size() > 1;
+}
+
+void wait_for_any(Endpoint& endpoint, const Receive& receive, const CallOptions& options) {
+  if (receive.is_done()) return;
   BlockingCommunicator& c = endpoint.communicator();
   options.caller->may_block();
+  const TensorView out = receive.out();
   if (options.record != nullptr) {
-    const TensorView out = end.out();
     options.record->announce(signature_of(rooted(Op::kRecv, kAnyRank), {&out, 1}));
   }
   const auto start = Clock::now();
   auto pause = kShortestPause;
-  while (!end.is_done()) {
+  while (!receive.is_done()) {
     const auto lost = c.find_lost();  // before its last messages are read
+    const bool have_closed = have_all_closed(c);
     bool has_read = false;
     for (int p = 0; p < c.size(); ++p) {
       if (p != c.rank()) has_read |= endpoint.inbox(p).read_if_any(options);
     }
-    if (has_read) continue;
     options.caller->check_interrupt();
     c.check_usable();
-    if (lost && !end.is_done()) {
-      throw Error(ErrorCode::kPeerFailure,
-                  "rank " + std::to_string(*lost) +
-                      " has died or failed while this rank waits for a message from any rank",
-                  {*lost});
-    }
+    if (receive.is_done()) return;
+    if (!has_read) check_senders(c, lost, have_closed);
     if (Clock::now() - start > options.timeout) {
-      throw Error(ErrorCode::kTimeout,
-                  "no rank has sent a message with tag " + std::to_string(end.tag()) + " in time");
+      throw Error(ErrorCode::kTimeout, "no rank has sent a message with tag " +
+                                           std::to_string(receive.tag()) + " in time");
     }
+    if (has_read) continue;
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongestPause);
   }
 }
 
-// Reads messages until the receive has ended. What ends the communicator ends it, too.
-void read(Endpoint& endpoint, Receive& receive, int src, const CallOptions& options) {
-  try {
-    if (src == kAnyRank) {
-      read_any_until(endpoint, receive, options);
-    } else {
-      endpoint.inbox(src).read_until(receive, options);
+Receives add_all(Endpoint& endpoint, const Wanted& wanted) {
+  Receives receives;
+  for (const TensorView& view : wanted.out) {
+    receives.push_back(std::make_shared<Receive>(view, wanted.tag, wanted.fit));
+    for (int p = 0; p < endpoint.communicator().size(); ++p) {
+      if (wanted.src == kAnyRank || wanted.src == p) endpoint.inbox(p).add(receives.back());
     }
-  } catch (...) {
-    if (receive.claim()) receive.finish(src, std::current_exception());
   }
-  receive.work()->wait(kAtOnce);
+  return receives;
 }
 
-TensorView one_of(const Arrays& arrays) {
-  if (arrays.views().size() == 1) return arrays.views()[0];
-  throw Error(ErrorCode::kType,
-              "a message with a tag, from any rank or to itself is one array, got a list");
+// Waits until a receive that was added has ended. Throws its error.
+void read(Endpoint& endpoint, Receive& receive, int src, const CallOptions& options) {
+  if (src != kAnyRank) return endpoint.inbox(src).read_until(receive, options);
+  try {
+    wait_for_any(endpoint, receive, options);
+  } catch (...) {
+    receive.withdraw();
+  }
+  receive.work()->wait(std::chrono::nanoseconds(0));
+}
+
+// Reads all; throws the first error.
+void read_all(Endpoint& endpoint, const Receives& receives, int src, const CallOptions& options) {
+  std::exception_ptr first;
+  for (const auto& receive : receives) {
+    try {
+      read(endpoint, *receive, src, options);
+    } catch (...) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+Inbox& inbox_of(Endpoint& endpoint, int src) {
+  return endpoint.inbox(src == kAnyRank ? endpoint.communicator().rank() : src);
 }
 
 }  // namespace
 
-py::object send_message(Endpoint& endpoint, py::handle array, int dst, std::uint64_t tag,
-                        Timeout timeout, bool async) {
-  Arrays in(array, Access::kRead, "array");
-  const TensorView view = one_of(in);
-  if (dst == endpoint.communicator().rank()) {
-    endpoint.inbox(dst).put(view, tag);
-    if (!async) return py::reinterpret_borrow<py::object>(array);
-    auto ended = std::make_shared<Work>([] {});
-    ended->run();
-    return py::cast(endpoint.pending(std::move(ended), array, array));
+py::object receive(Endpoint& endpoint, const Wanted& wanted, const py::object& result) {
+  Inbox& inbox = inbox_of(endpoint, wanted.src);
+  if (wanted.fit == Fit::kSame && wanted.src != kAnyRank) {
+    endpoint.receive_here(
+        [&](const CallOptions& options) {
+          for (const TensorView& view : wanted.out) inbox.receive(view, wanted.tag, options);
+        },
+        inbox, wanted.timeout);
+    return result;
   }
-  return endpoint.run(
-      endpoint.lane(to_rank(py::int_(dst), "dst", endpoint.communicator().size()), Lane::kSends),
-      [view, dst, tag](BlockingCommunicator& c, CallOptions options) {
-        options.tag = tag;
-        c.send(view, dst, options);
-      },
-      py::make_tuple(array, in.take_holder()), array, timeout, async);
+  endpoint.communicator().check_usable();
+  const Receives receives = add_all(endpoint, wanted);
+  endpoint.receive_here(
+      [&](const CallOptions& options) { read_all(endpoint, receives, wanted.src, options); }, inbox,
+      wanted.timeout);
+  return result ? result : py::cast(receives.front());
 }
 
-py::object recv_message(Endpoint& endpoint, py::handle array, int src, std::uint64_t tag, Fit fit,
-                        Timeout timeout, bool async) {
-  BlockingCommunicator& c = endpoint.communicator();
-  if (src != kAnyRank) src = to_rank(py::int_(src), "src", c.size());
-  Arrays to(array, Access::kWrite, "array");
-  const auto receive = std::make_shared<Receive>(one_of(to), tag, fit);
-  py::object result = fit == Fit::kSame && src != kAnyRank
-                          ? py::reinterpret_borrow<py::object>(array)
-                          : py::cast(receive);
-  const py::object kept = py::make_tuple(array, to.take_holder());
-  c.check_usable();
-  for (int p = 0; p < c.size(); ++p) {
-    if (src == kAnyRank || src == p) endpoint.inbox(p).add(receive);
+py::object receive_later(Endpoint& endpoint, const Wanted& wanted, const py::object& result,
+                         const py::object& kept) {
+  endpoint.communicator().check_usable();
+  const Receives receives = add_all(endpoint, wanted);
+  const py::object made = result ? result : py::cast(receives.front());
+  std::shared_ptr<Work> work;
+  try {
+    work = endpoint.submit(
+        endpoint.lane(wanted.src, false),
+        [&endpoint, receives, src = wanted.src](BlockingCommunicator&, const CallOptions& options) {
+          read_all(endpoint, receives, src, options);
+        },
+        wanted.timeout, true);
+  } catch (...) {
+    for (const auto& each : receives) each->withdraw();
+    throw;
   }
-  const bool is_own = src == c.rank();  // another thread must send it
-  if (!receive->is_done() && !is_own) {
-    Endpoint::Queue& queue = endpoint.lane(src, Lane::kTagged);
-    const auto call = [&endpoint, receive, src](BlockingCommunicator&, const CallOptions& options) {
-      read(endpoint, *receive, src, options);
-    };
-    if (!async && endpoint.run_now(queue, call, timeout)) return result;
-    try {
-      endpoint.submit(queue, call, timeout, async);
-    } catch (...) {
-      (void)receive->claim();  // so that no message is written to the array
-      throw;
-    }
-  }
-  py::object made = py::cast(endpoint.pending(receive->work(), kept, result));
-  if (async) return made;
-  if (!wait_interruptibly(*receive->work(), is_own ? timeout : kForEver) && receive->claim()) {
-    throw Error(ErrorCode::kTimeout, "rank " + std::to_string(c.rank()) +
-                                         " has sent itself no message with tag " +
-                                         std::to_string(tag));
-  }
-  return result;
+  // Messages may end a receive before its turn.
+  if (receives.size() == 1) work = receives.front()->work();
+  return py::cast(endpoint.pending(std::move(work), kept, made));
 }
 
-// Messages of one communicator, as builtins.
+// Receives of one communicator, as a builtin.
 class Messages {
  public:
   explicit Messages(py::object endpoint)
       : owner_(std::move(endpoint)), endpoint_(owner_.cast<Endpoint&>()) {}
 
-  py::object send(py::handle array, int dst, std::uint64_t tag, Timeout timeout, bool async) {
-    return send_message(endpoint_, array, dst, tag, timeout, async);
-  }
-  py::object recv(py::handle array, int src, std::uint64_t tag, bool is_same, Timeout timeout,
-                  bool async) {
-    const Fit fit = is_same ? Fit::kSame : Fit::kLess;
-    return recv_message(endpoint_, array, src, tag, fit, timeout, async);
+  py::object recv(py::handle array, py::handle src, py::handle tag, bool is_same,
+                  std::chrono::nanoseconds timeout, bool async) {
+    Arrays to(array, Access::kWrite, "array");
+    if (to.views().size() != 1) {
+      throw Error(ErrorCode::kType, "this receive is of one array, got a list");
+    }
+    const int from =
+        src.is_none() ? kAnyRank : to_rank(src, "src", endpoint_.communicator().size());
+    const Wanted wanted{to.views(), from, to_tag(tag), is_same ? Fit::kSame : Fit::kLess, timeout};
+    if (!async) return receive(endpoint_, wanted, py::object());
+    return receive_later(endpoint_, wanted, py::object(), py::make_tuple(array, to.take_holder()));
   }
 
  private:
@@ -166,17 +188,14 @@ class Messages {
 
 namespace {
 
-py::dict calls(const py::object& owner) {
-  static std::array<PyMethodDef, 2> definitions{
-      FastCall<&Messages::send>::define("send"),
-      FastCall<&Messages::recv>::define("recv"),
-  };
+py::object recv_of(const py::object& owner) {
+  static std::array<PyMethodDef, 1> definitions{FastCall<&Messages::recv>::define("recv")};
   const py::capsule self(&owner.cast<Messages&>(), nullptr, [](PyObject* capsule) {
     Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule)));
   });
   if (PyCapsule_SetContext(self.ptr(), owner.ptr()) != 0) throw py::error_already_set();
   owner.inc_ref();
-  return bind_all(definitions, self);
+  return bind_all(definitions, self)["recv"];
 }
 
 }  // namespace
@@ -184,7 +203,7 @@ py::dict calls(const py::object& owner) {
 void bind_messages(py::module_& m) {
   py::class_<Receive, std::shared_ptr<Receive>>(m, "Receive")
       .def_property_readonly("source", &Receive::source);
-  py::class_<Messages>(m, "Messages").def(py::init<py::object>()).def("calls", &calls);
+  py::class_<Messages>(m, "Messages").def(py::init<py::object>()).def("recv", &recv_of);
 }
 
 }  // namespace fastdist::bindings

@@ -22,17 +22,12 @@ struct Name {
 
 // In the order in which callers pass them.
 constexpr std::array kNames{
-    Name{"array", &CallArguments::array},
-    Name{"op", &CallArguments::reduce_op},
-    Name{"root", &CallArguments::root},
-    Name{"dst", &CallArguments::dst},
-    Name{"src", &CallArguments::src},
-    Name{"out", &CallArguments::out},
-    Name{"compress", &CallArguments::compress},
-    Name{"counts", &CallArguments::counts},
-    Name{"bucket_bytes", &CallArguments::bucket_bytes},
-    Name{"stream", &CallArguments::stream},
-    Name{"timeout", &CallArguments::timeout},
+    Name{"array", &CallArguments::array},       Name{"op", &CallArguments::reduce_op},
+    Name{"root", &CallArguments::root},         Name{"dst", &CallArguments::dst},
+    Name{"src", &CallArguments::src},           Name{"tag", &CallArguments::tag},
+    Name{"out", &CallArguments::out},           Name{"compress", &CallArguments::compress},
+    Name{"counts", &CallArguments::counts},     Name{"bucket_bytes", &CallArguments::bucket_bytes},
+    Name{"stream", &CallArguments::stream},     Name{"timeout", &CallArguments::timeout},
     Name{"async_op", &CallArguments::async_op},
 };
 
@@ -223,10 +218,14 @@ CallArguments::CallArguments(Op op, py::handle default_timeout, PyObject* const*
 }
 
 py::dict CallArguments::by_name() const {
+  if (to_tag(tag) != 0) {
+    throw Error(ErrorCode::kUnsupported,
+                "messages on GPUs have no tags, got tag=" + py::str(tag).cast<std::string>());
+  }
   py::dict result;
   for (const Name& name : kNames) {
     const py::handle value = this->*name.value;
-    if (value && !value.is_none()) result[name.text] = value;
+    if (value && !value.is_none() && name.value != &CallArguments::tag) result[name.text] = value;
   }
   return result;
 }
@@ -257,6 +256,11 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   const auto self = may_be_own ? std::nullopt : std::optional(ranks.rank());
   if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), self);
   if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), self);
+  tag = to_tag(given.tag);
+  if (tag != 0 && placement.device) {
+    throw Error(ErrorCode::kUnsupported,
+                "messages on GPUs have no tags, got tag=" + std::to_string(tag));
+  }
   if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();
   view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
   check_arrays(ranks);

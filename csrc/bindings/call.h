@@ -30,6 +30,7 @@ struct CallArguments {
   py::handle root = Py_None;
   py::handle dst = Py_None;
   py::handle src = Py_None;
+  py::handle tag = Py_None;
   py::handle out = Py_None;  // None: the result goes to `array`
   py::handle compress = Py_None;
   py::handle counts = Py_None;  // for each array, the elements from each rank to each rank
@@ -46,7 +47,7 @@ struct CallArguments {
   [[nodiscard]] py::handle result() const {
     return out.is_none() && op != Op::kGather ? array : out;
   }
-  // Returns the arguments that are not None, by name.
+  // Returns the arguments that are not None, by name, for engines that know no tags.
   [[nodiscard]] py::dict by_name() const;
   // Returns an object that keeps the arguments alive. Replaces lists, which their owners may
   // change.
@@ -66,6 +67,7 @@ struct Call {
   py::handle result;  // borrowed
   ReduceOp reduce_op = ReduceOp::kSum;
   int peer = 0;                  // the root, or the other rank of a send or receive
+  std::uint64_t tag = 0;         // of that message
   std::optional<Arrays> in;      // none on ranks that give no array
   std::optional<Arrays> out;     // none on ranks that get no array, or if the result goes to `in`
   std::optional<DType> wire;     // the dtype of `compress`

@@ -29,10 +29,6 @@ namespace fastdist::bindings {
 
 namespace py = pybind11;
 
-// What a queue of messages between this rank and another one has. Receives with tags, which other
-// messages may end, do not wait for receives without.
-enum class Lane { kSends, kReceives, kTagged };
-
 // A communicator with one queue for collectives, queues of messages, and an inbox for each rank.
 class Endpoint {
  public:
@@ -71,9 +67,9 @@ class Endpoint {
 
   // The queue of collectives, and a queue of messages to a rank or from it.
   [[nodiscard]] Queue& collectives() noexcept { return collectives_; }
-  [[nodiscard]] Queue& lane(int peer, Lane lane) {
+  [[nodiscard]] Queue& lane(int peer, bool sends) {
     const std::lock_guard lock(mutex_);
-    return lanes_[{peer, lane}];
+    return lanes_[{peer, sends}];
   }
   // Runs `call(communicator, options)` in order: immediately, returning `result`, or later,
   // returning a PendingCall. `kept` holds the arrays that the call uses.
@@ -120,6 +116,21 @@ class Endpoint {
     later.caller = &caller;
     wait_without_gil(*collectives_.submit([&] { make(collectives_, call, later); }), options);
   }
+  // Makes a receive, which needs no order, in this thread.
+  template <class Call>
+  void receive_here(const Call& call, Inbox& inbox, std::chrono::nanoseconds timeout) {
+    const PythonCaller caller;
+    caller.run([&] {
+      CallOptions options{timeout, &caller};
+      recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
+      if (file == nullptr) return call(options);
+      static thread_local recorder::Places places;
+      recorder::Record record(*file, places, *recorded_, inbox.next_number(), caller.site());
+      options.record = &record;
+      call(options);
+      record.succeed();
+    });
+  }
   // Runs `call(communicator, options)` soon, in order with the other calls, for a caller that does
   // not hold the GIL and does not wait, unless it is far ahead. The call handles its own errors.
   template <class Call>
@@ -139,8 +150,8 @@ class Endpoint {
     std::vector<Queue*> queues{&collectives_};
     {
       const std::lock_guard lock(mutex_);
-      for (auto& [peer_and_lane, queue] : lanes_) {
-        if (peer_and_lane.second == Lane::kSends) queues.push_back(&queue);
+      for (auto& [peer_and_sends, queue] : lanes_) {
+        if (peer_and_sends.second) queues.push_back(&queue);
       }
     }
     for (Queue* const queue : queues) {
@@ -272,7 +283,7 @@ class Endpoint {
   std::size_t sweep_at_ = 1;  // ended calls are released when in_flight_ has this many
   Queue collectives_;
   std::vector<std::unique_ptr<Inbox>> inboxes_;
-  std::map<std::pair<int, Lane>, Queue> lanes_;
+  std::map<std::pair<int, bool>, Queue> lanes_;
   std::optional<std::uint16_t> recorded_;  // the number in the recorder's file
 };
 

@@ -3,7 +3,7 @@
 #include <memory>
 #include <string>
 
-#include "bindings/messages.h"
+#include "bindings/receive.h"
 #include "cuda/devices.h"
 #include "host/compress.h"
 #include "host/kernels.h"
@@ -92,10 +92,13 @@ void make(C& c, const Call& call, const CallOptions& options) {
         const auto counts = call.counts_of(i, static_cast<std::size_t>(c.size()));
         c.all_to_all(call.input(i), call.output(i), counts, each);
       });
-    case Op::kSend:
-      for (const TensorView& view : call.inputs()) c.send(view, call.peer, options);
+    case Op::kSend: {
+      CallOptions tagged = options;
+      tagged.tag = call.tag;
+      for (const TensorView& view : call.inputs()) c.send(view, call.peer, tagged);
       return;
-    case Op::kRecv:  // of GPUs; hosts' are matched by their tags
+    }
+    case Op::kRecv:  // on GPUs; see `receive`
       for (const TensorView& view : call.outputs()) c.recv(view, call.peer, options);
       return;
     case Op::kBarrier:
@@ -106,20 +109,14 @@ void make(C& c, const Call& call, const CallOptions& options) {
   }
 }
 
-void make(Endpoint& hosts, const Call& call, const CallOptions& options) {
-  if (call.op != Op::kRecv) return make(hosts.communicator(), call, options);
-  Inbox& inbox = hosts.inbox(call.peer);
-  for (const TensorView& view : call.outputs()) inbox.receive(view, 0, options);
-}
-
-bool is_own_message(const Call& call, const Communicator& ranks) {
-  return (call.op == Op::kSend || call.op == Op::kRecv) && call.peer == ranks.rank();
-}
-
-Endpoint::Queue& queue_of(Endpoint& hosts, const Call& call) {
-  if (call.op == Op::kSend) return hosts.lane(call.peer, Lane::kSends);
-  if (call.op == Op::kRecv) return hosts.lane(call.peer, Lane::kReceives);
-  return hosts.collectives();
+// Copies what this rank sends to itself.
+py::object send_to_itself(Endpoint& hosts, const Call& call, const CallArguments& given) {
+  hosts.communicator().check_usable();
+  for (const TensorView& view : call.inputs()) hosts.inbox(call.peer).put(view, call.tag);
+  if (!call.is_async) return py::reinterpret_borrow<py::object>(call.result);
+  const auto ended = std::make_shared<Work>([] {});
+  ended->run();
+  return py::cast(hosts.pending(ended, given.array, call.result));
 }
 
 }  // namespace
@@ -129,27 +126,30 @@ py::object make_call(Endpoint& hosts, const CallArguments& given) {
     throw Error(ErrorCode::kUnsupported, "no GPU can be used: " + cuda::why_unusable());
   }
   Call call(given, hosts.communicator());
-  if (is_own_message(call, hosts.communicator())) {
-    return call.op == Op::kSend
-               ? send_message(hosts, given.array, call.peer, 0, call.timeout, call.is_async)
-               : recv_message(hosts, given.array, call.peer, 0, Fit::kSame, call.timeout,
-                              call.is_async);
+  const auto holder = [](auto& arrays) { return arrays ? arrays->take_holder() : py::none(); };
+  if (call.op == Op::kRecv) {
+    const Wanted wanted{call.outputs(), call.peer, call.tag, Fit::kSame, call.timeout};
+    const auto result = py::reinterpret_borrow<py::object>(call.result);
+    if (!call.is_async) return receive(hosts, wanted, result);
+    return receive_later(hosts, wanted, result, py::make_tuple(given.array, holder(call.in)));
   }
-  Endpoint::Queue& queue = queue_of(hosts, call);
-  const auto now = [&](BlockingCommunicator&, const CallOptions& options) {
-    make(hosts, call, options);
+  if (call.op == Op::kSend && call.peer == hosts.communicator().rank()) {
+    return send_to_itself(hosts, call, given);
+  }
+  Endpoint::Queue& queue = call.op == Op::kSend ? hosts.lane(call.peer, true) : hosts.collectives();
+  const auto now = [&call](BlockingCommunicator& c, const CallOptions& options) {
+    make(c, call, options);
   };
   if (!call.is_async && hosts.run_now(queue, now, call.timeout)) {  // without allocating memory
     return py::reinterpret_borrow<py::object>(call.result);
   }
-  const auto holder = [](auto& arrays) { return arrays ? arrays->take_holder() : py::none(); };
   const auto kept = py::make_tuple(given.array, given.out, holder(call.in), holder(call.out));
   const py::handle result = call.result;
   const std::chrono::nanoseconds timeout = call.timeout;
   const bool is_async = call.is_async;
-  const auto later = [&hosts, call = std::make_shared<const Call>(std::move(call))](
-                         BlockingCommunicator&, const CallOptions& options) {
-    make(hosts, *call, options);
+  const auto later = [call = std::make_shared<const Call>(std::move(call))](
+                         BlockingCommunicator& c, const CallOptions& options) {
+    make(c, *call, options);
   };
   return hosts.run(queue, later, kept, result, timeout, is_async);
 }

@@ -113,11 +113,12 @@ class BlockingCommunicator : public Communicator {
   virtual void count_submitted(int change) noexcept = 0;
   // Returns the next message from `src`, if there is one that was not received.
   [[nodiscard]] virtual std::optional<Message> find_message(int src) = 0;
-  // Waits for the next message from `src`. `call` is a receive, for errors.
-  [[nodiscard]] virtual Message await_message(int src, const Signature& call,
-                                              const CallOptions&) = 0;
+  // Waits for the next message from `src`. `out` is what receives, for errors.
+  [[nodiscard]] virtual Message await_message(int src, TensorView out, const CallOptions&) = 0;
   // Returns a rank that has died or failed. Thread-safe.
   [[nodiscard]] virtual std::optional<int> find_lost() const noexcept = 0;
+  // Returns true if rank p has closed its communicator. Thread-safe.
+  [[nodiscard]] virtual bool has_closed(int p) const noexcept = 0;
   // Allocates memory that calls use with the fewest copies, until `owner` is released.
   [[nodiscard]] virtual std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) = 0;
 };

@@ -23,6 +23,26 @@ void Receive::finish(int source, std::exception_ptr error) noexcept {
   work_->run();
 }
 
+void Receive::withdraw() noexcept {
+  if (claim()) return finish(-1, std::current_exception());
+  while (!is_done()) std::this_thread::sleep_for(kPause);
+}
+
+Inbox::Reading::Reading(Inbox& inbox) : inbox_(inbox) {
+  const char* reader = nullptr;
+  has_begun_ = inbox_.reader_.compare_exchange_strong(reader, &this_thread);
+  if (reader == &this_thread) {
+    throw Error(ErrorCode::kState,
+                "a signal handler receives from rank " + std::to_string(inbox_.source_) +
+                    " while its thread waits for a message of that rank; set a flag in the handler "
+                    "and receive later");
+  }
+}
+
+Inbox::Reading::~Reading() {
+  if (has_begun_) inbox_.reader_ = nullptr;
+}
+
 std::shared_ptr<Receive> Inbox::take(std::uint64_t tag) {
   for (auto it = receives_.begin(); it != receives_.end();) {
     const std::shared_ptr<Receive> receive = *it;
@@ -41,64 +61,72 @@ void Inbox::add(const std::shared_ptr<Receive>& receive) {
   Kept kept;
   {
     const std::lock_guard lock(mutex_);
-    is_plain_ = false;
+    receives_.remove_if([](const auto& other) { return other->is_claimed(); });
     const auto it = std::find_if(kept_.begin(), kept_.end(),
                                  [&](const Kept& k) { return k.message.tag == receive->tag(); });
     if (it == kept_.end()) {
-      receives_.remove_if([](const auto& other) { return other->is_claimed(); });
       receives_.push_back(receive);
-      return;
+      return note_lists();
     }
     if (!receive->claim()) return;
     kept = std::move(*it);
     kept_.erase(it);
+    note_lists();
   }
   fill(*receive, kept);
 }
 
-Signature Inbox::call_of(TensorView out) const {
-  return signature_of(rooted(Op::kRecv, source_), {&out, 1});
-}
-
 void Inbox::receive(TensorView out, std::uint64_t tag, const CallOptions& options) {
-  {
-    const std::unique_lock lock(reading_, std::try_to_lock);
-    if (lock && is_plain_) {  // the usual case, without allocating memory
-      const Message next = await(call_of(out), tag, options);
-      if (next.tag == tag) return communicator_.recv(out, source_, options);
+  if (is_plain_ && source_ != communicator_.rank()) {  // the usual case, without allocating memory
+    const Reading reading(*this);
+    if (reading && is_plain_ && await(out, tag, options).tag == tag) {
+      return communicator_.recv(out, source_, options);
     }
   }
   const auto receive = std::make_shared<Receive>(out, tag, Fit::kSame);
   add(receive);
   read_until(*receive, options);
-  receive->work()->wait(std::chrono::nanoseconds(0));
 }
 
-void Inbox::read_until(const Receive& end, const CallOptions& options) {
+void Inbox::read_until(Receive& receive, const CallOptions& options) {
+  try {
+    wait_for(receive, options);
+  } catch (...) {
+    receive.withdraw();
+  }
+  receive.work()->wait(std::chrono::nanoseconds(0));
+}
+
+void Inbox::wait_for(const Receive& receive, const CallOptions& options) {
+  if (receive.is_done()) return;
   options.caller->may_block();
-  const Signature call = call_of(end.out());
-  const auto start = std::chrono::steady_clock::now();
-  while (!end.is_done()) {
-    const std::unique_lock lock(reading_, std::try_to_lock);
-    if (lock) {
-      if (!end.is_done()) read(await(call, end.tag(), options), options);
-      continue;
-    }
-    // Another thread reads, and ends this receive or leaves the rest to this one.
-    options.caller->check_interrupt();
-    if (std::chrono::steady_clock::now() - start > options.timeout) {
+  const bool is_own = source_ == communicator_.rank();  // then another thread sends
+  const auto start = Clock::now();
+  CallOptions rest = options;
+  for (bool is_first = true; !receive.is_done(); is_first = false) {
+    communicator_.check_usable();
+    rest.timeout = options.timeout - (Clock::now() - start);
+    if (rest.timeout.count() <= 0 && !is_first) {
       throw Error(ErrorCode::kTimeout,
                   "rank " + std::to_string(source_) + " has sent no message in time" +
-                      other_tags(end.tag()),
+                      other_tags(receive.tag()),
                   {source_});
     }
+    if (!is_own) {
+      const Reading reading(*this);
+      if (reading) {
+        if (!receive.is_done()) read(await(receive.out(), receive.tag(), rest), rest);
+        continue;
+      }
+    }
+    options.caller->check_interrupt();
     std::this_thread::sleep_for(kPause);
   }
 }
 
-Message Inbox::await(const Signature& call, std::uint64_t tag, const CallOptions& options) {
+Message Inbox::await(TensorView out, std::uint64_t tag, const CallOptions& options) {
   try {
-    return communicator_.await_message(source_, call, options);
+    return communicator_.await_message(source_, out, options);
   } catch (const Error& error) {
     const std::string tags = other_tags(tag);
     if (tags.empty()) throw;
@@ -121,8 +149,8 @@ std::string Inbox::other_tags(std::uint64_t tag) {
 }
 
 bool Inbox::read_if_any(const CallOptions& options) {
-  const std::unique_lock lock(reading_, std::try_to_lock);
-  if (!lock) return false;
+  const Reading reading(*this);
+  if (!reading) return false;
   const std::optional<Message> next = communicator_.find_message(source_);
   if (next) read(*next, options);
   return next.has_value();
@@ -133,6 +161,7 @@ void Inbox::read(const Message& next, const CallOptions& options) {
   {
     const std::lock_guard lock(mutex_);
     receive = take(next.tag);
+    note_lists();
   }
   if (receive == nullptr) {
     Kept kept{next, std::vector<std::byte>(next.count * size_of(next.dtype))};
@@ -163,10 +192,8 @@ void Inbox::put(Kept kept) {
   {
     const std::lock_guard lock(mutex_);
     receive = take(kept.message.tag);
-    if (receive == nullptr) {
-      is_plain_ = false;
-      kept_.push_back(std::move(kept));
-    }
+    if (receive == nullptr) kept_.push_back(std::move(kept));
+    note_lists();
   }
   if (receive != nullptr) fill(*receive, kept);
 }
@@ -174,10 +201,11 @@ void Inbox::put(Kept kept) {
 void Inbox::fill(Receive& receive, const Kept& kept) const noexcept {
   const TensorView out = receive.out();
   std::exception_ptr error;
-  const bool fits = receive.fit() == Fit::kLess
-                        ? kept.data.size() <= out.bytes()
-                        : kept.message.dtype == out.dtype && kept.message.count == out.count &&
-                              kept.message.order == call_of(out).order;
+  const bool fits =
+      receive.fit() == Fit::kLess
+          ? kept.data.size() <= out.bytes()
+          : kept.message.dtype == out.dtype && kept.message.count == out.count &&
+                kept.message.order == signature_of(rooted(Op::kRecv, source_), {&out, 1}).order;
   if (fits) {
     if (!kept.data.empty()) std::memcpy(out.data, kept.data.data(), kept.data.size());
   } else {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <deque>
 #include <exception>
@@ -42,6 +43,9 @@ class Receive {
   [[nodiscard]] bool claim() noexcept { return !is_claimed_.exchange(true); }
   [[nodiscard]] bool is_claimed() const noexcept { return is_claimed_; }
   void finish(int source, std::exception_ptr error) noexcept;
+  // Ends the receive with the present exception, unless a message has come for it, whose reader
+  // then ends it. Waits for that. Must be called in a catch block.
+  void withdraw() noexcept;
 
  private:
   TensorView out_;
@@ -56,7 +60,7 @@ class Receive {
 };
 
 // The receives of messages from one rank. All messages of that rank must be received through it.
-// Thread-safe.
+// Thread-safe: of several threads that wait for messages of the rank, one reads for all.
 class Inbox {
  public:
   Inbox(BlockingCommunicator& communicator, int source)
@@ -66,38 +70,60 @@ class Inbox {
   void receive(TensorView out, std::uint64_t tag, const CallOptions& options);
   // Adds a receive. Ends it if its message has come. It may be added to several inboxes.
   void add(const std::shared_ptr<Receive>& receive);
-  // Reads messages, or waits for the thread that does, until the receive has ended. Throws what
-  // ends the communicator.
-  void read_until(const Receive& end, const CallOptions& options);
+  // Waits until a receive that was added has ended. Throws its error.
+  void read_until(Receive& receive, const CallOptions& options);
   // Reads a message if one has come and no other thread reads. Returns true if one was read.
   bool read_if_any(const CallOptions& options);
   // Takes a message that this rank sends to itself.
   void put(TensorView message, std::uint64_t tag);
+  // Returns the number of the next receive, for the records of calls.
+  [[nodiscard]] std::uint64_t next_number() noexcept { return ++number_; }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   struct Kept {
     Message message;
     std::vector<std::byte> data;
   };
-  [[nodiscard]] Signature call_of(TensorView out) const;
-  // Waits for the next message; `tag` is that of the receive which waits.
-  [[nodiscard]] Message await(const Signature& call, std::uint64_t tag, const CallOptions& options);
+  // The right to read, unless another thread has it. Throws in a signal handler whose thread has.
+  class Reading {
+   public:
+    explicit Reading(Inbox& inbox);
+    Reading(const Reading&) = delete;
+    Reading& operator=(const Reading&) = delete;
+    ~Reading();
+    [[nodiscard]] explicit operator bool() const noexcept { return has_begun_; }
+
+   private:
+    Inbox& inbox_;
+    bool has_begun_;
+  };
+
+  void wait_for(const Receive& receive, const CallOptions& options);
+  // Waits for the next message; `receive` is the one that waits.
+  [[nodiscard]] Message await(TensorView out, std::uint64_t tag, const CallOptions& options);
   // Reads a message into the receive that wants it, or keeps it.
   void read(const Message& next, const CallOptions& options);
-  // Returns what a wait for this tag that fails should say: the tags of messages that were kept.
-  [[nodiscard]] std::string other_tags(std::uint64_t tag);
   void put(Kept kept);
   // Returns and claims the first receive of this tag. Needs mutex_.
   [[nodiscard]] std::shared_ptr<Receive> take(std::uint64_t tag);
+  // Must be called when the lists have changed. Needs mutex_.
+  void note_lists() noexcept { is_plain_ = receives_.empty() && kept_.empty(); }
   void fill(Receive& receive, const Kept& kept) const noexcept;
+  // Returns what a wait for this tag that fails should say: the tags of messages that were kept.
+  [[nodiscard]] std::string other_tags(std::uint64_t tag);
+
+  inline static thread_local const char this_thread = 0;  // its address identifies a thread
 
   BlockingCommunicator& communicator_;
   int source_;
-  std::mutex reading_;  // held while a message is read
-  std::mutex mutex_;    // guards the lists
+  std::atomic<std::uint64_t> number_{0};
+  std::atomic<const char*> reader_{nullptr};  // the thread that reads
+  std::mutex mutex_;                          // guards the lists
   std::list<std::shared_ptr<Receive>> receives_;
   std::deque<Kept> kept_;
-  std::atomic<bool> is_plain_{true};  // both lists have always been empty
+  std::atomic<bool> is_plain_{true};  // both lists are empty
 };
 
 }  // namespace fastdist

@@ -223,7 +223,7 @@ class Record {
     entry_.done.store(is_quick ? entered_ : ticks(), std::memory_order_relaxed);
     entry_.outcome.store(outcome_, std::memory_order_release);
   }
-  // Must be called when the call is known; a receive does again with its message.
+  // Must be called when the call is known; a receive that has waited does again.
   void announce(const Signature& call) noexcept {
     is_quick_ =
         call.count <= kQuick && !call.on_gpu && call.op != Op::kSend && call.op != Op::kRecv;

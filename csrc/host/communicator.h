@@ -52,6 +52,7 @@ class HostCommunicator final : public BlockingCommunicator {
   [[nodiscard]] const Tuning& tuning() const noexcept { return tuning_; }
 
   void check_usable() const override;
+  [[nodiscard]] bool has_closed(int p) const noexcept override;
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
   void close() noexcept override;
   void count_submitted(int change) noexcept override { submitted_.fetch_add(change); }
@@ -82,7 +83,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void send(TensorView in, int dst, const CallOptions&) override;
   void recv(TensorView out, int src, const CallOptions&) override;
   [[nodiscard]] std::optional<Message> find_message(int src) override;
-  [[nodiscard]] Message await_message(int src, const Signature& call, const CallOptions&) override;
+  [[nodiscard]] Message await_message(int src, TensorView out, const CallOptions&) override;
   void barrier(const CallOptions&) override;
 
  private:

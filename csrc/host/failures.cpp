@@ -69,6 +69,11 @@ std::optional<int> HostCommunicator::find_lost() const noexcept {
   return std::nullopt;
 }
 
+bool HostCommunicator::has_closed(int p) const noexcept {
+  const auto state = peers_[static_cast<std::size_t>(p)].control->state.load();
+  return state == static_cast<std::uint32_t>(RankState::kClosed);
+}
+
 std::optional<int> HostCommunicator::find_dead() const noexcept {
   for (std::size_t p = 0; p < peers_.size(); ++p) {
     if (static_cast<int>(p) == rank_ || machine_->is_alive(peers_[p].machine_rank)) continue;

@@ -92,13 +92,13 @@ std::optional<Message> HostCommunicator::find_message(int src) {
   return Message{theirs.dtype, count, theirs.order, header.list.load(std::memory_order_relaxed)};
 }
 
-Message HostCommunicator::await_message(int src, const Signature& call,
-                                        const CallOptions& options) {
-  if (options.record != nullptr) options.record->announce(call);
+Message HostCommunicator::await_message(int src, TensorView out, const CallOptions& options) {
   const std::uint64_t number = received_[static_cast<std::size_t>(src)].transfers + 1;
   const Counter& announced = next_header(src).sequence;
   if (announced.load(std::memory_order_acquire) < number) {
     check_usable();
+    const Signature call = signature_of(rooted(Op::kRecv, src), {&out, 1});
+    if (options.record != nullptr) options.record->announce(call);
     Wait wait{&options, call, &me().lanes[src].from.bell, false, {}};
     await_slowly(src, announced, number, wait);
   }

@@ -77,6 +77,7 @@ class NetCommunicator final : public BlockingCommunicator {
   void check_usable() const override;
   void close() noexcept override;
   void count_submitted(int change) noexcept override { submitted_.fetch_add(change); }
+  [[nodiscard]] bool has_closed(int p) const noexcept override;
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
   [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
 
@@ -92,7 +93,7 @@ class NetCommunicator final : public BlockingCommunicator {
   void send(TensorView in, int dst, const CallOptions&) override;
   void recv(TensorView out, int src, const CallOptions&) override;
   [[nodiscard]] std::optional<Message> find_message(int src) override;
-  [[nodiscard]] Message await_message(int src, const Signature& call, const CallOptions&) override;
+  [[nodiscard]] Message await_message(int src, TensorView out, const CallOptions&) override;
   void barrier(const CallOptions&) override;
 
  private:

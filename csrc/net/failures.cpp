@@ -41,6 +41,12 @@ std::optional<int> NetCommunicator::find_lost() const noexcept {
   return ranks_of(machine_of(rank_))[static_cast<std::size_t>(*lost)];
 }
 
+bool NetCommunicator::has_closed(int p) const noexcept {
+  if (is_here(p)) return inner_->has_closed(local_of(p));
+  AnswerReader& answers = peers_[static_cast<std::size_t>(p)]->answers;
+  return answers.has_closed();
+}
+
 // Throws if any rank has given up or died: the call cannot finish then, even if this rank waits for
 // a different rank.
 void NetCommunicator::check_failures(Wait& wait) {

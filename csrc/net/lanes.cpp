@@ -113,14 +113,15 @@ std::optional<Message> NetCommunicator::find_message(int src) {
   return Message{theirs->dtype, head.count, theirs->order, head.tag};
 }
 
-Message NetCommunicator::await_message(int src, const Signature& call, const CallOptions& options) {
+Message NetCommunicator::await_message(int src, TensorView out, const CallOptions& options) {
+  const Signature call = signature_of(rooted(Op::kRecv, src), {&out, 1});
   std::optional<Message> found;
   transfer(call, peer(src).received + 1, options, [&](Wait& wait) {
     if (is_here(src)) {
       const Watcher watcher(*this, wait, false);
       try {
         found = inner_->await_message(
-            local_of(src), call, {.timeout = options.timeout, .caller = &watcher, .shown = &call});
+            local_of(src), out, {.timeout = options.timeout, .caller = &watcher, .shown = &call});
       } catch (const Error& error) {
         throw_inner(error, wait);
       }

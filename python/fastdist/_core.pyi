@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -143,17 +143,12 @@ class Receive:
     @property
     def source(self) -> int: ...
 
-class _MessageCalls(TypedDict):
-    # array, destination, tag, timeout, async; returns the array
-    send: Callable[[Any, int, int, float, bool], Any]
-    # array, source or -1 for any, tag, whether the message must have the array's size and dtype,
-    # timeout, async; returns the array if so and if the source is named, else a Receive
-    recv: Callable[[Any, int, int, bool, float, bool], Any]
-
-# Messages with tags. Several threads may use it. A rank may send to itself.
+# Receives that tell their source, or that take smaller messages of other dtypes.
 class Messages:
     def __init__(self, communicator: Communicator, /) -> None: ...
-    def calls(self, /) -> _MessageCalls: ...
+    # array, source (None: any), tag, whether the message must have the array's size and dtype,
+    # timeout, async; returns a Receive
+    def recv(self, /) -> Callable[[Any, int | None, int, bool, float, bool], Any]: ...
 
 # bind_recorder.cpp
 

@@ -7,7 +7,7 @@ import fastdist as fd
 import numpy as np
 import pytest
 from contract import CommunicatorContract
-from fastdist.errors import FastdistError
+from fastdist.errors import FastdistError, PeerFailureError
 from ranks import ThreadRanks
 
 
@@ -37,3 +37,11 @@ def test_two_threads_at_once(asynchronous: bool) -> None:
         second.all_reduce(np.ones(3))
         pending.wait()
         later.result(10)
+
+
+def test_recv_any_ends_when_all_others_have_closed() -> None:
+    first, *others = fd.local_group(3)
+    for comm in others:
+        comm.close()
+    with pytest.raises(PeerFailureError, match="all other ranks have closed the communicator"):
+        first.recv_any(np.zeros(1), timeout=30)

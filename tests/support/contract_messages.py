@@ -40,7 +40,7 @@ def _check_to_itself(comm: Communicator) -> None:
     comm.send(x, r)
     with pytest.raises(CollectiveMismatchError, match=r"float64 × 3, .* float64 × 2"):
         comm.recv(np.zeros(2), r)
-    with pytest.raises(CollectiveTimeoutError, match=f"rank {r} has sent itself no message"):
+    with pytest.raises(CollectiveTimeoutError, match=f"rank {r} has sent no message in time"):
         comm.recv(out, r, timeout=0.05)
 
 
@@ -74,6 +74,20 @@ def _check_orders(comm: Communicator, after: int, before: int) -> None:
         sent_too = comm.send(np.full(3, 1.0), after, tag=first, async_op=True)
         assert waits.wait(30).tolist() == [1.0] * 3
         sent.wait(30), sent_too.wait(30)
+    # Lists, and a group.
+    lists = [np.full(3, comm.rank), np.full((2, 2), comm.rank, np.int8)]
+    outs = [np.zeros(3, int), np.zeros((2, 2), np.int8)]
+    later = comm.recv(outs, before, tag=8, async_op=True)
+    sent = comm.send(lists, after, tag=8, async_op=True)
+    assert later.wait(30) is outs
+    assert all((out == before).all() for out in outs)
+    sent.wait(30)
+    with comm.group():
+        for tag in (2, 1):
+            comm.send(np.full(2, float(tag)), after, tag=tag)
+        for tag, array in ((1, one := np.zeros(2)), (2, two := np.zeros(2))):
+            comm.recv(array, before, tag=tag)
+    assert (one[0], two[0]) == (1, 2)
     # The order of axes goes with a message that was kept.
     columns = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     sent = comm.send(columns, after, tag=1, async_op=True)
@@ -116,19 +130,39 @@ def _check_objects(comm: Communicator, after: int, before: int) -> None:
 
 def _check_bad_input(comm: Communicator, after: int, before: int) -> None:
     x = np.ones(2)
-    for tag in (-1, 2**63, 1.5, "a"):
-        with pytest.raises(ValueError, match=r"tag must be an integer from 0 to 2\*\*63 - 1, got"):
-            comm.send(x, after, tag=tag)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="is one array, got a list"):
-        comm.recv([x, np.ones(2)], before, tag=1)
-    for call in (lambda: comm.send(x, after, tag=1), lambda: comm.recv_any(x)):
-        with pytest.raises(ValueError, match="cannot be in a group"), comm.group():
-            call()
+    for tag in (-1, 2**63, 1.5, "a", 0.0, ""):
+        for call in (
+            lambda tag: comm.send(x, after, tag=tag),
+            lambda tag: comm.recv_any(x, tag=tag),
+        ):
+            with pytest.raises((TypeError, ValueError), match=r"tag must be an integer .* 2\*\*63"):
+                call(tag)
+    for src in (1.0, "a", None, -1, 2**40):
+        with pytest.raises((TypeError, ValueError), match="src must be an integer from 0 to"):
+            comm.recv(x, src, tag=5)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="src must be an integer from 0 to"):
+        comm.recv(x, tag=5)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="is of one array, got a list"):
+        comm.recv_any([x, np.ones(2)])
+    with pytest.raises(ValueError, match="recv_any cannot be in a group"), comm.group():
+        comm.recv_any(x)
     with pytest.raises(ValueError, match="dst must be an integer from 0"):
         comm.send(x, comm.world_size, tag=1)
     with pytest.raises(CollectiveTimeoutError, match="tag 3"):
         comm.recv_any(x, tag=3, timeout=0.05)
-    comm.barrier()
+    # A receive keeps its own time, also behind another, and wants nothing any more after it.
+    later = comm.recv(other := np.ones(2), before, tag=20, async_op=True)
+    for tag in (0, 21):
+        with pytest.raises(CollectiveTimeoutError, match="in time"):
+            comm.recv(given_up := np.full(2, 5.0), before, tag=tag, timeout=0.05)
+        comm.barrier()
+        sent = comm.send(np.full(2, 3.0), after, tag=tag, async_op=True)
+        assert comm.recv(np.ones(2), before, tag=tag).tolist() == [3, 3]
+        assert given_up.tolist() == [5, 5]
+        sent.wait(30)
+    sent = comm.send(x, after, tag=20, async_op=True)
+    assert later.wait(30) is other
+    sent.wait(30)
     # A message that was kept does not fit.
     sent = comm.send(x, after, tag=1, async_op=True)
     last = comm.send(x, after, async_op=True)

@@ -22,7 +22,6 @@ from fastdist.collectives.arrays import (
 from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.gpu_arrays import device_of
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
-from fastdist.collectives.messages import Messages
 from fastdist.collectives.types import Array, Arrays, Compression, ReduceOp, Work
 from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.recorder.recording import record
@@ -86,7 +85,7 @@ class Communicator:
         self._regroup = regroup  # makes the next communicator of an elastic job
         self._timeout_s = timeout_s
         self._is_grouping = False
-        self._messages: Messages | None = None
+        self._recv_any: Callable[..., Any] | None = None
         self._gpus = NcclEngine(engine) if engine.compiled is not None and is_possible() else None
         self._calls = (self._gpus or engine).calls(timeout_s)
         self.rank: int = engine.rank
@@ -617,8 +616,7 @@ class Communicator:
 
         Calls with the same peer, direction and tag are matched in order. With `async_op`, and in a
         `group`, calls with different peers or directions do not wait for each other. A message of a
-        rank to itself is copied; on GPUs it must be in a group. Messages in a group, of lists and
-        on GPUs have no tags.
+        rank to itself is copied; on GPUs it must be in a group. Messages on GPUs have no tags.
 
         Examples:
             >>> import fastdist as fd, numpy as np
@@ -631,9 +629,9 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("send", unknown)
-        if tag:
-            return self._tagged(array, stream).send(array, dst, tag, timeout, async_op)
-        return self._calls.send(array, dst=dst, stream=stream, timeout=timeout, async_op=async_op)
+        return self._calls.send(
+            array, dst=dst, tag=tag, stream=stream, timeout=timeout, async_op=async_op
+        )
 
     @overload
     def recv(
@@ -670,9 +668,9 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("recv", unknown)
-        if tag:
-            return self._tagged(array, stream).recv(array, src, tag, timeout, async_op)
-        return self._calls.recv(array, src=src, stream=stream, timeout=timeout, async_op=async_op)
+        return self._calls.recv(
+            array, src=src, tag=tag, stream=stream, timeout=timeout, async_op=async_op
+        )
 
     @overload
     def recv_any(
@@ -707,15 +705,15 @@ class Communicator:
             >>> first.recv_any(x, tag=3), x.tolist()
             (1, [1, 2])
         """
-        return self._tagged(array).recv_any(array, tag, timeout, async_op)
-
-    def _tagged(self, array: Array, stream: Any = None) -> Messages:
-        self._refuse_in_group("a message with a tag, or from any rank,")
-        if stream is not None or (self._gpus is not None and device_of(array) is not None):
-            raise UnsupportedError("on GPUs messages have no tags, and a receive names its source")
-        if self._messages is None:
-            self._messages = Messages(self, self._timeout_s)
-        return self._messages
+        self._refuse_in_group("recv_any")
+        compiled = self.engine.compiled
+        if compiled is None or (self._gpus is not None and device_of(array) is not None):
+            raise UnsupportedError("recv_any is for arrays on hosts; on GPUs recv names its source")
+        if self._recv_any is None:
+            self._recv_any = _core.Messages(compiled).recv()
+        seconds = self._timeout_s if timeout is None else timeout
+        received = self._recv_any(array, None, tag, True, seconds, async_op)
+        return _Source(received) if async_op else received.source
 
     @overload
     def barrier(self, *, async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
@@ -1090,6 +1088,22 @@ class Communicator:
     def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
         engine = self.engine.subset(groups, self._timeout_s if timeout is None else timeout)
         return None if engine is None else Communicator(engine, self._timeout_s)
+
+
+class _Source:
+    """A `recv_any` that has not ended: its result is the rank that has sent."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def is_done(self) -> bool:
+        """See `Work.is_done`."""
+        return self._work.is_done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """See `Work.wait`."""
+        source: int = self._work.wait(timeout).source
+        return source
 
 
 def _new_for_immutable(arrays: Arrays, out: Arrays | None) -> Arrays:

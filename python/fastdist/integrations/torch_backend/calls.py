@@ -82,7 +82,8 @@ class Left:
     def __getattr__(self, name: str) -> NoReturn:
         raise DistBackendError(f"the communicator {self._why} on rank {self.rank}")
 
-    __getitem__ = __getattr__
+    def __call__(self, *_: Any) -> NoReturn:  # noqa: D102
+        self.__getattr__("")
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,7 +162,7 @@ class Calls(_ProcessGroup):
         self._completers: dict[tuple[Any, ...], Completer] = {}
         # The communicator, and its messages.
         self._comm: Any = Left(rank, size, "is not connected: call reconfigure first")
-        self._messages: Any = self._comm
+        self._recv: Any = self._comm
 
     def _begin(self, comm: Communicator, ranks_here: int) -> None:
         """Use this communicator from now on; `ranks_here` of its ranks are on this machine."""
@@ -169,7 +170,7 @@ class Calls(_ProcessGroup):
         Calls._most_ranks_here = max(Calls._most_ranks_here, ranks_here)
         self._made = 0
         self._completers = {}
-        self._comm, self._messages = comm, _core.Messages(comm.engine.compiled).calls()
+        self._comm, self._recv = comm, _core.Messages(comm.engine.compiled).recv()
 
     @property
     def communicator(self) -> Communicator:
@@ -497,7 +498,11 @@ class Calls(_ProcessGroup):
         """Send a tensor to a rank."""
         plain = to_read(_one(tensors))
         if plain.is_cpu:
-            return self._message("send", plain, dst, tag, tensors, None)
+            keywords = {"tag": tag, "timeout": self._timeout_s}
+            return self._message(
+                lambda later: self._comm.send(plain, dst, async_op=later, **keywords),
+                *("send", dst, tag, tensors, None),
+            )
         return self._make(_ASYNC, tensors, None, self._comm.send, plain, dst)
 
     @_collective
@@ -505,7 +510,7 @@ class Calls(_ProcessGroup):
         """Receive a tensor from a rank."""
         plain, finish = to_write(_one(tensors))
         if plain.is_cpu:
-            return self._message("recv", plain, src, tag, tensors, finish)
+            return self._message(self._receiver(plain, src, tag), "recv", src, tag, tensors, finish)
         return self._make(_ASYNC, tensors, finish, self._comm.recv, plain, src)
 
     @_collective
@@ -514,13 +519,17 @@ class Calls(_ProcessGroup):
         plain, finish = to_write(_one(tensors))
         if not plain.is_cpu:
             raise ValueError("on GPUs, recv must name the source")
-        return self._message("recv", plain, _ANY_RANK, tag, tensors, finish)
+        return self._message(self._receiver(plain, None, tag), "recv", None, tag, tensors, finish)
+
+    def _receiver(self, plain: torch.Tensor, src: int | None, tag: int) -> Callable[[bool], Any]:
+        """Return a function that receives a message, which may be smaller; later, if it is True."""
+        return lambda later: self._recv(plain, src, tag, False, self._timeout_s, later)
 
     def _message(
         self,
+        call: Callable[[bool], Any],
         name: str,
-        plain: torch.Tensor,
-        peer: int,
+        peer: int | None,
         tag: int,
         tensors: Tensors,
         finish: Finish,
@@ -530,8 +539,7 @@ class Calls(_ProcessGroup):
         # torch waits for `send` and `recv` immediately, so they need no thread.
         waits = _caller().f_code in _BLOCKING
         try:
-            fit = () if name == "send" else (False,)  # a message may be smaller
-            work = self._messages[name](plain, peer, tag, *fit, self._timeout_s, not waits)
+            work = call(not waits)
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         if not waits:
@@ -577,7 +585,6 @@ def _caller() -> FrameType:
 
 # The options of calls for which torch passes none.
 _ASYNC, _SYNC = SimpleNamespace(asyncOp=True), SimpleNamespace(asyncOp=False)
-_ANY_RANK = -1
 _BACKWARD = graph._engine_run_backward.__code__
 _BLOCKING = {
     inspect.unwrap(call).__code__ for call in (distributed_c10d.send, distributed_c10d.recv)

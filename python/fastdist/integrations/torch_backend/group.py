@@ -305,7 +305,7 @@ class ProcessGroupFastdist(Calls):
             raise DistBackendError(str(error)) from error
         finally:
             # Free threads, memory and descriptors even if a user keeps the group.
-            self._comm = self._messages = Left(self._comm.rank, self._comm.world_size, "is closed")
+            self._comm = self._recv = Left(self._comm.rank, self._comm.world_size, "is closed")
             for completer in list(self._completers.values()):
                 completer.close()
             for other in self._others.values():

@@ -150,19 +150,6 @@ def _check_bad_input(comm: Communicator, after: int, before: int) -> None:
         comm.send(x, comm.world_size, tag=1)
     with pytest.raises(CollectiveTimeoutError, match="tag 3"):
         comm.recv_any(x, tag=3, timeout=0.05)
-    # A receive keeps its own time, also behind another, and wants nothing any more after it.
-    later = comm.recv(other := np.ones(2), before, tag=20, async_op=True)
-    for tag in (0, 21):
-        with pytest.raises(CollectiveTimeoutError, match="in time"):
-            comm.recv(given_up := np.full(2, 5.0), before, tag=tag, timeout=0.05)
-        comm.barrier()
-        sent = comm.send(np.full(2, 3.0), after, tag=tag, async_op=True)
-        assert comm.recv(np.ones(2), before, tag=tag).tolist() == [3, 3]
-        assert given_up.tolist() == [5, 5]
-        sent.wait(30)
-    sent = comm.send(x, after, tag=20, async_op=True)
-    assert later.wait(30) is other
-    sent.wait(30)
     # A message that was kept does not fit.
     sent = comm.send(x, after, tag=1, async_op=True)
     last = comm.send(x, after, async_op=True)

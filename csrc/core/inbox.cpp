@@ -30,7 +30,8 @@ void Receive::withdraw() noexcept {
 
 Inbox::Reading::Reading(Inbox& inbox) : inbox_(inbox) {
   const char* reader = nullptr;
-  has_begun_ = inbox_.reader_.compare_exchange_strong(reader, &this_thread);
+  has_begun_ =
+      inbox_.reader_.compare_exchange_strong(reader, &this_thread, std::memory_order_acquire);
   if (reader == &this_thread) {
     throw Error(ErrorCode::kState,
                 "a signal handler receives from rank " + std::to_string(inbox_.source_) +
@@ -40,7 +41,7 @@ Inbox::Reading::Reading(Inbox& inbox) : inbox_(inbox) {
 }
 
 Inbox::Reading::~Reading() {
-  if (has_begun_) inbox_.reader_ = nullptr;
+  if (has_begun_) inbox_.reader_.store(nullptr, std::memory_order_release);
 }
 
 std::shared_ptr<Receive> Inbox::take(std::uint64_t tag) {

@@ -256,6 +256,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept;
   void await(Transfer& transfer, const Counter& counter, std::uint64_t value);
   void compare(Transfer& transfer);
+  [[nodiscard]] static Message message_in(const Header& header) noexcept;
   [[nodiscard]] Header& next_header(int src) noexcept;
   void fill(Transfer& transfer, std::uint64_t round);
   void send_chunks(Transfer& transfer);

@@ -82,14 +82,18 @@ Header& HostCommunicator::next_header(int src) noexcept {
   return peer(src).lanes[rank_].to.headers[number & 1];
 }
 
+Message HostCommunicator::message_in(const Header& header) noexcept {
+  const std::uint64_t count = header.count.load(std::memory_order_relaxed);
+  const auto theirs = unpack_signature(header.signature.load(std::memory_order_relaxed), count, 0);
+  return {theirs.dtype, count, theirs.order, header.list.load(std::memory_order_relaxed)};
+}
+
 std::optional<Message> HostCommunicator::find_message(int src) {
   check_usable();
   const Header& header = next_header(src);
   const std::uint64_t number = received_[static_cast<std::size_t>(src)].transfers + 1;
   if (header.sequence.load(std::memory_order_acquire) < number) return std::nullopt;
-  const std::uint64_t count = header.count.load(std::memory_order_relaxed);
-  const auto theirs = unpack_signature(header.signature.load(std::memory_order_relaxed), count, 0);
-  return Message{theirs.dtype, count, theirs.order, header.list.load(std::memory_order_relaxed)};
+  return message_in(header);
 }
 
 Message HostCommunicator::await_message(int src, TensorView out, const CallOptions& options) {
@@ -102,7 +106,7 @@ Message HostCommunicator::await_message(int src, TensorView out, const CallOptio
     Wait wait{&options, call, &me().lanes[src].from.bell, false, {}};
     await_slowly(src, announced, number, wait);
   }
-  return *find_message(src);
+  return message_in(next_header(src));
 }
 
 Turn HostCommunicator::turn_of(const LaneState& state, std::size_t bytes) const noexcept {

@@ -151,7 +151,7 @@ def test_batches_of_other_sizes(run: Run) -> None:
 
         def loop() -> None:
             for batch in batches:
-                strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+                strategy.run(lambda x: model(x).mean().backward(), args=(batch,))
 
         with pytest.raises(FastdistError, match=message) as caught:
             loop()
@@ -169,7 +169,7 @@ def test_sizes_that_change_whether_replicas_weigh_the_same(run: Run) -> None:
 
         def loop() -> None:
             for batch in batches:
-                strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+                strategy.run(lambda x: model(x).mean().backward(), args=(batch,))
 
         with pytest.raises(FastdistError, match="global batches have different sizes: 12 examples"):
             loop()
@@ -253,7 +253,7 @@ def test_data_that_differs(run: Run, what: str) -> None:
 
         def step(batch: Any) -> None:
             x = batch["x"] if isinstance(batch, dict) else batch
-            model(x[0] if isinstance(x, tuple) else x).sum().backward()
+            model(x[0] if isinstance(x, tuple) else x).mean().backward()
 
         def loop() -> None:
             for batch in strategy.distribute_dataset(given.pop("source"), **given):
@@ -277,7 +277,7 @@ def test_a_batch_left_out(run: Run, weight: float | None) -> None:
                 batch = next(batches)
                 if turn == 1 and not strategy.is_chief:
                     batch = next(batches)
-                strategy.run(lambda x: model(x).sum().backward(), (batch,), weight=weight)
+                strategy.run(lambda x: model(x).mean().backward(), (batch,), weight=weight)
 
         message = "replica 0 computes on step 1 of epoch 0 .* replica 1 on step 2 of epoch 0"
         with pytest.raises(FastdistError, match=message):
@@ -312,7 +312,7 @@ def test_batches_of_other_sizes_with_weights(run: Run) -> None:
         size = 12 if strategy.is_chief else 6
         (batch, *_) = strategy.distribute_dataset(torch.ones(24, 3), global_batch_size=size)
         with pytest.raises(FastdistError, match="global_batch_size is 12 on replica 0, 6 on"):
-            strategy.run(lambda x: model(x).sum().backward(), args=(batch,), weight=2)
+            strategy.run(lambda x: model(x).mean().backward(), args=(batch,), weight=2)
 
     run(case)
 
@@ -339,7 +339,7 @@ def test_augmentations_and_a_look_at_the_data_may_differ(
                 batches.set_epoch(0)
         for _epoch in range(2):
             for batch in batches:
-                strategy.run(lambda x, *_: model(x).sum().backward(), args=batch)
+                strategy.run(lambda x, *_: model(x).mean().backward(), args=batch)
 
     run(case)
 
@@ -512,7 +512,7 @@ def test_buffers_that_are_no_means_warn(run: Run, what: str) -> None:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for batch in strategy.distribute_dataset(data, global_batch_size=6):
-                strategy.run(lambda x: model(x).sum().backward(), args=(batch,))
+                strategy.run(lambda x: model(x).mean().backward(), args=(batch,))
         return [f"{w.filename} {w.message}" for w in caught]
 
     chief, *others = run(case)
@@ -586,7 +586,7 @@ def test_torchs_sync_batch_norm_is_refused_and_converted(run: Run) -> None:
             model = fd.nn.SyncBatchNorm.convert(nn.SyncBatchNorm.convert_sync_batchnorm(net))
         x = torch.randn(12, 3, generator=torch.Generator().manual_seed(1))
         for batch in strategy.distribute_dataset(x, global_batch_size=12):
-            strategy.run(lambda x: model(x).square().sum().backward(), args=(batch,))
+            strategy.run(lambda x: model(x).square().mean().backward(), args=(batch,))
         mean = model[0](x).mean(0) * 0.1
         assert torch.allclose(model[1].running_mean, mean, atol=1e-6)
 

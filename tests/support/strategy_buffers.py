@@ -32,7 +32,7 @@ class Averaged(nn.Module):
         if len(x):
             self.mean.add_(x.mean(0), alpha=0.25)
         out: torch.Tensor = self.layer(x)
-        return out.sum()
+        return out.sum() / max(len(out), 1)
 
 
 class BuffersContract:
@@ -51,7 +51,7 @@ class BuffersContract:
             def step(model: Any = model) -> None:
                 expert = model[replica_id()]
                 x = torch.full((8, expert.num_features), 100.0 * replica_id())
-                expert(x).square().sum().backward()
+                expert(x).square().mean().backward()
 
             strategy.run(step)
             strategy.check_in_sync()
@@ -81,7 +81,7 @@ class BuffersContract:
         require_close([norm.running_mean], [-values.mean(0)], 1e-6)
 
         def skipping(x: torch.Tensor) -> None:
-            loss = norm(x).square().sum()
+            loss = norm(x).square().mean()
             if replica_id():
                 loss.backward()
 
@@ -101,7 +101,7 @@ class BuffersContract:
 
             def step(x: torch.Tensor) -> None:
                 wide = x[:, :, None].expand(-1, -1, 2)
-                linear(norm(wide).sum(2)).sum().backward()
+                linear(norm(wide).sum(2)).mean().backward()
 
             strategy.run(step, (batch,))
             strategy.check_in_sync()

@@ -79,7 +79,7 @@ class StrategyModules:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 for batch in batches:
-                    strategy.run(lambda batch: model(batch["x"]).sum().backward(), (batch,))
+                    strategy.run(lambda batch: model(batch["x"]).mean().backward(), (batch,))
             return [str(warning.message) for warning in caught]
 
         def case(strategy: Strategy) -> list[str]:

@@ -161,11 +161,11 @@ class ProgramsContract:
 
             def with_an_optimizer(x: torch.Tensor) -> None:
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                model(x).square().sum().backward()
+                model(x).square().mean().backward()
                 optimizer.step()
 
             def by_hand(x: torch.Tensor) -> None:
-                model(x).sum().backward()
+                model(x).mean().backward()
                 model.weight.data.sub_(model.weight.grad)
                 model.zero_grad()
 
@@ -177,7 +177,7 @@ class ProgramsContract:
                     self.helper(x * scale)
 
                 def helper(self, x: torch.Tensor) -> None:
-                    self.parts["model"](x).sum().backward()
+                    self.parts["model"](x).mean().backward()
 
             compiled = torch.compile(by_hand, backend="eager")
             trainer = Trainer()
@@ -187,7 +187,7 @@ class ProgramsContract:
                 with pytest.raises(ValueError, match=r"Linear's \w+ was made outside the scope"):
                     strategy.run(step, (batch,))
             with pytest.raises(ValueError, match=r"Linear's \w+ was made outside the scope"):
-                strategy.run(lambda given, x: given(x).sum().backward(), (nn.Linear(4, 1), batch))
+                strategy.run(lambda given, x: given(x).mean().backward(), (nn.Linear(4, 1), batch))
             average = torch.optim.swa_utils.AveragedModel(model)  # is not trained
             strategy.run(lambda x: average.update_parameters(model), (batch,))
             model(torch.ones(1, 4)).sum().backward()  # not in run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,9 +61,11 @@ def all_gather(communicator: Communicator | None, value: Any, axis: int) -> torc
     return _AllGather.apply(tensor, communicator, axis, sizes)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def scale_gradient(tensor: torch.Tensor, factor: Any) -> torch.Tensor:
-    """Return the tensor; backward multiplies the gradient of the result by `factor`."""
-    return _ScaleGradient.apply(tensor, factor)  # type: ignore[no-any-return,no-untyped-call]
+def with_gradient(
+    tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return the tensor; backward changes the gradient of the result."""
+    return _ChangeGradient.apply(tensor, change)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def check_joinable(shapes: list[tuple[int, ...]], axis: int) -> int:
@@ -143,12 +146,14 @@ class _AllGather(torch.autograd.Function):
         return own, None, None, None
 
 
-class _ScaleGradient(torch.autograd.Function):
+class _ChangeGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: Any) -> torch.Tensor:
-        ctx.factor = factor
+    def forward(
+        ctx: Any, tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.change = change
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        return gradients[0] * ctx.factor, None
+        return ctx.change(gradients[0]), None

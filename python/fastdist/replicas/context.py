@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch._compile import _disable_dynamo
 
-from fastdist.collectives.autograd import all_gather, all_reduce, as_tensor, scale_gradient
+from fastdist.collectives.autograd import all_gather, all_reduce, as_tensor, with_gradient
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import ReduceOp
+from fastdist.errors import FastdistError
 from fastdist.replicas.per_replica import map_structure
 
 
@@ -147,17 +148,38 @@ class ReplicaContext:
         """Call a collective whose gradients are those of the weighted mean of all losses.
 
         Other replicas' losses count with the weights of those replicas, but at the end of backward
-        all gradients of this replica are multiplied by its own weight.
+        all gradients of this replica are multiplied by its own weight, as it is then.
         """
         tensor = as_tensor(leaf)
-        weight: Any = self.relative_weight
-        if not tensor.requires_grad or (isinstance(weight, float) and weight == 1.0):
+        is_traced = isinstance(self.relative_weight, torch.Tensor)
+        if not tensor.requires_grad or (self.communicator is None and not is_traced):
             return collective(tensor)
+        return with_gradient(collective(with_gradient(tensor, self._unweighted)), self._counted)
+
+    def _counted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient of this replica's loss as it counts."""
+        weight: Any = self.relative_weight
+        if isinstance(weight, float) and weight in (0.0, 1.0):
+            return gradient if weight else torch.zeros_like(gradient)  # in place of NaN
+        counted: torch.Tensor = gradient * weight
+        return counted
+
+    def _unweighted(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a gradient of all losses such that this replica's weight makes it right."""
+        weight: Any = self.relative_weight
         if isinstance(weight, torch.Tensor):  # traced
-            inverse: Any = torch.where(weight > 0, 1.0 / weight, 0.0)
-        else:
-            inverse = 1.0 / weight if weight else 0.0
-        return scale_gradient(collective(scale_gradient(tensor, inverse)), weight)
+            return gradient * torch.where(weight > 0, 1.0 / weight, 0.0)
+        if weight:
+            return gradient if weight == 1.0 else gradient / weight
+        has_examples = self.examples is None or self.examples[self.replica_id_in_sync_group] > 0
+        if has_examples and gradient.any():
+            raise FastdistError(
+                f"replica {self.replica_id_in_sync_group} counts nothing in the mean, but losses "
+                "of other replicas depend on what it computes, by all_gather, all_reduce or "
+                "SyncBatchNorm: a gradient with the weight 0 would be lost. Give each replica's "
+                "part a weight above 0, or leave out examples that count nothing"
+            )
+        return torch.zeros_like(gradient)
 
     @_disable_dynamo
     def merge_call(

@@ -20,6 +20,7 @@ from torch import nn
 from fastdist._config import recording
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError, UnsupportedError
+from fastdist.replicas.context import state
 from fastdist.replicas.per_replica import PerReplica
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.replicas.variables import Variable, local_components, own
@@ -49,6 +50,7 @@ from fastdist.training.outside import OutsideParameters
 from fastdist.training.parameter_sample import ParameterSample
 from fastdist.training.parts import watch_parts
 from fastdist.training.sharded import ShardedStep
+from fastdist.training.unreduced import UnreducedRuns
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
 
@@ -119,8 +121,9 @@ class AdoptedModules:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_order: list[weakref.ref[torch.optim.Optimizer]] = []
         self._steps = OptimizerSteps(options.gradient_reduction)
-        self._first_runs = FirstRuns()
+        self._first_runs = FirstRuns(sums=options.gradient_reduction == "sum")
         self._outside = OutsideParameters(self.has)
+        self._unreduced: UnreducedRuns | None = None
         has_all_states = central is None and not options.shard_optimizer
         found = recording()
         self._digests = None if found is None else StepDigests(found, has_all_states)
@@ -161,11 +164,17 @@ class AdoptedModules:
         self._compare(added)
         for optimizer in new:
             if self._central is not None:
-                self._central.take_optimizer(optimizer, self._steps.prepare, self.connect)
+                self._central.take_optimizer(optimizer, self._prepare_central, self.connect)
             elif self._options.shard_optimizer:
                 ShardedStep(optimizer, _weakly(self.connect))
         self.use(communicators)
         own(roots, self)
+
+    def _prepare_central(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that an optimizer of the only copy may step. Every replica must call."""
+        self._steps.prepare(optimizer)
+        if self._unreduced is not None and state.replica is not None:
+            self._unreduced.require_reduced()
 
     def _release(self) -> None:
         """Forget the models that no replica has any more. Every replica must call."""
@@ -181,6 +190,7 @@ class AdoptedModules:
         if self.num_replicas_in_sync == 1:
             return
         _refuse_sync_batch_norm(roots)
+        _refuse_max_norm(roots)
         if self._taken(roots) is not None:
             gc.collect()  # collects unreferenced strategies
         if (name := self._taken(roots)) is not None:
@@ -254,7 +264,7 @@ class AdoptedModules:
         self._steps.record.clear()
         if self.sync is not None:
             self.sync.close()
-            self.sync = None
+            self.sync = self._unreduced = None
         self._buffers = BufferSync(
             list(self._buffered()), self._buffer_places, self._buffers.examples
         )
@@ -276,6 +286,11 @@ class AdoptedModules:
                 bucket_bytes=self._options.bucket_bytes,
                 compress=self._options.compress,
                 overlaps=communicators.overlaps or self._device.type == "cuda",
+            )
+            self._unreduced = UnreducedRuns(
+                list(self._reduced()),
+                communicators.replicas,
+                self._steps.record,
             )
             if self._digests is not None:
                 exact = self._steps.record.is_exact
@@ -383,7 +398,10 @@ class AdoptedModules:
         origin = None if batch is None else batch.origin
         (replica,) = self.local_replica_ids
         watching = self._first_runs.watching(given, batch, replica)
-        with watching, self._steps.run(CommonStream(self._device, seed), origin):
+        unreduced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._unreduced is not None and self._central is None:
+            unreduced = self._unreduced.watching()
+        with watching, self._steps.run(CommonStream(self._device, seed), origin), unreduced:
             yield
         if self._central is not None and workers is not None:
             self._central.require_unchanged()
@@ -484,6 +502,18 @@ def _weakly(connect: Callable[[], Communicator | None]) -> Callable[[], Communic
         return method()
 
     return call
+
+
+def _refuse_max_norm(roots: Sequence[nn.Module]) -> None:
+    for root in roots:
+        for name, module in root.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+                raise UnsupportedError(
+                    f"{name or type(root).__name__} is an {type(module).__name__} with max_norm, "
+                    "whose forward changes the rows of this replica's examples, so that replicas "
+                    "drift apart: leave max_norm out, and renormalize the weight after each step, "
+                    "as by torch.renorm in torch.no_grad()"
+                )
 
 
 def _refuse_sync_batch_norm(roots: Sequence[nn.Module]) -> None:

@@ -50,6 +50,8 @@ class Accumulation:
 
     Attributes:
         is_held: True inside `no_sync`.
+        was_held: True from there until gradients are reduced: all are weighted as they are
+            computed, on replicas that have used a parameter inside and on those that have not.
         held: parameters whose gradients no_sync has held back.
         weighs_early: True once hooks weight gradients as they are computed.
         reduced: gradients that are sums over replicas already.
@@ -57,6 +59,7 @@ class Accumulation:
     """
 
     is_held: bool = False
+    was_held: bool = False
     held: set[int] = field(default_factory=set)
     weighs_early: bool = False
     reduced: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
@@ -140,11 +143,11 @@ class Contributions:
             return None
         return weights[self._replica] / sum(weights)
 
-    def share(self, i: int) -> float:
-        """Return the factor of this replica's gradient in the sum over replicas."""
+    def share(self) -> float:
+        """Return the factor of this replica's gradients in the sum over replicas."""
         if self._reduction == "sum":
             return 1.0
-        weight = None if self._is_held(i) else self.weight()
+        weight = None if self._accumulation.was_held else self.weight()
         return 1.0 / self._replicas if weight is None else weight
 
     def take(self, i: int, device: torch.device) -> torch.Tensor:
@@ -172,22 +175,16 @@ class Contributions:
         if self._reduction == "sum" and not self.arrived[i]:
             self._before_gradient(i)
         grad = parameter.grad.coalesce()
-        return grad.indices().cpu(), (grad.values() * self.share(i)).cpu()
+        return grad.indices().cpu(), (grad.values() * self.share()).cpu()
 
-    def weigh(
-        self, indices: Sequence[int], gradients: Sequence[torch.Tensor], weight: float
-    ) -> None:
-        """Multiply gradients by this replica's weight; held gradients are weighted already."""
-        fresh: list[torch.Tensor] = []
-        held: list[torch.Tensor] = []
-        for i, gradient in zip(indices, gradients, strict=True):
-            (held if self._is_held(i) else fresh).append(gradient)
-        if fresh and weight == 0.0:
-            torch._foreach_zero_(fresh)
-        elif fresh:
-            torch._foreach_mul_(fresh, weight)
-        if held:
-            torch._foreach_div_(held, self._replicas)
+    def weigh(self, gradients: list[torch.Tensor], weight: float) -> None:
+        """Multiply gradients by this replica's weight, if they are not weighted already."""
+        if self._accumulation.was_held:
+            torch._foreach_div_(gradients, self._replicas)
+        elif weight == 0.0:
+            torch._foreach_zero_(gradients)
+        else:
+            torch._foreach_mul_(gradients, weight)
 
     def note_sum(self, i: int, parameter: torch.nn.Parameter) -> None:
         """Note that `.grad` is a sum over replicas, which must not be summed again."""
@@ -225,9 +222,9 @@ class Contributions:
             )
 
     def _weighted(self, i: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Weight a gradient that `no_sync` holds back, or that is added to a held gradient."""
+        """Weight a gradient that `no_sync` holds back, or that may be added to such a one."""
         weight = self.weight()
-        if weight is None or (not self._accumulation.is_held and not self._is_held(i)):
+        if weight is None or not self._accumulation.was_held:
             return None
         if weight == 0.0:  # the gradient of an empty batch is often NaN
             return torch.zeros_like(gradient)

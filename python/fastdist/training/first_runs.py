@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastdist.replicas.context import state
-from fastdist.replicas.per_replica import PerReplica, leaves, select, shares
+from fastdist.replicas.per_replica import PerReplica, leaves, select
 from fastdist.training.graphed import is_capturing
 from fastdist.training.modules import tensor_digest
 from fastdist.training.patched import replaced
@@ -26,18 +26,27 @@ from fastdist.training.patched import replaced
 _RUNS = 3  # runs whose batches are compared
 _LOSSES = 10  # runs whose losses are compared
 _NODES = 100  # of a loss's graph that are searched
+_MEAN, _SUM = 1, 2  # torch's reductions
+_KEEP_A_SUM = "AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "ToCopyBackward0"
+_LAYERS = "Addmm", "Mm", "Bmm", "Convolution", "MkldnnLinear", "Linear", "Embedding"
 _ENGINE = "_engine_run_backward"
 _SAMPLE = 4096  # elements of a tensor that are hashed
 
 
 class FirstRuns:
-    """The batches and losses of one replica's first runs."""
+    """The batches and losses of one replica's first runs.
 
-    def __init__(self) -> None:
+    Args:
+        sums: True if gradients are summed over replicas, so that a loss may be a sum.
+    """
+
+    def __init__(self, *, sums: bool) -> None:
         self._left = _RUNS
+        self._sums = sums
         self._losses_left = _LOSSES
         self._own: int | None = None  # examples in a divided batch
-        self._is_even = True
+        self._all = 0  # in those of all replicas
+        self._has_sum = False
         self._is_uneven = False
         self._hash: int | None = None
         self._sent: int | None = None
@@ -62,7 +71,7 @@ class FirstRuns:
             yield
             return
         self._own = batch.examples[replica]
-        self._is_even = shares(batch.examples) is None
+        self._all = sum(batch.examples)
         if not self._losses_left:
             yield
             return
@@ -81,9 +90,15 @@ class FirstRuns:
         """Hash how much the means in the losses count per example."""
         if is_capturing():
             return
-        counts = list(_counts(losses, self._is_even))
-        if counts and self._own:
-            per_example = [f"{count / self._own:.6g}" for count in counts]
+        found = _Means(self._own or 0)
+        found.search(losses)
+        self._has_sum |= found.has_sum
+        if found.counts and self._own:
+            # A loss that compares the gathered examples of all replicas counts all everywhere.
+            per_example = [
+                "all" if count == self._all else f"{count / self._own:.6g}"
+                for count in found.counts
+            ]
             self._hash = zlib.crc32(repr(per_example).encode())
 
     def take(self) -> int | None:
@@ -101,8 +116,8 @@ class FirstRuns:
         having, *counts = total.tolist()
         is_same = all(count in (0.0, one_of_all) for count in counts)
         if self._own is not None:
-            self._losses_left -= 1
-            self._is_uneven = having == one_of_all and not is_same
+            self._is_uneven = self._losses_left > 0 and having == one_of_all and not is_same
+            self._losses_left = max(0, self._losses_left - 1)
             return
         if not having or not self._left:
             return
@@ -129,6 +144,16 @@ class FirstRuns:
                     "lambda labels: (labels != -100).sum(), labels))",
                     stacklevel=6,  # the line that calls run
                 )
+        if self._has_sum and self._losses_left and is_chief and not self._sums:
+            warnings.warn(
+                "the loss is a sum over the examples of a batch, and gradients are averaged over "
+                "the replicas: they are not those of the sum over the global batch. Divide the sum "
+                "by the number of examples, or use "
+                'fastdist.CommunicationOptions(gradient_reduction="sum")',
+                stacklevel=6,  # the line that calls run
+            )
+        if self._has_sum:
+            self._has_sum, self._sums = False, True
         if self._is_found and is_chief:
             warnings.warn(
                 f"run got the same tensors on all replicas in its first {_RUNS} runs, so every "
@@ -140,25 +165,54 @@ class FirstRuns:
         self._is_found = False
 
 
-def _counts(losses: Any, is_even: bool) -> Iterator[float]:
-    """Yield what each mean of negative log likelihoods near the losses counts.
+class _Means:
+    """Searches the graph near a loss for what it is a mean or a sum of.
 
-    In an uneven batch, only of means that leave something out or have weights: a loss that compares
-    the gathered examples of all replicas counts the same everywhere.
+    Attributes:
+        counts: what each mean of negative log likelihoods counts.
+        has_sum: True if the loss is a sum over the examples that a model has seen.
     """
-    waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
+
+    def __init__(self, examples: int) -> None:
+        self.counts: list[float] = []
+        self.has_sum = False
+        self._examples = examples
+
+    def search(self, losses: Any) -> None:
+        waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
+        for node in _nodes(waiting, lambda node: not node.name().startswith("NllLoss")):
+            if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
+                self.counts.append(float(node._saved_total_weight))
+        for node in _nodes(waiting, lambda node: node.name() in _KEEP_A_SUM):
+            if self._is_sum(node):
+                self.has_sum = True
+
+    def _is_sum(self, node: Any) -> bool:
+        name = node.name()
+        if name == "SumBackward0":
+            shape = tuple(node._saved_self_sym_sizes)
+        elif getattr(node, "_saved_reduction", None) == _SUM:
+            shape = tuple(node._saved_self.shape)
+        else:
+            return False
+        if self._examples < 2 or shape[:1] != (self._examples,):
+            return False
+        parts = [following for following, _ in node.next_functions]
+        return any(part.name().startswith(_LAYERS) for part in _nodes(parts, lambda _: True))
+
+
+def _nodes(roots: Sequence[Any], goes_on: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield nodes of a graph, those near the roots first."""
+    waiting = list(roots)
     seen: set[Any] = set()
     while waiting and len(seen) < _NODES:
         node = waiting.pop(0)
         if node is None or node in seen:
             continue
         seen.add(node)
-        if not node.name().startswith("NllLoss"):
+        yield node
+        if goes_on(node):
             waiting += [following for following, _ in node.next_functions]
-        elif node._saved_reduction == 1:  # mean
-            count = float(node._saved_total_weight)
-            if is_even or node._saved_weight is not None or count < node._saved_target.numel():
-                yield count
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor | np.ndarray[Any, Any]]:

@@ -19,12 +19,14 @@ GAN's discriminator does not send the generator's gradients.
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import _engine_run_backward
 from torch.autograd.variable import Variable
 
 from fastdist.collectives.communicator import Communicator
@@ -49,6 +51,8 @@ from fastdist.training.first_runs import FirstRuns
 from fastdist.training.modules import is_materialized
 from fastdist.training.parameter_sample import ParameterSample
 from fastdist.training.step_record import StepRecord, hash_bits
+
+_BACKWARD = _engine_run_backward.__code__
 
 
 @dataclass(slots=True)
@@ -152,7 +156,7 @@ class GradientSync:
         """Return a context manager whose gradients are sent by the next backward outside."""
         accumulation = self._accumulation  # another sync may take over while this is open
         self._contributions.hold(sorted(self._hooks))
-        accumulation.is_held = True
+        accumulation.is_held = accumulation.was_held = True
         try:
             yield
         finally:
@@ -261,12 +265,16 @@ class GradientSync:
             self._next += 1
 
     def _begin(self, task: int) -> None:
+        Variable._execution_engine.queue_callback(self._finish)
+        is_inside = self._task != -1 and _is_inside_another()
+        self._task = task
+        if is_inside:  # it also sends what has arrived in the other one
+            return
         self._abandon()  # drop what an earlier backward left when it raised
         enter(Phase.BACKWARD)
-        self._task = task
+        self._contributions.arrived = [False] * len(self._parameters)
         self._next = 0
         self._record = None
-        self._contributions.arrived = [False] * len(self._parameters)
         before = self._trainable or [True] * len(self._parameters)
         trainable = [  # a released parameter stays as it was: other replicas may still have theirs
             was if (parameter := reduced.ref()) is None else _is_trainable(parameter)
@@ -276,7 +284,6 @@ class GradientSync:
             self._make_buckets(trainable)
         for bucket in self._buckets:
             bucket.waiting = len(bucket.indices)
-        Variable._execution_engine.queue_callback(self._finish)
 
     def _abandon(self) -> None:
         for bucket in self._buckets:
@@ -300,7 +307,7 @@ class GradientSync:
             else:
                 bucket.used.copy_(torch.tensor(arrived))
             if weight is not None:
-                contributions.weigh(bucket.indices, bucket.sent, weight)
+                contributions.weigh(bucket.sent, weight)
             if self._steps.digests is not None:
                 self._steps.digests.note_own(bucket.sent)
             sent += bucket.sent if self._is_on_gpu else [*bucket.sent, bucket.used]
@@ -330,10 +337,13 @@ class GradientSync:
 
     @_disable_dynamo
     def _finish(self) -> None:
+        if self._task == -1:  # a backward inside has sent all
+            return
         used, written = self._ask()
         with self._explaining():
             self._reduce_rest(used, written)
         self._accumulation.held.clear()
+        self._accumulation.was_held = False
         self.watch()  # parameters that were unfrozen since this run began
         enter(Phase.FORWARD)
         if self._record is not None:
@@ -457,6 +467,16 @@ class GradientSync:
             size += bytes_
         self._buckets = [_Bucket(group, torch.ones(len(group))) for group in groups]
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+
+
+def _is_inside_another() -> bool:
+    """Return True in a backward that another one has called, as of reentrant checkpoints."""
+    frame = sys._getframe()
+    calls = 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code is _BACKWARD
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls == 2
 
 
 def _is_trainable(parameter: torch.nn.Parameter) -> bool:

@@ -1,15 +1,16 @@
 """Refuses gradients of parameters that a function uses and the strategy does not keep equal.
 
-Modules are searched for in a function's arguments, closures, global variables and attributes, and
-in the functions of the same package that it calls by name.
+Modules, and tensors that require gradients, are searched for in a function's arguments, closures,
+global variables and attributes, and in the functions of the same package that it calls by name.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -54,20 +55,37 @@ class OutsideParameters:
         searched.add(code)
         is_own = self._is_own()
         assert is_own is not None
-        for module in _modules_of(fn, given):
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and not is_own(parameter):
-                    self._watch_one(f"{type(module).__name__}'s {name}", parameter)
+        for found in _trained_by(fn, given):
+            named: Iterable[tuple[str, torch.Tensor]]
+            if isinstance(found, nn.Module):
+                kind = type(found).__name__
+                named = ((f"{kind}'s {name}", each) for name, each in found.named_parameters())
+            else:
+                kind = "parameter" if isinstance(found, nn.Parameter) else "tensor"
+                named = [(f"a {kind} of shape {tuple(found.shape)}", found)]
+            for name, tensor in named:
+                if tensor.requires_grad and not is_own(tensor):
+                    self._watch_one(name, tensor)
 
-    def _watch_one(self, name: str, parameter: torch.Tensor) -> None:
-        if parameter in self._watched:
+    def _watch_one(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor in self._watched:
             return
-        self._watched[parameter] = None
+        self._watched[tensor] = None
         known = self._is_own
+        is_parameter = isinstance(tensor, nn.Parameter)
 
         def refuse(reached: torch.Tensor) -> None:
             is_own = known()
             if state.replica is None or is_own is None or is_own(reached):
+                return
+            if not is_parameter:
+                if state.replica.replica_id_in_sync_group == 0:
+                    warnings.warn(
+                        f"{name}, made outside of run, gets a gradient that is this replica's own: "
+                        "if it is to be trained, make it a torch.nn.Parameter of a module in the "
+                        "scope; otherwise average the gradient by the replica context's all_reduce",
+                        stacklevel=2,
+                    )
                 return
             raise ValueError(
                 f"{name} was made outside the scope, so every replica trains a separate model: "
@@ -76,7 +94,7 @@ class OutsideParameters:
                 "requires_grad_(False) on it"
             )
 
-        parameter.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+        tensor.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
 
 
 def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +105,8 @@ def _innermost(fn: Callable[..., Any]) -> Callable[..., Any]:
     return inner
 
 
-def _modules_of(used: Callable[..., Any], given: Any) -> Iterator[nn.Module]:
+def _trained_by(used: Callable[..., Any], given: Any) -> Iterator[nn.Module | torch.Tensor]:
+    """Yield modules, and tensors outside of modules that require gradients."""
     package = _package(getattr(_innermost(used), "__module__", None))
     seen: set[int] = set()
     waiting: list[tuple[Any, int]] = [(used, 0), (given, 0)]
@@ -98,6 +117,9 @@ def _modules_of(used: Callable[..., Any], given: Any) -> Iterator[nn.Module]:
         seen.add(id(value))
         if isinstance(value, nn.Module):
             yield value
+        elif isinstance(value, torch.Tensor):
+            if value.requires_grad and value.is_leaf:
+                yield value
         else:
             waiting += [(part, depth + 1) for part in _parts(value, package)]
 

@@ -1,0 +1,99 @@
+"""Compares what runs change without a backward, which would have reduced and compared it.
+
+A step by gradients of torch.autograd.grad or torch.func, or an update by hand, has this replica's
+own gradients, unless the function has averaged them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fastdist.collectives.communicator import Communicator
+from fastdist.errors import CollectiveMismatchError, FastdistError
+from fastdist.training.contributions import ReducedParameter
+from fastdist.training.parameter_sample import Element, first_difference
+from fastdist.training.step_record import StepRecord
+
+_ELEMENTS = 16
+
+
+class UnreducedRuns:
+    """The runs of one replica.
+
+    Args:
+        parameters: each parameter once, in the same order on all replicas.
+        workers: the communicator of all replicas.
+        record: the record of runs, which knows of backwards.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ReducedParameter], workers: Communicator, record: StepRecord
+    ) -> None:
+        self._parameters = parameters
+        self._workers = workers
+        self._record = record
+        self._turn = 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Return a context manager around a run on copies. Every replica must call.
+
+        Raises:
+            FastdistError: the run has made the copies different.
+        """
+        before = self._versions()
+        yield
+        if not self._record.backwards_of_run and self._versions() != before:
+            self._compare("")
+
+    def require_reduced(self) -> None:
+        """Check the gradients of a step that changes the only copy. Every replica must call.
+
+        Raises:
+            FastdistError: they differ.
+        """
+        if not self._record.backwards_of_run:
+            self._compare("the gradient of ")
+
+    def _versions(self) -> list[int]:
+        alive = (reduced.ref() for reduced in self._parameters)
+        return [-1 if parameter is None else parameter._version for parameter in alive]
+
+    def _compare(self, of: str) -> None:
+        try:  # a call that no other is like, since other replicas may not be here
+            self._workers.all_reduce(np.zeros(_ELEMENTS, np.int8), "max")
+        except CollectiveMismatchError as error:
+            raise FastdistError(
+                "a run without backward has changed parameters on this replica, and not on others, "
+                "which make another call: updates by hand, and weights that are loaded in run, "
+                f"must be the same on all replicas. {error}",
+                error.ranks,
+            ) from None
+        everyone = self._workers.all_gather_object(list(self._elements(bool(of))))
+        for other, theirs in enumerate(everyone):
+            found = first_difference(everyone[0], theirs, is_exact=self._record.is_exact)
+            if found is not None:
+                raise FastdistError(
+                    f"{of}{found[0].what} is {found[0].value:.9g} on replica 0 and "
+                    f"{found[1].value:.9g} on replica {other}, in a run without backward. "
+                    "backward() reduces gradients over the replicas; those of torch.autograd.grad "
+                    "and torch.func, and updates by hand, are this replica's own: average them "
+                    'first by fastdist.get_replica_context().all_reduce("mean", gradients)',
+                    (other,),
+                )
+
+    def _elements(self, of_gradients: bool) -> Iterator[Element]:
+        """Yield elements of parameters or their gradients, others each time."""
+        self._turn += 1
+        for number in range(_ELEMENTS if self._parameters else 0):
+            at = self._turn * _ELEMENTS + number
+            reduced = self._parameters[at % len(self._parameters)]
+            parameter = reduced.ref()
+            tensor = parameter.grad if of_gradients and parameter is not None else parameter
+            if tensor is not None and not tensor.is_sparse and tensor.numel():
+                index = at * 40503 % tensor.numel()
+                value = float(tensor.detach().reshape(-1)[index].abs())
+                yield Element(reduced.place, reduced.name, "", index, value)

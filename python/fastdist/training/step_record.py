@@ -62,6 +62,8 @@ class StepRecord:
         digests: takes the digests of recorded steps; None if none are recorded.
         is_exact: False allows elements to differ by rounding.
         backwards_of_run: the number of reductions in the present run, so far.
+        is_reduced: True if gradients were reduced since the last step.
+        has_stepped: True if the present run has taken a step by gradients that were reduced.
     """
 
     def __init__(self) -> None:
@@ -71,6 +73,7 @@ class StepRecord:
         self._taken = _Steps()
         self._sent = _Steps()
         self.backwards_of_run = 0
+        self.is_reduced = self.has_stepped = False
         self._run = 0
         self._origin: Origin | None = None
 
@@ -78,6 +81,7 @@ class StepRecord:
         """Count a run that begins, on a batch of this origin."""
         self._run += 1
         self.backwards_of_run = 0
+        self.has_stepped = False
         self._origin = origin
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
@@ -86,6 +90,12 @@ class StepRecord:
         taken.name, taken.settings = type(optimizer).__name__, _settings(optimizer)
         taken.code = zlib.crc32(f"{taken.name}{taken.settings}".encode(), taken.code)
         taken.count += 1
+        self.note_step()
+
+    def note_step(self) -> None:
+        """Note that gradients are used."""
+        self.has_stepped |= self.is_reduced
+        self.is_reduced = False
 
     def take(self, weights: tuple[float, ...] | None) -> int:
         """Return the hash for `hash_bits`, and start a new record of steps.
@@ -94,6 +104,7 @@ class StepRecord:
             weights: what each replica counts, such as its examples; None if all count the same.
         """
         self.backwards_of_run += 1
+        self.is_reduced = True
         self._sent, self._taken = self._taken, _Steps()
         values = b"" if self.sample is None else self.sample.take()
         epoch, step, _, code, data = self._origin or _NO_ORIGIN

@@ -54,7 +54,9 @@ class UnreducedRuns:
         some = [reduced.ref for reduced in self._parameters[self._runs % apart :: apart]]
         before = _versions(some)
         yield
-        if not self._record.backwards_of_run and _versions(some) != before:
+        record = self._record
+        is_reduced = record.backwards_of_run or record.has_stepped
+        if not is_reduced and _versions(some) != before:
             self._compare("")
 
     def require_reduced(self) -> None:
@@ -63,8 +65,9 @@ class UnreducedRuns:
         Raises:
             FastdistError: they differ.
         """
-        if not self._record.backwards_of_run:
+        if not self._record.is_reduced:
             self._compare("the gradient of ")
+        self._record.note_step()
 
     def _compare(self, of: str) -> None:
         try:  # a call that no other is like, since other replicas may not be here

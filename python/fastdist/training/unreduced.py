@@ -100,11 +100,13 @@ class UnreducedRuns:
             reduced = self._parameters[at % len(self._parameters)]
             parameter = reduced.ref()
             tensor = parameter.grad if of_gradients and parameter is not None else parameter
-            if tensor is not None and not tensor.is_sparse and tensor.numel():
+            is_trained = parameter is not None and parameter.requires_grad
+            if is_trained and tensor is not None and not tensor.is_sparse and tensor.numel():
                 index = at * 40503 % tensor.numel()
                 value = float(tensor.detach().reshape(-1)[index].abs())
                 yield Element(reduced.place, reduced.name, "", index, value)
 
 
 def _versions(refs: Sequence[weakref.ref[torch.nn.Parameter]]) -> list[int]:
-    return [-1 if (parameter := ref()) is None else parameter._version for ref in refs]
+    # Others may be a replica's own, such as Keras' variables of metrics.
+    return [p._version for ref in refs if (p := ref()) is not None and p.requires_grad]

@@ -154,7 +154,7 @@ def autograd(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
-@pytest.mark.parametrize("kind", ["mirrored", "central"])
+@pytest.mark.parametrize("kind", ["mirrored", "central", "sharded"])
 @pytest.mark.parametrize("averages", [False, True])
 def test_steps_by_gradients_of_autograd_grad(run: Run, kind: str, averages: bool) -> None:
     def case(strategy: Strategy) -> None:

@@ -175,6 +175,7 @@ class AdoptedModules:
         self._steps.prepare(optimizer)
         if self._unreduced is not None and state.replica is not None:
             self._unreduced.require_reduced()
+            self._steps.record.note_step()
 
     def _release(self) -> None:
         """Forget the models that no replica has any more. Every replica must call."""
@@ -264,7 +265,7 @@ class AdoptedModules:
         self._steps.record.clear()
         if self.sync is not None:
             self.sync.close()
-            self.sync = self._unreduced = None
+            self.sync = self._unreduced = self._steps.unreduced = None
         self._buffers = BufferSync(
             list(self._buffered()), self._buffer_places, self._buffers.examples
         )
@@ -292,6 +293,8 @@ class AdoptedModules:
                 communicators.replicas,
                 self._steps.record,
             )
+            if self._options.shard_optimizer:
+                self._steps.unreduced = self._unreduced
             if self._digests is not None:
                 exact = self._steps.record.is_exact
                 self._digests.watch(list(self._reduced()), communicators.replicas, exact)

@@ -342,6 +342,7 @@ class GradientSync:
         used, written = self._ask()
         with self._explaining():
             self._reduce_rest(used, written)
+        self._steps.note_backward()
         self._accumulation.held.clear()
         self._accumulation.was_held = False
         self.watch()  # parameters that were unfrozen since this run began

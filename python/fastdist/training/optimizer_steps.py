@@ -23,6 +23,7 @@ from fastdist.replicas.random_streams import CommonStream
 from fastdist.training.contributions import GradientReduction, call_weakly
 from fastdist.training.gradients import GradientSync
 from fastdist.training.step_record import StepRecord
+from fastdist.training.unreduced import UnreducedRuns
 
 
 class OptimizerSteps:
@@ -36,10 +37,12 @@ class OptimizerSteps:
 
     Attributes:
         record: the steps so far, to be compared with other replicas.
+        unreduced: checks the gradients of steps of sharded optimizers; None of others.
     """
 
     def __init__(self, reduction: GradientReduction) -> None:
         self.record = StepRecord()
+        self.unreduced: UnreducedRuns | None = None
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -113,6 +116,8 @@ class OptimizerSteps:
                 self._require_foreign(optimizer)
             return None
         self.prepare(optimizer)
+        if context is not None and self.unreduced is not None:
+            self.unreduced.require_reduced()
         enter(Phase.OPTIMIZER)
         if not self._has_one_copy:
             self.record.note(optimizer)

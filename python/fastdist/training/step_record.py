@@ -62,6 +62,7 @@ class StepRecord:
         digests: takes the digests of recorded steps; None if none are recorded.
         is_exact: False allows elements to differ by rounding.
         backwards_of_run: the number of reductions in the present run, so far.
+        has_reduced: True if a backward of the present run has reduced gradients.
         is_reduced: True if gradients were reduced since the last step.
         has_stepped: True if the present run has taken a step by gradients that were reduced.
     """
@@ -73,7 +74,7 @@ class StepRecord:
         self._taken = _Steps()
         self._sent = _Steps()
         self.backwards_of_run = 0
-        self.is_reduced = self.has_stepped = False
+        self.has_reduced = self.is_reduced = self.has_stepped = False
         self._run = 0
         self._origin: Origin | None = None
 
@@ -81,7 +82,7 @@ class StepRecord:
         """Count a run that begins, on a batch of this origin."""
         self._run += 1
         self.backwards_of_run = 0
-        self.has_stepped = False
+        self.has_reduced = self.has_stepped = False
         self._origin = origin
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
@@ -91,6 +92,10 @@ class StepRecord:
         taken.code = zlib.crc32(f"{taken.name}{taken.settings}".encode(), taken.code)
         taken.count += 1
         self.note_step()
+
+    def note_backward(self) -> None:
+        """Note that a backward has reduced gradients."""
+        self.has_reduced = self.is_reduced = True
 
     def note_step(self) -> None:
         """Note that gradients are used."""
@@ -104,7 +109,6 @@ class StepRecord:
             weights: what each replica counts, such as its examples; None if all count the same.
         """
         self.backwards_of_run += 1
-        self.is_reduced = True
         self._sent, self._taken = self._taken, _Steps()
         values = b"" if self.sample is None else self.sample.take()
         epoch, step, _, code, data = self._origin or _NO_ORIGIN

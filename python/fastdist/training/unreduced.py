@@ -55,19 +55,19 @@ class UnreducedRuns:
         before = _versions(some)
         yield
         record = self._record
-        is_reduced = record.backwards_of_run or record.has_stepped
+        is_reduced = record.has_reduced or record.has_stepped
         if not is_reduced and _versions(some) != before:
             self._compare("")
 
     def require_reduced(self) -> None:
-        """Check the gradients of a step that changes the only copy. Every replica must call.
+        """Check the gradients of a step that one replica takes for all. Every replica must call.
 
         Raises:
             FastdistError: they differ.
         """
         if not self._record.is_reduced:
             self._compare("the gradient of ")
-        self._record.note_step()
+            self._record.is_reduced = True
 
     def _compare(self, of: str) -> None:
         try:  # a call that no other is like, since other replicas may not be here

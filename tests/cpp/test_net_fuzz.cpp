@@ -223,7 +223,7 @@ std::optional<ErrorCode> call_at_random(std::uint64_t seed, bool ends,
         comm.send(in, 1, options);
         break;
       case 7:
-        (void)comm.await_message(1, call, options);
+        (void)comm.await_message(1, in, options);
         [[fallthrough]];
       case 6:
         comm.recv(in, 1, options);

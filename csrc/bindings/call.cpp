@@ -120,6 +120,12 @@ DType to_wire_dtype(py::handle name) {
   throw_unexpected("compress must be None, fp16, bf16 or fp8", name);
 }
 
+void refuse_tag_on_gpus(std::uint64_t tag) {
+  if (tag == 0) return;
+  throw Error(ErrorCode::kUnsupported,
+              "messages on GPUs have no tags, got tag=" + std::to_string(tag));
+}
+
 void check_row_major(const Arrays& arrays) {
   for (const TensorView& view : arrays.views()) {
     if (view.order == 0) continue;
@@ -218,10 +224,7 @@ CallArguments::CallArguments(Op op, py::handle default_timeout, PyObject* const*
 }
 
 py::dict CallArguments::by_name() const {
-  if (to_tag(tag) != 0) {
-    throw Error(ErrorCode::kUnsupported,
-                "messages on GPUs have no tags, got tag=" + py::str(tag).cast<std::string>());
-  }
+  refuse_tag_on_gpus(to_tag(tag));
   py::dict result;
   for (const Name& name : kNames) {
     const py::handle value = this->*name.value;
@@ -257,10 +260,7 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), self);
   if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), self);
   tag = to_tag(given.tag);
-  if (tag != 0 && placement.device) {
-    throw Error(ErrorCode::kUnsupported,
-                "messages on GPUs have no tags, got tag=" + std::to_string(tag));
-  }
+  if (placement.device) refuse_tag_on_gpus(tag);
   if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();
   view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
   check_arrays(ranks);

@@ -50,7 +50,7 @@ def warned(call: Callable[[], Any]) -> list[str]:
 
 @pytest.mark.parametrize("size", [4, 5, 8])
 def test_a_backward_before_those_that_no_sync_holds(run: Run, size: int) -> None:
-    """Of an expert that in `no_sync` only some replicas use."""
+    """An expert gets gradients on some replicas alone while `no_sync` holds them."""
 
     def train(strategy: Strategy) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -89,9 +89,8 @@ class RankDoor:
         self._on_said = on_said
         self._on_left = on_left
         # Each with a descriptor that is readable once its process ends, before its connection ends
-        # if another process has that too, or after.
-        self._ranks: dict[int, tuple[Line, int]] = {}
-        self._pids: dict[int, int] = {}
+        # if another process has that too, or after; and with the process.
+        self._ranks: dict[int, tuple[Line, int, int]] = {}
         self._count = 0
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"\0{self.name}")
@@ -135,13 +134,12 @@ class RankDoor:
             connection.close()
             return
         connection.settimeout(_SEND_S)
-        for other, (line, _) in list(self._ranks.items()):
-            if self._pids[other] == pid and line.connection.fileno() < 0:
+        for other, (line, _, other_pid) in list(self._ranks.items()):
+            if other_pid == pid and line.connection.fileno() < 0:
                 self._end(other)  # it has left, and is back
         self._count += 1
         number = self._count
-        self._pids[number] = pid
-        self._ranks[number] = Line(connection), pid_fd
+        self._ranks[number] = Line(connection), pid_fd, pid
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(number))
         self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._end(number))
 
@@ -158,8 +156,7 @@ class RankDoor:
         self._on_left(number, True)
 
     def _forget(self, number: int) -> None:
-        line, pid_fd = self._ranks.pop(number)
-        del self._pids[number]
+        line, pid_fd, _ = self._ranks.pop(number)
         self._hang_up(line)
         self._selector.unregister(pid_fd)
         os.close(pid_fd)

@@ -243,7 +243,8 @@ class Roster:
             times_s += [self._gathered_s, self._last_call_s, self._crew.waits_until_s]
             times_s += [branch.heard_s + SILENT_S for branch in self._branches.values()]
             now_s = time.monotonic()
-            times_s += [at_s for at_s in [self._settled_s] if at_s > now_s]
+            if self._settled_s > now_s:
+                times_s.append(self._settled_s)
             next_s = min((at_s for at_s in times_s if at_s is not None), default=None)
             wait_s = None if next_s is None else max(0.0, next_s - now_s)
             for key, _ in self._selector.select(wait_s):

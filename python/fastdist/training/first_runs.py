@@ -144,7 +144,7 @@ class FirstRuns:
                     "lambda labels: (labels != -100).sum(), labels))",
                     stacklevel=6,  # the line that calls run
                 )
-        if self._has_sum and self._losses_left and is_chief and not self._sums:
+        if self._has_sum and not self._sums and is_chief:
             warnings.warn(
                 "the loss is a sum over the examples of a batch, and gradients are averaged over "
                 "the replicas: they are not those of the sum over the global batch. Divide the sum "
@@ -152,8 +152,7 @@ class FirstRuns:
                 'fastdist.CommunicationOptions(gradient_reduction="sum")',
                 stacklevel=6,  # the line that calls run
             )
-        if self._has_sum:
-            self._has_sum, self._sums = False, True
+        self._sums |= self._has_sum  # warned once
         if self._is_found and is_chief:
             warnings.warn(
                 f"run got the same tensors on all replicas in its first {_RUNS} runs, so every "

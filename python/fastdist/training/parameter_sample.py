@@ -102,7 +102,7 @@ class ParameterSample:
         return _core.read_memory(addresses, sizes)
 
     def _of_parameters(self, turn: int) -> Iterator[tuple[*_Sampled, int]]:
-        parameters, bits = self._parameters, _scattered(turn)
+        parameters, bits = self._parameters, scattered(turn)
         count = len(parameters)
         for number in range(turn * _PARAMETERS, (turn + 1) * _PARAMETERS):
             reduced, elements, size = parameters[number % count]
@@ -113,7 +113,7 @@ class ParameterSample:
     def _of_states(self, turn: int) -> Iterator[tuple[*_Sampled, int]]:
         if not self._optimizers:
             return
-        count, bits = len(self._parameters), _scattered(~turn & _MASK)
+        count, bits = len(self._parameters), scattered(~turn & _MASK)
         optimizer = self._optimizers[turn % len(self._optimizers)]()
         for number in range(turn * _STATES, (turn + 1) * _STATES):
             reduced = self._parameters[number % count][0]
@@ -136,13 +136,18 @@ class ParameterSample:
             tensor = ref()
             if tensor is None:
                 continue
-            element = tensor.detach().view(-1)[index]
-            value = element.abs() if element.is_complex() else element
-            found.append(Element(reduced.place, reduced.name, key, index, float(value.item())))
+            found.append(element_of(reduced, key, tensor, index))
         return found
 
 
-def _scattered(number: int) -> int:
+def element_of(reduced: ReducedParameter, key: str, tensor: torch.Tensor, index: int) -> Element:
+    """Return an element of a parameter, or of a tensor that belongs to it."""
+    element = tensor.detach().reshape(-1)[index]
+    value = element.abs() if element.is_complex() else element
+    return Element(reduced.place, reduced.name, key, index, float(value.item()))
+
+
+def scattered(number: int) -> int:
     """Return a number that hardly depends on those before, by splitmix64 (Steele et al., 2014)."""
     number = number * 0x9E3779B97F4A7C15 & _MASK
     number = (number ^ number >> 30) * 0xBF58476D1CE4E5B9 & _MASK

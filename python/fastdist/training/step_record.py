@@ -61,7 +61,6 @@ class StepRecord:
         sample: takes the elements of parameters; None compares none.
         digests: takes the digests of recorded steps; None if none are recorded.
         is_exact: False allows elements to differ by rounding.
-        backwards_of_run: the number of reductions in the present run, so far.
         has_reduced: True if a backward of the present run has reduced gradients.
         is_reduced: True if gradients were reduced since the last step.
         has_stepped: True if the present run has taken a step by gradients that were reduced.
@@ -73,7 +72,7 @@ class StepRecord:
         self.is_exact = True
         self._taken = _Steps()
         self._sent = _Steps()
-        self.backwards_of_run = 0
+        self._backward = 0
         self.has_reduced = self.is_reduced = self.has_stepped = False
         self._run = 0
         self._origin: Origin | None = None
@@ -81,7 +80,7 @@ class StepRecord:
     def begin_run(self, origin: Origin | None) -> None:
         """Count a run that begins, on a batch of this origin."""
         self._run += 1
-        self.backwards_of_run = 0
+        self._backward = 0
         self.has_reduced = self.has_stepped = False
         self._origin = origin
 
@@ -108,12 +107,12 @@ class StepRecord:
         Args:
             weights: what each replica counts, such as its examples; None if all count the same.
         """
-        self.backwards_of_run += 1
+        self._backward += 1
         self._sent, self._taken = self._taken, _Steps()
         values = b"" if self.sample is None else self.sample.take()
         epoch, step, _, code, data = self._origin or _NO_ORIGIN
         # The hash of numbers is the same in every process; None's is not.
-        numbers = hash((self._run, self.backwards_of_run, weights or (), epoch, step, code, data))
+        numbers = hash((self._run, self._backward, weights or (), epoch, step, code, data))
         return zlib.crc32(values, self._sent.code) ^ numbers & 0xFFFFFFFF
 
     def require_equal(
@@ -140,7 +139,7 @@ class StepRecord:
             FastdistError: they differ.
         """
         elements = [] if self.sample is None else self.sample.elements()
-        own = _Record(self._sent, self._run, self.backwards_of_run, weights, self._origin, elements)
+        own = _Record(self._sent, self._run, self._backward, weights, self._origin, elements)
         records = workers.all_gather_object(own, timeout=_EXPLAINED_S)
         for describe in (
             _other_runs,
@@ -176,7 +175,7 @@ class StepRecord:
     def clear(self) -> None:
         """Forget the runs and steps so far. Every replica must call."""
         self._taken = _Steps()
-        self._run = self.backwards_of_run = 0
+        self._run = self._backward = 0
 
 
 def _alone(values: Sequence[Any]) -> int | None:

@@ -16,7 +16,12 @@ import torch
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import CollectiveMismatchError, FastdistError
 from fastdist.training.contributions import ReducedParameter
-from fastdist.training.parameter_sample import Element, first_difference
+from fastdist.training.parameter_sample import (
+    Element,
+    element_of,
+    first_difference,
+    scattered,
+)
 from fastdist.training.step_record import StepRecord
 
 _ELEMENTS = 16
@@ -102,9 +107,7 @@ class UnreducedRuns:
             tensor = parameter.grad if of_gradients and parameter is not None else parameter
             is_trained = parameter is not None and parameter.requires_grad
             if is_trained and tensor is not None and not tensor.is_sparse and tensor.numel():
-                index = at * 40503 % tensor.numel()
-                value = float(tensor.detach().reshape(-1)[index].abs())
-                yield Element(reduced.place, reduced.name, "", index, value)
+                yield element_of(reduced, "", tensor, scattered(at) % tensor.numel())
 
 
 def _versions(refs: Sequence[weakref.ref[torch.nn.Parameter]]) -> list[int]:

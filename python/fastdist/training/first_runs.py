@@ -9,6 +9,7 @@ first gradients, one number per bit, so that it needs no call of its own.
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,7 +91,7 @@ class FirstRuns:
         """Hash how much the means in the losses count per example."""
         if is_capturing():
             return
-        found = _Means(self._own or 0)
+        found = _Means(self._own or 0, self._all)
         found.search(losses)
         self._has_sum |= found.has_sum
         if found.counts and self._own:
@@ -172,19 +173,29 @@ class _Means:
         has_sum: True if the loss is a sum over the examples that a model has seen.
     """
 
-    def __init__(self, examples: int) -> None:
+    def __init__(self, examples: int, of_all: int) -> None:
         self.counts: list[float] = []
         self.has_sum = False
         self._examples = examples
+        self._of_all = of_all
 
     def search(self, losses: Any) -> None:
         waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
         for node in _nodes(waiting, lambda node: not node.name().startswith("NllLoss")):
             if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
                 self.counts.append(float(node._saved_total_weight))
-        for node in _nodes(waiting, lambda node: node.name() in _KEEP_A_SUM):
+        for node in _nodes(waiting, self._keeps_a_sum):
             if self._is_sum(node):
                 self.has_sum = True
+
+    def _keeps_a_sum(self, node: Any) -> bool:
+        if node.name() == "MulBackward0" and self._examples:
+            factor = node._saved_other
+            if factor is not None and factor.dim() == 0 and factor.device.type == "cpu":
+                # Such a factor makes a mean over the examples, or a sum over those of all replicas.
+                parts = 1 / self._examples, self._of_all / self._examples
+                return not any(math.isclose(factor.item(), part, rel_tol=1e-6) for part in parts)
+        return node.name() in _KEEP_A_SUM
 
     def _is_sum(self, node: Any) -> bool:
         name = node.name()

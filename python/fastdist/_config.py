@@ -52,11 +52,7 @@ class Settings:
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """Read the settings.
-
-    Raises:
-        ValueError: a time is not between 0 and 1e9 s, or a flag is not 0 or 1.
-    """
+    """Read the settings."""
     defaults = Settings()
     return Settings(
         timeout_s=_seconds(environ, "FASTDIST_TIMEOUT_S", defaults.timeout_s),
@@ -78,7 +74,6 @@ class Recording:
     """A record of digests of training.
 
     Attributes:
-        path: the file.
         every: steps between two records.
         run: a name of the run; the file of another run is written anew.
     """
@@ -89,11 +84,7 @@ class Recording:
 
 
 def recording(environ: Mapping[str, str] = os.environ) -> Recording | None:
-    """Return what to record; None for nothing.
-
-    Raises:
-        ValueError: FASTDIST_RECORD_EVERY is no positive integer.
-    """
+    """Return what to record; None for nothing."""
     file, every, run = RECORD_VARIABLES
     text = environ.get(every, "100")
     if not (text.isascii() and text.isdigit() and int(text) > 0):
@@ -103,11 +94,7 @@ def recording(environ: Mapping[str, str] = os.environ) -> Recording | None:
 
 
 def replaced_backend(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the backend of torch.distributed whose place fastdist takes.
-
-    Raises:
-        ValueError: FASTDIST_REPLACE names another backend.
-    """
+    """Return the backend of torch.distributed whose place fastdist takes."""
     name = environ.get(REPLACE_VARIABLE) or None
     if name is not None and name not in REPLACEABLE:
         raise ValueError(f"{REPLACE_VARIABLE} must be {' or '.join(REPLACEABLE)}, got {name!r}")

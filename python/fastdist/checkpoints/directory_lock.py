@@ -23,12 +23,6 @@ class DirectoryLock:
     the process, however that ends, and is kept when the process opens and closes the file
     elsewhere, as when it copies the directory. Forked children release it. Over NFS it holds
     between machines.
-
-    Args:
-        directory: the directory, created if it does not exist.
-
-    Raises:
-        OSError: another job holds the lock, or the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:

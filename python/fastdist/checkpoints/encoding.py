@@ -35,11 +35,7 @@ class Encoder:
         self._names: dict[tuple[Any, ...], str] = {}
 
     def encode(self, value: Any, path: tuple[str, ...] = ()) -> Any:
-        """Return JSON for a value.
-
-        Raises:
-            TypeError: a leaf has a type that cannot be saved; the message names its path.
-        """
+        """Return JSON for a value."""
         kind = type(value)
         if kind in _SCALARS or (kind is float and math.isfinite(value)):
             return value
@@ -102,11 +98,7 @@ class Encoder:
 
 
 def decode(encoded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `Encoder.encode` turned into JSON.
-
-    Raises:
-        ValueError: a marker is unknown, or a tensor is missing.
-    """
+    """Return the value that `Encoder.encode` turned into JSON."""
     if isinstance(encoded, list):
         return [decode(item, tensors) for item in encoded]
     if not isinstance(encoded, dict):

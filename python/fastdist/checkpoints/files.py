@@ -84,9 +84,6 @@ def write(
     Args:
         write_others: a function that writes and flushes further files into the directory it is
             given; it returns what the index says of them.
-
-    Raises:
-        OSError: the disk is full, or the directory cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -243,13 +240,7 @@ def read_part(index: Index, name: str) -> PartFiles:
 
 
 def read_tensors(index: Index, part: str) -> dict[str, torch.Tensor]:
-    """Read the tensors of a part, and check every byte of its file.
-
-    Raises:
-        DamagedCheckpointError: the file is missing or damaged; the message names the first damaged
-            tensor.
-        OSError: the file cannot be read now.
-    """
+    """Read the tensors of a part, and check every byte of its file."""
     from safetensors import safe_open
 
     path = index.path / f"{part}.safetensors"

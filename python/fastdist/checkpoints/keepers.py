@@ -18,11 +18,7 @@ class Keeper(Protocol):
         """Write files into the directory of a checkpoint; return what its index says of them."""
 
     def check_files(self, directory: Path) -> None:
-        """Check every byte of the files in a checkpoint.
-
-        Raises:
-            ValueError: the files are damaged, or hold other values.
-        """
+        """Check every byte of the files in a checkpoint."""
 
     def read_files(self, directory: Path) -> None:
         """Restore the values from a checkpoint that `check_files` has accepted."""

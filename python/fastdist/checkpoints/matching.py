@@ -12,11 +12,7 @@ _MOST_NAMES = 10
 
 
 def require_match(name: str, part: Any, value: Any, class_name: str) -> None:
-    """Check that a part of a checkpoint, which is not a module, can take a saved state.
-
-    Raises:
-        ValueError: another object was saved; the message lists names and shapes.
-    """
+    """Check that a part of a checkpoint, which is not a module, can take a saved state."""
     # An optimizer, or a scheduler, accepts the state of another class.
     if hasattr(part, "load_state_dict") and not any(
         base.__name__ == class_name for base in type(part).__mro__
@@ -34,11 +30,7 @@ def require_match(name: str, part: Any, value: Any, class_name: str) -> None:
 
 
 def require_same_tensors(name: str, own: Mapping[str, Any], saved: Any) -> None:
-    """Check that a module whose state_dict is `own` can take a saved one.
-
-    Raises:
-        ValueError: names or shapes differ; the message lists them.
-    """
+    """Check that a module whose state_dict is `own` can take a saved one."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"{name}: expected the state of a module, got {type(saved).__name__}")
     missing = [f"{key} {_shape(own[key])}" for key in own if key not in saved]

@@ -45,8 +45,6 @@ def add_command(
     """Add a command.
 
     Args:
-        subparsers: the subparsers that get the command.
-        name: the command.
         handler: "module:function" below fastdist.cli, which is imported when the command runs. It
             takes the parsed arguments and returns the exit code, or None for 0.
         errors: exceptions of the handler that end the command as a `UsageError` does.

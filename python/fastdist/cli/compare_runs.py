@@ -36,7 +36,6 @@ class Parting:
     """The first step in which two runs differ.
 
     Attributes:
-        step: its number.
         replicas: replicas whose gradients, before they were reduced, differ.
         gradients: parameters whose reduced gradients differ.
         parameters: parameters that differ after the step.
@@ -66,11 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare the files; return the exit code.
-
-    Raises:
-        UsageError: a file has no record, or there is no step in both.
-    """
+    """Compare the files; return the exit code."""
     first, second = _read(options.first), _read(options.second)
     one, other = (len(next(iter(run.values()))["replicas"]) for run in (first, second))
     if one != other:

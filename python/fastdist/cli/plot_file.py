@@ -7,12 +7,7 @@ from pathlib import Path
 
 
 def check_plot(path: Path) -> None:
-    """Check that matplotlib can write such a file.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message has the command that installs it.
-        ValueError: matplotlib does not write files of this type.
-    """
+    """Check that matplotlib can write such a file."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install matplotlib")
     from matplotlib.backend_bases import FigureCanvasBase

@@ -21,9 +21,6 @@ def find_program(
         words: a script, a module or a program, then its arguments, from the command line.
         is_module: True if the first word is a module, as after `python -m`.
         environment: the environment of the processes; PATH and PYTHONPATH are used.
-
-    Raises:
-        UsageError: the program does not exist, or this user may not run it.
     """
     words = words[1:] if words[:1] == ["--"] else words
     if not words:

@@ -287,12 +287,7 @@ def _add_roles(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the job; return its exit code.
-
-    Raises:
-        UsageError: the options are wrong.
-        StartError: a process cannot be started.
-    """
+    """Run the job; return its exit code."""
     arguments.least_nodes, arguments.nnodes = arguments.nnodes
     _check_options(arguments)
     if arguments.least_nodes is not None:

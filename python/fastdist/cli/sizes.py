@@ -10,11 +10,7 @@ _SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Parse a size in bytes: `8`, `64K`, `1M`, `2GiB` (powers of 1024).
-
-    Raises:
-        ValueError: The text is not a positive size.
-    """
+    """Parse a size in bytes: `8`, `64K`, `1M`, `2GiB` (powers of 1024)."""
     match = _SIZE.fullmatch(text.strip())
     size = int(match[1]) * _UNITS[match[2].upper()] if match else 0
     if size < 1:
@@ -26,9 +22,6 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """Parse a range `8:256M` or a list `8,1K,64K` of sizes.
 
     In a range each size is 4 times the previous size; the end is always included.
-
-    Raises:
-        ValueError: A size is malformed, or the range is descending.
     """
     if ":" not in text:
         return tuple(parse_size(part) for part in text.split(","))

@@ -43,10 +43,8 @@ class Machines:
     """The machines of a job of ranks, which start equally many.
 
     Attributes:
-        count: number of machines.
         own: number of this machine, from 0.
         host: host of machine 0, where rank 0 listens; in an elastic job, this machine's address.
-        port: port of rank 0.
         launcher: "ip:port" at which this launcher answers questions about its ranks, or "".
     """
 
@@ -61,12 +59,7 @@ def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = 
     """Return this machine's tasks of a job of ranks, with torchrun's variables.
 
     Args:
-        ranks: number of ranks on this machine.
-        user: variables that override inherited ones.
         machines: the machines of the job; None if all ranks are on this machine.
-
-    Raises:
-        UsageError: `user` has a variable that fastdist run sets.
     """
     own = _RANK_VARIABLES if machines is None else (*_RANK_VARIABLES, *_MASTER_VARIABLES)
     _refuse(user, own, "fastdist run sets it itself, for each rank")
@@ -106,12 +99,8 @@ def elastic_tasks(
     Args:
         most: number of tasks.
         roster: the name of the socket at which they talk to the roster.
-        user: variables that override inherited ones.
         machines: the machines of the job; None if it has this one alone.
         threads: threads of each rank; None: its share of this machine's cores.
-
-    Raises:
-        UsageError: `user` has a variable that makes a rank.
     """
     _refuse(user, (*_RANK_VARIABLES, ROSTER_VARIABLE), "ranks of an elastic job change")
     environment = without_rank(os.environ)
@@ -154,7 +143,6 @@ def host_tasks(
         places: the arguments of `fastdist run` that say which machine it is.
         arguments: its other arguments.
         rdzv: host of rank 0 or of the roster for the other machines, and its port.
-        user: variables that override inherited ones.
         is_elastic: machines may be lost, and are started again.
     """
     carried = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIX)}
@@ -185,11 +173,7 @@ def new_secret(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def take_variables() -> dict[str, str]:
-    """Read from stdin what `host_tasks` sends: set variables, and return those of the user.
-
-    Raises:
-        UsageError: stdin has ended before.
-    """
+    """Read from stdin what `host_tasks` sends: set variables, and return those of the user."""
     line = bytearray()
     while not line.endswith(b"\n"):  # one by one: the rest of stdin is the supervisor's
         byte = os.read(0, 1)
@@ -212,15 +196,9 @@ def role_tasks(
     """Return a chief, workers, parameter servers and perhaps an evaluator, with TF_CONFIG.
 
     Args:
-        workers: number of workers.
-        servers: number of parameter servers.
         has_evaluator: add an evaluator.
         ports: a port for each task.
         folder: the folder of the job's sockets; "" for TCP.
-        user: variables that override inherited ones.
-
-    Raises:
-        UsageError: `user` has a variable that differs from task to task, or that makes a rank.
     """
     _refuse(user, (TF_CONFIG,), "fastdist run sets it itself, for each task")
     _refuse(user, _RANK_VARIABLES, "tasks of a job with parameter servers are not ranks")

@@ -52,10 +52,6 @@ class Branch:
         address: "tcp://host:port" of the roster.
         most: number of ranks that are started here.
         on_lost: a function to call, in the thread, with the reason why there is no roster.
-
-    Raises:
-        ClusterConfigError: the job has no secret.
-        ImportError: the package for encryption is missing.
     """
 
     def __init__(self, address: str, most: int, on_lost: Callable[[str], None]) -> None:

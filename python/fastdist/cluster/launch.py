@@ -130,11 +130,7 @@ def claim_place() -> None:
 
 
 def require_own_place() -> None:
-    """Check that this process is a rank itself, and no process that a rank has started.
-
-    Raises:
-        ClusterConfigError: a rank has started it, with its own environment.
-    """
+    """Check that this process is a rank itself, and no process that a rank has started."""
     (pid, claimed), place = _claim(), _place()
     with suppress(OSError):  # no /proc
         if claimed == place and pid != os.getpid() and pid in ancestors("self"):

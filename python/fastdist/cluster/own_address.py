@@ -25,9 +25,6 @@ def own_address(host: str, port: int, deadline: float = 0.0) -> str:
 
     Returns:
         An IP address; with GLOO_SOCKET_IFNAME set, the address of that interface.
-
-    Raises:
-        ClusterConfigError: there is no route to the host, or no such interface.
     """
     interface = settings().interface
     while True:

@@ -12,12 +12,6 @@ def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
 
     The socket is bound but does not listen. A server that sets SO_REUSEADDR, as nearly every server
     does, can listen at the port, end, and listen again.
-
-    Args:
-        host: an IP address of this machine.
-
-    Raises:
-        OSError: no port is free, or the host has no such address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     holder = socket.socket(family, socket.SOCK_STREAM)
@@ -32,11 +26,7 @@ def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
 
 @contextmanager
 def reserved_ports(count: int) -> Iterator[list[int]]:
-    """Reserve free ports of 127.0.0.1 with `reserve_port` until the context is closed.
-
-    Raises:
-        OSError: fewer ports are free.
-    """
+    """Reserve free ports of 127.0.0.1 with `reserve_port` until the context is closed."""
     with ExitStack() as stack:
         ports = []
         for _ in range(count):

@@ -22,30 +22,18 @@ MOST_BYTES = 1 << 20
 
 
 class Line:
-    """A connection that carries lines of JSON.
-
-    Args:
-        connection: a connected stream socket.
-    """
+    """A connection that carries lines of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._received = bytearray()
 
     def send(self, **message: Any) -> None:
-        """Send one message.
-
-        Raises:
-            OSError: the other end is gone.
-        """
+        """Send one message."""
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[tuple[str, Any]]:
-        """Return the messages that have come, after a wait for bytes as the socket is set.
-
-        Raises:
-            EOFError: the other end is gone, or what it sends is no message.
-        """
+        """Return the messages that have come, after a wait for bytes as the socket is set."""
         try:
             data = self.connection.recv(1 << 16)
         except (BlockingIOError, TimeoutError):

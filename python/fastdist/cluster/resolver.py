@@ -149,16 +149,10 @@ def divide_among_jobs(
 
     Args:
         jobs: number of tasks of each job.
-        addresses: addresses of all processes, by rank.
-        rank: rank of this process.
         reason: source of the number of processes, such as "WORLD_SIZE='4'".
 
     Returns:
         The cluster, and this process's job and index.
-
-    Raises:
-        ClusterConfigError: the number of tasks differs from the number of processes, or the jobs
-            are not a valid cluster.
     """
     if sum(jobs.values()) != len(addresses) or min(jobs.values(), default=0) < 0:
         raise ClusterConfigError(

@@ -140,11 +140,6 @@ class Roster:
         on_failure: a function to call, in the thread, if the program has failed on one of them
             before there was a world.
         machines: number of machines with spares, in a job that keeps `most` ranks; 0 in others.
-
-    Raises:
-        OSError: another process listens at the address, or it is not this machine's.
-        ClusterConfigError: the job has no secret, which other machines need.
-        ImportError: the package for encryption is missing, which other machines need.
     """
 
     def __init__(

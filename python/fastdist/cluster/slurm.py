@@ -154,9 +154,6 @@ def expand_hostlist(text: str) -> list[str]:
 
     Leading zeros are kept. With several brackets, the last varies fastest, as in the output of
     `scontrol show hostnames`.
-
-    Raises:
-        ValueError: the list is malformed or too long.
     """
     hosts: list[str] = []
     position = 0
@@ -178,11 +175,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def parse_tasks_per_node(text: str) -> list[tuple[int, int]]:
-    """Parse a list such as "2(x3),1" into pairs of tasks per node and number of nodes.
-
-    Raises:
-        ValueError: the list is malformed.
-    """
+    """Parse a list such as "2(x3),1" into pairs of tasks per node and number of nodes."""
     runs = []
     for entry in text.split(","):
         match = _RUN.fullmatch(entry.strip())

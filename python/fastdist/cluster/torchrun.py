@@ -95,15 +95,8 @@ def exchange_addresses(
     Later calls return the same addresses.
 
     Args:
-        rank: rank of this process.
-        world_size: number of ranks.
         store_address: "host:port" of the store; rank 0 opens it unless torchrun's agent has.
         attempt: number of restarts of the job, the same on all ranks.
-        timeout_s: seconds to wait for all ranks.
-
-    Raises:
-        ClusterConfigError: a rank did not arrive in time, or the store cannot be reached.
-        ImportError: torch is not installed.
     """
     try:
         distributed = import_module("torch.distributed")

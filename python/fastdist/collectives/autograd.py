@@ -12,11 +12,7 @@ from fastdist.collectives.types import ReduceOp
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """Convert a number or array to a tensor; return a tensor unchanged.
-
-    Raises:
-        TypeError: the tensor is sparse.
-    """
+    """Convert a number or array to a tensor; return a tensor unchanged."""
     tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
@@ -45,11 +41,7 @@ def all_reduce(communicator: Communicator | None, op: ReduceOp, value: Any) -> t
 
 
 def all_gather(communicator: Communicator | None, value: Any, axis: int) -> torch.Tensor:
-    """Join the tensors of all ranks along `axis`, the only axis that may differ in size.
-
-    Raises:
-        ValueError: a tensor is a scalar, or other axes differ; the message shows the shapes.
-    """
+    """Join the tensors of all ranks along `axis`, the only axis that may differ in size."""
     tensor = as_tensor(value)
     shapes = [tuple(tensor.shape)]
     if communicator is not None:
@@ -69,11 +61,7 @@ def with_gradient(
 
 
 def check_joinable(shapes: list[tuple[int, ...]], axis: int) -> int:
-    """Check that tensors of these shapes can be joined along `axis`; return it as non-negative.
-
-    Raises:
-        ValueError: the shapes cannot be joined; the message shows them.
-    """
+    """Check that tensors of these shapes can be joined along `axis`; return it as non-negative."""
     n_axes = len(shapes[0])
     if any(len(shape) == 0 for shape in shapes):
         raise ValueError(f"gather needs tensors of at least one dimension, got shapes {shapes}")

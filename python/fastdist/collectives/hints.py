@@ -80,9 +80,6 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
 
     They cost the communicator's attributes nothing. With `__getattr__` CPython 3.11 would look up
     every attribute the slow way, which takes a quarter of the time of a small collective.
-
-    Returns:
-        The names.
     """
     public = [name for name in vars(communicator) if not name.startswith("_")]
     names = {_squeezed(ours): ours for ours in public} | {"bcast": "broadcast"}

@@ -335,11 +335,7 @@ def _alone() -> Engine:
 
 
 def coordinator_of_launch(launch: Launch) -> str:
-    """Return the "host:port" of rank 0 of a job on several machines.
-
-    Raises:
-        ClusterConfigError: MASTER_ADDR is not set, or MASTER_ADDR or MASTER_PORT is invalid.
-    """
+    """Return the "host:port" of rank 0 of a job on several machines."""
     if not os.environ.get("MASTER_ADDR"):
         raise ClusterConfigError(
             f"{launch.launcher} started {launch.world_size} ranks, {launch.local_world_size} of "

@@ -46,11 +46,7 @@ def refuse(call: str, stream: Any, async_op: bool) -> None:
 
 
 def require_same_call(comm: Ranks, call: str, timeout: float | None) -> None:
-    """Check that all ranks make one call, which is made of messages. Every rank must call.
-
-    Raises:
-        CollectiveMismatchError: they do not; the message has the call of each rank.
-    """
+    """Check that all ranks make one call, which is made of messages. Every rank must call."""
     codes = comm.all_gather(np.array([zlib.crc32(call.encode())]), timeout=timeout)
     if (codes == codes[0]).all():
         return

@@ -21,11 +21,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def collate(examples: list[Any]) -> Any:
-    """Apply torch's default_collate to each leaf, so that tuples stay tuples and dataclasses work.
-
-    Raises:
-        ValueError: the examples differ in structure.
-    """
+    """Apply torch's default_collate to each leaf: tuples stay tuples, and dataclasses work."""
     try:
         return map_structure(lambda *leaf: default_collate(list(leaf)), *examples)
     except ValueError as error:
@@ -44,13 +40,9 @@ def join(
     """Join one batch per local replica into one structure of per-replica values.
 
     Args:
-        batches: one batch per local replica.
         sizes: the number of examples in each of these batches.
         examples: the number of examples of each replica of the job.
         origin: where the batches come from.
-
-    Raises:
-        ValueError: the batches differ in structure.
     """
 
     def joined(*values: Any) -> PerReplica[Any]:
@@ -81,11 +73,7 @@ def divided(batch: Any, count: int, start: int, sizes: Sequence[int]) -> tuple[A
 
 
 def count_examples(batch: Any) -> int:
-    """Count the examples of a batch: axis 0 of its first array, else its first column's length.
-
-    Raises:
-        TypeError: the batch has no array and no column.
-    """
+    """Count the examples of a batch: axis 0 of its first array, else its first column's length."""
     for array in arrays_in(batch):
         if array.ndim:
             return len(array)

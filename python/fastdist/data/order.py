@@ -21,7 +21,6 @@ class RangeOrder:
     The order depends on seed and epoch only, so it is the same for all numbers of workers.
 
     Attributes:
-        length: number of examples.
         batch_size: examples per batch; the last batch may have fewer.
         drop_remainder: True to leave out a last batch with fewer examples.
         seed: ints that, with the epoch, seed the permutation; None: ascending.

@@ -257,7 +257,6 @@ class FunctionPipeline:
     Attributes:
         batches: per-replica batches, iterated anew in every epoch.
         length: the number of batches; None if unknown.
-        replicas: number of local replicas.
         seed: ints that, with the epoch, seed what the iterable draws.
     """
 

@@ -67,12 +67,7 @@ class Request:
 
 
 def checked(request: Request) -> Request:
-    """Check all arguments, and replace a DataLoader by its dataset and settings.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: a number is out of range, or arguments contradict the DataLoader's.
-    """
+    """Check all arguments, and replace a DataLoader by its dataset and settings."""
     numbers: dict[str, Any] = {
         "seed": positive_int("seed", request.seed, least=0),
         "num_workers": positive_int("num_workers", request.num_workers, least=0),
@@ -92,12 +87,7 @@ def checked(request: Request) -> Request:
 
 
 def positive_int(name: str, value: Any, least: int) -> int:
-    """Convert a value to an int; numpy's integers are accepted, bools are not.
-
-    Raises:
-        TypeError: the value is not an integer.
-        ValueError: the value is less than `least`.
-    """
+    """Convert a value to an int; numpy's integers are accepted, bools are not."""
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise TypeError(f"{name}: expected an int, got {value!r}")
     number = operator.index(value)

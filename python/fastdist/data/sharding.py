@@ -91,9 +91,6 @@ def resolve_policy(
     """Replace AUTO by FILE or DATA, and check FILE.
 
     `num_files` is None if the source is not `Files`.
-
-    Raises:
-        ValueError: FILE was given, but the source is not `Files` or has fewer files than workers.
     """
     if policy is AutoShardPolicy.AUTO:
         enough = num_files is not None and num_files >= num_workers

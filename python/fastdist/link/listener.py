@@ -48,9 +48,6 @@ class Listener:
         breaks_if_stuck: drop connections whose peer takes nothing for 10 s.
         on_drop: a function to call with the number of a connection that is lost.
 
-    Attributes:
-        address: the address with the actual port.
-
     Raises what `connection_key` raises, and OSError if another process listens there, or the
     address is not this machine's.
     """

@@ -12,9 +12,6 @@ class Room(Generic[T]):
 
     A message larger than the limit arrives alone.
 
-    Args:
-        nbytes: the limit.
-
     Attributes:
         inside: the size of the message that each connection is receiving.
         waiting: the size of the message that each other connection will receive, in their order.

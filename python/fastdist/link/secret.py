@@ -61,11 +61,7 @@ class Secret:
         return json.dumps([text, self.derive(label, text)])
 
     def open(self, label: str, sealed: str | bytes) -> str:
-        """Return the text in the output of `seal`.
-
-        Raises:
-            UnsealedError: it was sealed with another secret or for another purpose, or not at all.
-        """
+        """Return the text in the output of `seal`."""
         try:
             if len(sealed) > _MOST_BYTES:
                 raise UnsealedError
@@ -99,9 +95,6 @@ def exchange(
 
     `allgather` may bring texts of strangers; without a secret it is believed. The label says what
     the text is, with random numbers of all ranks.
-
-    Raises:
-        ClusterConfigError: a rank does not have this rank's secret.
     """
     if secret is None:
         return allgather(text)
@@ -123,11 +116,6 @@ def connection_key(address: str) -> bytes | None:
 
     None for a Unix socket, where the kernel names the other end's user, and with
     FASTDIST_INSECURE=1.
-
-    Raises:
-        ValueError: the address is invalid.
-        ClusterConfigError: see `job_secret`.
-        ImportError: the package for encryption is missing.
     """
     if is_path(address):
         return None
@@ -145,10 +133,6 @@ def job_secret() -> Secret:
     It is FASTDIST_SECRET, the content of the file FASTDIST_SECRET_FILE, or the content of a file
     in the user's configuration folder, which is made if it does not exist. With FASTDIST_INSECURE=1
     there is none, and the process warns once.
-
-    Raises:
-        ClusterConfigError: the secret is too short, or its file cannot be read or made, or is not
-            the user's alone.
     """
     config = settings()
     if config.insecure:
@@ -213,12 +197,7 @@ def _read(path: Path, must_be_private: bool = False) -> bytes:
 
 
 def _make(path: Path) -> None:
-    """Write a new secret; ranks of other machines may do so at the same time.
-
-    Raises:
-        FileExistsError: another rank was first.
-        ClusterConfigError: the file cannot be made.
-    """
+    """Write a new secret; ranks of other machines may do so at the same time."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=path.parent)  # only this user can read it

@@ -27,7 +27,6 @@ class Task:
     Attributes:
         name: the task in messages: "worker 1".
         label: the task in brackets at the beginning of each line of its output.
-        environment: the complete environment of the process.
         ending: the effect of the process's end.
         command: its program and arguments, if they are not the job's. Its stdin stays open until
             the launcher ends.

@@ -5,11 +5,7 @@ from collections.abc import Iterator
 
 
 def stat(process: int | str) -> list[str]:
-    """Return the fields of /proc/PROCESS/stat after the program's name: state, parent, …
-
-    Raises:
-        OSError: the process has ended.
-    """
+    """Return the fields of /proc/PROCESS/stat after the program's name: state, parent, …"""
     with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
 

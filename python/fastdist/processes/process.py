@@ -112,14 +112,8 @@ def start(
     """Start a process that the kernel kills when this thread ends.
 
     Args:
-        name: the process in messages.
-        command: the program and its arguments.
-        environment: the complete environment of the process.
         receivers: functions that take its output: one each for stdout and stderr, or one for both.
         options: further arguments of `subprocess.Popen`. Without `stdin`, that is empty.
-
-    Raises:
-        StartError: the process could not be started.
     """
     if receivers:
         stderr = subprocess.PIPE if len(receivers) > 1 else subprocess.STDOUT

@@ -38,11 +38,7 @@ class Sessions:
         receivers: Sequence[Receiver] = (),
         **options: Any,
     ) -> Process:
-        """Start a process; takes the arguments of `fastdist.processes.process.start`.
-
-        Raises:
-            StartError: the process could not be started.
-        """
+        """Start a process; takes the arguments of `fastdist.processes.process.start`."""
         self._guardian = self._guardian or _start_guardian()
         process = start(name, command, environment, receivers, start_new_session=True, **options)
         self._tell_guardian(process.popen.pid)

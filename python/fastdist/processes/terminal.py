@@ -23,7 +23,6 @@ def broken(line: str, width: int | None, indent: str | None = None) -> list[str]
     """Break a line that is wider than `width` between words; words stay whole, to be copied.
 
     Args:
-        line: the line.
         width: columns; None: any number.
         indent: beginning of the further lines; None: that of the line, and two spaces.
     """
@@ -43,11 +42,7 @@ def fitted(text: str, file: IO[str]) -> str:
 
 
 def show(text: str, file: IO[str] | None = None) -> None:
-    """Write to a file at once, stdout if None.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write to a file at once, stdout if None."""
     file = file or sys.stdout
     try:
         file.write(text)

@@ -122,7 +122,6 @@ def diagnose(
     Ranks that can answer write their stacks, unless the job continues.
 
     Args:
-        job: the job.
         interval_s: seconds between the two moments at which its ranks are looked at.
         everywhere: look at the ranks of other machines too, by asking their launchers, which takes
             up to three seconds if machines do not answer.

@@ -27,11 +27,7 @@ Groups = Mapping[str, Mapping[int, int]]  # by communicator, the job's ranks by 
 
 
 def write_flight_records(folder: Path, ranks: Sequence[RankTimeline]) -> None:
-    """Write a file for each rank into a folder, which is made.
-
-    Raises:
-        OSError: the folder or a file cannot be written.
-    """
+    """Write a file for each rank into a folder, which is made."""
     folder.mkdir(parents=True, exist_ok=True)
     groups: dict[str, dict[int, int]] = defaultdict(dict)
     for timeline in ranks:

@@ -72,11 +72,7 @@ class Job:
 
 
 def job_of(pid: int) -> Job:
-    """Find the job of a process, alive or dead; read no records but those of the job.
-
-    Raises:
-        NoSuchJobError: the process has no records.
-    """
+    """Find the job of a process, alive or dead; read no records but those of the job."""
     here = (each for each in record_paths() if each.is_here and each.pid == pid)
     found = [who for each in here if (who := identity(each.path)) is not None]
     # An earlier process may have had the same number.
@@ -117,9 +113,6 @@ def find_job(jobs: Iterable[Job], name: str | None) -> Job:
     Args:
         jobs: the jobs of `jobs_here`.
         name: the id or process; None: the first job.
-
-    Raises:
-        NoSuchJobError: no job or several jobs fit.
     """
     jobs = list(jobs)
     if name is None:

@@ -21,7 +21,6 @@ class RecordPath:
 
     Attributes:
         namespace: the number of the Linux namespace of process ids that `pid` is from.
-        pid: the process.
     """
 
     path: Path
@@ -60,11 +59,7 @@ class RecordPath:
             path.unlink(missing_ok=True)
 
     def seconds_ended(self) -> float:
-        """Return the seconds since the first call, which notes that the process is dead.
-
-        Raises:
-            OSError: the note cannot be written.
-        """
+        """Return the seconds since the first call, which notes that the process is dead."""
         with contextlib.suppress(FileExistsError):
             self._ended.touch(exist_ok=False)
         known_s = time.time() - self._ended.stat().st_mtime
@@ -100,11 +95,7 @@ def own_namespace() -> int:
 
 
 def new_path() -> RecordPath:
-    """Name a file for this process's records, in a folder that exists.
-
-    Raises:
-        OSError: no folder can be made that only this user may open.
-    """
+    """Name a file for this process's records, in a folder that exists."""
     error: OSError = FileNotFoundError("no folder for records")
     for folder in _folders():
         try:

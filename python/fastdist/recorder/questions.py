@@ -45,9 +45,6 @@ def ask(
 
     Returns:
         The answer, and how many seconds this machine's monotonic clock is ahead of the launcher's.
-
-    Raises:
-        NoAnswerError: it did not answer in time, or not with the job's key.
     """
     connection = _connect(address, min(end_s, time.monotonic() + _CONNECT_S))
     with connection:
@@ -111,7 +108,6 @@ class _Talk:
     """One end of a connection on which both ends send lines.
 
     Attributes:
-        key: the key of the codes.
         end_s: the time to give up, on the monotonic clock.
     """
 
@@ -128,11 +124,7 @@ class _Talk:
         self._connection.sendall((self._code() if with_code else b"") + line + b"\n")
 
     def hear(self, most_bytes: int, with_code: bool = False) -> bytes:
-        """Return the other's line.
-
-        Raises:
-            ValueError: the line is too long, or does not begin with its code.
-        """
+        """Return the other's line."""
         line = self.peek(most_bytes)
         self._read.clear()
         code, line = (line[:_CODE_BYTES], line[_CODE_BYTES:]) if with_code else (b"", line)

@@ -72,7 +72,6 @@ def record(
     The first communicator counts as that of the whole job, until one with `is_job` is recorded.
 
     Args:
-        communicator: the compiled communicator.
         key: the name of the communicator, the same on all of its ranks.
         engine: the name of its class.
         machines: the machines of its ranks, if there are several.
@@ -98,7 +97,6 @@ def record_task(task: str, place: int, tasks: int, key: str) -> None:
     """Record the requests of a task of a job with parameter servers from now on.
 
     Args:
-        task: its name, such as "worker 1".
         place: its number among all tasks.
         tasks: the number of all tasks.
         key: the name of the job, the same on all tasks.

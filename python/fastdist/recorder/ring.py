@@ -98,7 +98,6 @@ class Member:
     Attributes:
         key: a number that is the same on all of its ranks, and on no others.
         rank: the process's rank in it.
-        size: the number of its ranks.
         engine: "host", "net", …
         is_open: False after the process has closed it.
     """
@@ -212,9 +211,6 @@ def read_records(path: Path) -> Records | None:
 
     Returns:
         The records; None if they are gone, or if the process is just beginning them.
-
-    Raises:
-        UnreadableError: the file is damaged, of another format, or of another version of fastdist.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -244,9 +240,6 @@ class Snapshot:
     Attributes:
         calls: the calls that were not being written, in the file's format, in order of beginning.
         clock: the converter of their times.
-
-    Raises:
-        UnreadableError: the file is damaged, of another format, or of another version of fastdist.
     """
 
     def __init__(self, path: Path, data: bytes, again: bytes) -> None:

@@ -186,11 +186,7 @@ def _by_signal(
 
 
 def _signal(pid: int, path: Path, may_signal: bool) -> int:
-    """Send the signal; return the size of the file before.
-
-    Raises:
-        OSError: the process does not take the signal, or there is no file.
-    """
+    """Send the signal; return the size of the file before."""
     size = path.stat().st_size
     if size > _LARGE_BYTES:
         os.truncate(path, 0)

@@ -29,7 +29,6 @@ class TracedCall:
     Attributes:
         communicator: a name that is the same on all of its ranks, and on no others.
         rank: this rank's number in the communicator.
-        size: the number of ranks of the communicator.
         sequence: the call's number in its communicator, or a send's or receive's in its lane.
         site: the caller's line; empty if unknown.
         there_s: the time when all ranks had announced the call.

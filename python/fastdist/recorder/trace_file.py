@@ -31,12 +31,7 @@ def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
 
 
 def read_trace(path: Path) -> list[RankTimeline]:
-    """Read a trace that `write_trace` wrote.
-
-    Raises:
-        OSError: the file cannot be read.
-        TraceError: the file is not such a trace.
-    """
+    """Read a trace that `write_trace` wrote."""
     text = path.read_bytes()
     try:
         trace = json.loads(text)

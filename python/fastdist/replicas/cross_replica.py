@@ -28,16 +28,10 @@ def reduce_values(
     """Reduce one value per replica; the result is on the first value's device.
 
     Args:
-        workers: the communicator of all processes; None if this is the only process.
-        op: the reduction.
         values: one value for each replica of this process.
         axis: also reduce along this axis or these axes, in which the lengths of values may differ;
             None: no axis.
         weights: weights of this process's replicas in a mean; the weights of all replicas sum to 1.
-
-    Raises:
-        TypeError: a value is neither a tensor nor a number.
-        ValueError: an axis is out of range.
     """
     tensors = [_to_tensor("reduce", value) for value in values]
     axes = None if axis is None else _axes(axis, tensors)
@@ -63,14 +57,6 @@ def weights_of(weight: Weight, workers: Communicator | None) -> tuple[float, ...
     """Return what each replica counts in a mean; None if no weight is given.
 
     Every replica must call, all with a weight or all without.
-
-    Args:
-        weight: what this replica counts.
-        workers: the communicator of all replicas; None if there is one.
-
-    Raises:
-        TypeError: a weight is not a number.
-        ValueError: a weight is negative or not finite; the message names the replica.
     """
     if weight is None:
         return None
@@ -95,13 +81,7 @@ def weights_of(weight: Weight, workers: Communicator | None) -> tuple[float, ...
 def gather_values(
     workers: Communicator | None, values: Sequence[object], axis: int
 ) -> torch.Tensor:
-    """Join the replicas' tensors along an axis, in replica order.
-
-    Raises:
-        TypeError: a value is neither a tensor nor a number.
-        ValueError: a value is a scalar, or shapes differ in another dimension; the message shows
-            the shapes.
-    """
+    """Join the replicas' tensors along an axis, in replica order."""
     tensors = [_to_tensor("gather", value) for value in values]
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if workers is not None:

@@ -31,11 +31,7 @@ def working_on_gpu(device: torch.device) -> Iterator[None]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Convert a name to a device that torch can use: "cpu" without a number, GPUs with a number.
-
-    Raises:
-        ValueError: torch cannot use the device.
-    """
+    """Convert a name to a device that torch can use: "cpu" without a number, GPUs with a number."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -66,13 +62,7 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def usable_devices(names: Sequence[str | torch.device], argument: str) -> list[torch.device]:
-    """Convert each name of a replica's device by `usable_device`.
-
-    Raises:
-        TypeError: the names are not a sequence.
-        ValueError: the sequence is empty, torch cannot use a device, or there are several devices
-            other than CPUs and CUDA's GPUs.
-    """
+    """Convert each name of a replica's device by `usable_device`."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(f'{argument} must be a list, such as ["cpu:0", "cpu:1"], got {names!r}')
     if not names:

@@ -19,7 +19,6 @@ class OpenedFile:
     """A regular file with a name, open for writing.
 
     Attributes:
-        path: its name.
         descriptor: this process's descriptor.
         device, inode: its identity, since descriptors are used again.
         size: its bytes when it was noted.
@@ -67,11 +66,7 @@ def _opened(descriptor: int) -> list[OpenedFile]:
 
 
 def require_intact_files() -> None:
-    """Check that the other replicas, which have all come, have neither deleted nor emptied them.
-
-    Raises:
-        FastdistError: one has; the message names the file.
-    """
+    """Check that the other replicas, which have all come, have neither deleted nor emptied them."""
     files = _noted.copy()
     _noted.clear()
     for file in files:

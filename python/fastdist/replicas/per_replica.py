@@ -173,9 +173,6 @@ def wrap(
         results: one structure per local replica.
         examples: the `examples` of `PerReplica`.
         weights: its `weights`.
-
-    Raises:
-        ValueError: the structures differ.
     """
 
     def join(*values: Any) -> Any:
@@ -195,9 +192,6 @@ def map_structure(
         structure: the structure that the result gets.
         others: structures that are equal to it.
         is_leaf: a function of corresponding nodes: True if `fn` takes them as they are.
-
-    Raises:
-        ValueError: the structures differ in type, length or keys; the message names the place.
     """
     if others or is_leaf is not None:
         return _Mapping(fn, is_leaf).apply("", structure, others)

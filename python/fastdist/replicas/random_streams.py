@@ -50,7 +50,6 @@ class CommonStream:
     """Switches this process's default generators to a stream that all replicas share, and back.
 
     Args:
-        device: the replica's device.
         seed: the run's number, equal on all replicas.
     """
 

@@ -16,11 +16,6 @@ def to_rows(target: torch.Tensor, indices: Any, updates: Any) -> tuple[torch.Ten
 
     Returns:
         indices, int64 [n], and updates, [n, *target.shape[1:]], of the target's dtype and device.
-
-    Raises:
-        IndexError: an index is not a row of the target.
-        TypeError: indices are not integers, or the target cannot hold the updates.
-        ValueError: a shape is wrong.
     """
     rows = as_tensor(indices).detach()
     values = as_tensor(updates).detach()

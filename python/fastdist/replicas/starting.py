@@ -53,10 +53,6 @@ def join_replicas(
         worker: rank of this worker among `workers`.
         workers: number of workers that start their replicas in this way.
         coordinator: "host:port" of rank 0 if there are several workers.
-
-    Raises:
-        ClusterConfigError: the program cannot be started again, or already runs with replicas on
-            other devices.
     """
     names = tuple(str(device) for device in devices)
     replica = started_replica()
@@ -127,11 +123,7 @@ class _Started:
         check_while_waiting(self._require_alive)
 
     def _require_alive(self) -> None:
-        """Check, during the rendezvous, that no replica has ended before it joined.
-
-        Raises:
-            ClusterConfigError: a replica has ended.
-        """
+        """Check, during the rendezvous, that no replica has ended before it joined."""
         ended = self._children.ended
         if ended and os.getpid() == self._pid:
             first = next((child for child in ended if child.status), ended[0])

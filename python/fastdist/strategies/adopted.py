@@ -87,7 +87,6 @@ class AdoptedModules:
     """The modules and optimizers made in the scope of a strategy, or passed to `mirror`.
 
     Args:
-        replicas: number of replicas of the job.
         central: the owner of the only copy of all parameters; None if every replica has a copy.
         reconnect: a function that makes the communicators again where a run has failed.
 
@@ -137,13 +136,7 @@ class AdoptedModules:
         roots: Sequence[nn.Module],
         made: Sequence[Any],
     ) -> None:
-        """Adopt modules and optimizers. Every replica must call.
-
-        Raises:
-            FastdistError: the modules differ between replicas.
-            ValueError: a module belongs to another strategy.
-            UnsupportedError: a module is torch's SyncBatchNorm, and torch has no process group.
-        """
+        """Adopt modules and optimizers. Every replica must call."""
         self._communicators = communicators
         self.refresh()
         self._release()
@@ -214,11 +207,7 @@ class AdoptedModules:
         return any(ref is not None and ref() is tensor for ref in found)
 
     def _compare(self, models: Sequence[_Model]) -> None:
-        """Check that all replicas have equal models, and broadcast rank 0's values of new tensors.
-
-        Raises:
-            FastdistError: the models differ between replicas.
-        """
+        """Check that replicas have equal models, and broadcast rank 0's values of new tensors."""
         roots = [root for model in models if (root := model.root()) is not None]
         named = [*named_parameters(roots), *named_buffers(roots)]
         new = [tensor for _, tensor in named if not self.has(tensor)]
@@ -432,11 +421,7 @@ class AdoptedModules:
         broadcast_state(workers, [tensor for _, tensor in named if id(tensor) not in but])
 
     def update(self, variable: nn.Parameter | Variable, call: Callable[[Any], Any]) -> Any:
-        """Call `call` with the component of a variable. Every replica must call.
-
-        Raises:
-            ValueError: the variable does not belong to this strategy.
-        """
+        """Call `call` with the component of a variable. Every replica must call."""
         component = variable.component if isinstance(variable, Variable) else variable
         workers = self.connect()
         if workers is not None and not self.has(component):
@@ -458,11 +443,7 @@ class AdoptedModules:
         write(0, variable)
 
     def require_in_sync(self) -> None:
-        """Check that all replicas hold bitwise equal tensors. Every replica must call.
-
-        Raises:
-            FastdistError: the tensors differ.
-        """
+        """Check that all replicas hold bitwise equal tensors. Every replica must call."""
         named = []
         for model in self._models:
             root = model.root()

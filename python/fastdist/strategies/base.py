@@ -584,11 +584,7 @@ def _batches(given: Any) -> Iterator[PerReplica[Any]]:
 
 
 def _one_division(given: Any) -> PerReplica[Any] | None:
-    """Return a value of the first batch among the arguments of `run`.
-
-    Raises:
-        ValueError: another batch was divided in other proportions.
-    """
+    """Return a value of the first batch among the arguments of `run`."""
     first = None
     for batch in _batches(given):
         if first is None:

@@ -31,7 +31,6 @@ class CentralParameters:
     """The only copy of parameters and optimizer states on a machine.
 
     Args:
-        home: device of the copy.
         device: device of this replica.
         is_owner: True in replica 0.
         is_shared: True if all replicas map the same memory.
@@ -127,9 +126,6 @@ class CentralParameters:
         """Make one step for all replicas, by a function that changes the parameters in place.
 
         Every replica must call; the owner calls `step`.
-
-        Raises:
-            UnsupportedError: not all replicas map the copy.
         """
         if not self._is_shared:
             raise UnsupportedError(
@@ -148,11 +144,7 @@ class CentralParameters:
         self._versions = [(ref, parameter._version) for ref, parameter in alive.items()]
 
     def require_unchanged(self) -> None:
-        """Check that only optimizers have changed parameters in place in `run`.
-
-        Raises:
-            FastdistError: a parameter was changed in place; each replica has changed the one copy.
-        """
+        """Check that only optimizers have changed parameters in place in `run`."""
         for ref, version in self._versions:
             parameter = ref()
             if parameter is not None and parameter._version != version:

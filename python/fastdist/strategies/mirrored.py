@@ -71,11 +71,7 @@ def device_in_slot(slot: int, given: Sequence[torch.device] | None) -> torch.dev
 def device_under(
     launch: Launch, strategy: str, given: Sequence[torch.device] | None
 ) -> torch.device:
-    """Return the device of a process that is one replica, as all of its launcher are.
-
-    Raises:
-        ClusterConfigError: the launcher started another number of processes than there are devices.
-    """
+    """Return the device of a process that is one replica, as all of its launcher are."""
     if given is not None and len(given) not in (1, launch.local_world_size):
         raise ClusterConfigError(
             f"{strategy} got {len(given)} devices; {launch.launcher} started "
@@ -88,11 +84,7 @@ def device_under(
 def replica_of_machine(
     strategy: str, given: Sequence[torch.device] | None, options: CommunicationOptions
 ) -> tuple[torch.device, Communicator | None]:
-    """Return this process's device and the communicator of all replicas of one machine.
-
-    Raises:
-        ClusterConfigError: the processes do not fit the devices.
-    """
+    """Return this process's device and the communicator of all replicas of one machine."""
     place = roster_place()
     if place is not None:
         return device_in_slot(place.slot, given), init(elastic=True, timeout=options.timeout_s)

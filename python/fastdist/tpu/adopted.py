@@ -41,7 +41,6 @@ class AdoptedModules:
     """The modules and optimizers that were made in the scope or passed to `mirror`.
 
     Args:
-        mesh: the devices.
         hosts: a communicator with one rank per process of the mesh; None if there is one process.
 
     Attributes:
@@ -68,12 +67,7 @@ class AdoptedModules:
         self.has_batch_norm = False
 
     def adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        """Move modules and the states of optimizers to the devices.
-
-        Raises:
-            UnsupportedError: a lazy module has not made its parameters yet.
-            FastdistError: the modules differ between processes.
-        """
+        """Move modules and the states of optimizers to the devices."""
         named = [*named_parameters(roots), *named_buffers(roots)]
         for name, tensor in named:
             if not is_materialized(tensor):
@@ -273,11 +267,7 @@ class AdoptedModules:
                 component.data = self._mesh.replicate(values[0])
 
     def require_in_sync(self) -> None:
-        """Check that parameters and buffers have the same bits on all devices.
-
-        Raises:
-            FastdistError: the devices differ.
-        """
+        """Check that parameters and buffers have the same bits on all devices."""
         self.refresh()
         replicas: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.local_replica_ids]
         shared = {id(buffer) for buffer in self._buffers}

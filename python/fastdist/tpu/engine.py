@@ -39,7 +39,6 @@ class SpmdEngine(Engine):
     replica's own number is `ReplicaContext.replica_id_in_sync_group`.
 
     Args:
-        mesh: the devices.
         peers: an engine between the mesh's processes, in the order of their devices; calls are
             compared over it before they are traced. None if there is one process.
     """
@@ -65,11 +64,7 @@ class SpmdEngine(Engine):
         return np.empty(nbytes, np.uint8)
 
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
-        """Return this engine for the group of all ranks in order.
-
-        Raises:
-            UnsupportedError: the groups are any others.
-        """
+        """Return this engine for the group of all ranks in order."""
         if [list(group) for group in groups] == [list(range(self.size))]:
             return self
         raise UnsupportedError(
@@ -330,11 +325,7 @@ class Comparison:
         root: int = 0,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        """Compare a call on XLA tensors with the calls of all processes. Every process must call.
-
-        Raises:
-            CollectiveMismatchError: the calls differ; the message shows each call and its line.
-        """
+        """Compare a call on XLA tensors with those of all processes. Every process must call."""
         words = [(prod(t.shape), DTYPES.index(dtype_of(t))) for t in tensors]
         count = sum(word[0] for word in words)
         dtype = dtype_of(tensors[0]) if tensors else "bool"

@@ -33,7 +33,6 @@ class ReplicaFunctions(TorchFunctionMode):
     """Intercepts torch's functions while a run is traced.
 
     Args:
-        mesh: the devices of the replicas.
         padding: padding of the run's batch; None if the batch is not padded.
         is_alone: True if there is one replica, whose values can be read.
     """

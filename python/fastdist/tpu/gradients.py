@@ -28,7 +28,6 @@ class TracedGradients:
 
     Args:
         adopted: the modules whose parameters and buffers are kept in sync.
-        communicator: the communicator of all replicas.
         reduction: "mean" over examples, or "sum" over replicas.
     """
 

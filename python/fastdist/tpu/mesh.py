@@ -26,11 +26,7 @@ _AXIS = "replica"
 
 
 def load_torch_xla() -> ModuleType:
-    """Import torch_xla.
-
-    Raises:
-        ImportError: torch_xla is not installed.
-    """
+    """Import torch_xla."""
     try:
         import_module("torch_xla.runtime")
         return import_module("torch_xla")
@@ -60,12 +56,7 @@ class RuntimeDevices:
 
 
 def start_runtime() -> RuntimeDevices:
-    """Start torch_xla's runtime, unless it runs already.
-
-    Raises:
-        ImportError: torch_xla is not installed.
-        UnsupportedError: the runtime cannot start.
-    """
+    """Start torch_xla's runtime, unless it runs already."""
     xla: Any = load_torch_xla()
     try:
         count: int = xla.runtime.global_runtime_device_count()
@@ -91,10 +82,6 @@ class Mesh:
         local: the positions of this process's devices in the mesh.
         device: torch's device, which stands for all devices.
         kind: "TPU", "CPU", ….
-
-    Raises:
-        ImportError: torch_xla is not installed.
-        UnsupportedError: the runtime cannot start, or its devices differ from `processes`.
     """
 
     def __init__(self, processes: Sequence[Sequence[int]] | None = None) -> None:

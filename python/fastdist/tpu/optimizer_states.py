@@ -40,7 +40,6 @@ def make_states(
     """Make the states of an optimizer that has not taken a step.
 
     Args:
-        optimizer: an optimizer of parameters on any device.
         place: a function that moves a tensor to the parameters' device. Scalars (tensors without
             axes) stay on the CPU, where optimizers read them.
     """

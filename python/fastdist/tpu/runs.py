@@ -34,8 +34,6 @@ class TracedRuns:
     """Traces functions for all devices of a mesh, and executes the programs.
 
     Args:
-        strategy: the strategy of the replicas.
-        mesh: the devices of the replicas.
         adopted: the modules and optimizers of the strategy.
         communicator: the communicator of the replicas; None if there is one replica.
         gradients: the object that reduces gradients; None if there is one replica.
@@ -259,11 +257,7 @@ class TracedRuns:
 
 
 def _require_alike(padded: list[Stacked], examples: tuple[int, ...] | None) -> None:
-    """Check that all padded batches of a run have the same numbers of examples.
-
-    Raises:
-        UnsupportedError: the numbers differ.
-    """
+    """Check that all padded batches of a run have the same numbers of examples."""
     kinds = {(value.sizes, value.tensor.shape[1]) for value in padded}
     if len(kinds) > 1 or (padded and padded[0].sizes != examples):
         found = sorted({str(list(sizes or ())) for sizes, _ in kinds} | {str(list(examples or ()))})
@@ -280,7 +274,6 @@ class Compilations:
     happen once for each function that is given to `run`.
 
     Attributes:
-        count: the number of compiled programs.
         repeated: the number of programs compiled for a function that had a program already.
     """
 

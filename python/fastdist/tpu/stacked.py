@@ -45,15 +45,10 @@ def stack(
     """Copy per-replica tensors, arrays or numbers to the devices.
 
     Args:
-        mesh: the devices of the replicas.
         value: values of this process's replicas. Tensors of a batch (with `examples` of all
             replicas) may differ in length and are padded.
         rows: the least length to pad to.
         is_even: True to pad neither this batch nor any other.
-
-    Raises:
-        ValueError: shapes or dtypes differ; all devices run one program.
-        TypeError: a value cannot be converted to a tensor.
     """
     if len(value.values) != len(mesh.local):
         raise ValueError(

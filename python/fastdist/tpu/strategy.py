@@ -276,11 +276,6 @@ def find_slice(resolver: TPUClusterResolver | None) -> tuple[Mesh, Communicator 
 
     Returns:
         All devices, and a communicator with one rank per host; None if there is one host.
-
-    Raises:
-        ImportError: torch_xla is not installed.
-        UnsupportedError: no TPU can be initialised.
-        ClusterConfigError: the resolver names other hosts than PJRT finds.
     """
     asked = os.environ.get("PJRT_DEVICE")
     try:

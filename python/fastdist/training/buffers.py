@@ -150,7 +150,6 @@ class BufferSync:
         """Start to average the buffers that any replica has written. Every replica must call.
 
         Args:
-            communicator: the communicator of all replicas.
             totals: the sum over replicas of the results of `weights`.
         """
         total_of, writers_of = totals.tolist()

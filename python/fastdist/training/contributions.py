@@ -70,9 +70,6 @@ class Contributions:
     """The contributions of one replica, by a parameter's index in `parameters`.
 
     Args:
-        parameters: each parameter once, in the same order on all replicas.
-        replica: the number of this replica.
-        replicas: the number of replicas.
         accumulation: the accumulation of the strategy's gradients.
         reduction: "mean", weighted by the examples of each replica, or "sum".
 
@@ -200,9 +197,6 @@ class Contributions:
         """Divide a reduced sum in `.grad` by the number of replicas before adding to it.
 
         The next reduction then adds the parts up to the same sum.
-
-        Raises:
-            FastdistError: `.grad` is neither None, zero, such a sum nor held back by `no_sync`.
         """
         parameter = self._parameters[i].ref()
         grad = None if parameter is None else parameter.grad

@@ -77,8 +77,6 @@ class StepDigests:
         """Set the parameters, and go on from the chief's step. Every replica must call.
 
         Args:
-            parameters: each parameter once.
-            workers: the communicator of all replicas.
             is_exact: False if replicas may round differently.
         """
         self._parameters = list(parameters)
@@ -116,11 +114,7 @@ class StepDigests:
         """Compare and write the digests if this step is recorded. Every replica must call.
 
         Args:
-            workers: the communicator of all replicas.
             optimizers: the optimizers, by number; None for one that this replica has released.
-
-        Raises:
-            FastdistError: replicas have different parameters or states; the message names them.
         """
         if not self._has_stepped:
             return

@@ -72,7 +72,6 @@ class GradientSync:
     Args:
         communicator: the communicator of all replicas, only for gradients and buffers.
         questions: a second communicator of all replicas, not used by backward itself.
-        parameters: each parameter once, in the same order on all replicas.
         places: the number of places of parameters, including released ones.
         has_several_models: True if the strategy has, or has had, several models.
         accumulation: the accumulation of the strategy's gradients.
@@ -223,11 +222,7 @@ class GradientSync:
             hook.remove()
 
     def require_reduced(self) -> None:
-        """Check that every gradient belongs to a parameter with a hook.
-
-        Raises:
-            FastdistError: a parameter was unfrozen during the run and has an unreduced gradient.
-        """
+        """Check that every gradient belongs to a parameter with a hook."""
         for i, parameter in self._unhooked():
             if parameter.grad is not None:
                 name = self._parameters[i].name

@@ -120,11 +120,7 @@ def is_materialized(tensor: torch.Tensor) -> bool:
 def require_same_structure(
     communicator: Communicator, named: Sequence[tuple[str, torch.Tensor]]
 ) -> None:
-    """Check that all ranks have made the same tensors. Every rank must call.
-
-    Raises:
-        FastdistError: the tensors differ; the message shows the first difference on each rank.
-    """
+    """Check that all ranks have made the same tensors. Every rank must call."""
     _require_same(communicator, [f"{name}: {_describe(tensor)}" for name, tensor in named])
 
 
@@ -132,9 +128,6 @@ def require_same_settings(communicator: Communicator, roots: Sequence[nn.Module]
     """Check that all ranks' modules print the same settings, such as a dropout's p.
 
     Every rank must call, with the same values in all tensors, which modules may print too.
-
-    Raises:
-        FastdistError: modules differ; the message shows the first difference on each rank.
     """
     _require_same(communicator, [line for root in roots for line in _settings(root)])
 
@@ -160,12 +153,7 @@ def require_in_sync(
     """Compare hashes of named tensors over all replicas. Every worker must call.
 
     Args:
-        workers: the communicator of all processes; None if this is the only process.
         replicas: the tensors of each local replica with their names.
-
-    Raises:
-        FastdistError: the tensors differ; the message names the first tensor that differs, and
-            the replicas that differ from replica 0.
     """
     digests = [{name: tensor_digest(tensor) for name, tensor in named} for named in replicas]
     if workers is not None:

@@ -149,12 +149,7 @@ class OptimizerSteps:
             self._common.leave()
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer of the strategy may step now, and hash gradients to be recorded.
-
-        Raises:
-            FastdistError: the gradients are not reduced over all replicas yet.
-            ValueError: the optimizer holds a parameter that is not the strategy's.
-        """
+        """Check that the strategy's optimizer may step now, and hash gradients to be recorded."""
         if self._sync is not None and self._sync.is_reducing:
             raise FastdistError(
                 f"{type(optimizer).__name__}.step() was called during backward, before the "
@@ -172,11 +167,7 @@ class OptimizerSteps:
         return known is not None and known() is parameter
 
     def _require_foreign(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer made outside the scope belongs to the current run only.
-
-        Raises:
-            ValueError: it holds the strategy's parameters, or has stepped in an earlier run.
-        """
+        """Check that an optimizer made outside the scope belongs to the current run only."""
         name = type(optimizer).__name__
         for group in optimizer.param_groups:
             if any(map(self._is_own, group["params"])):

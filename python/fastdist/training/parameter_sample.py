@@ -57,7 +57,6 @@ class ParameterSample:
     """The elements of one replica's parameters and optimizers' states, by turns.
 
     Args:
-        parameters: each parameter once, in the same order on all replicas.
         optimizers: the strategy's optimizers, in the same order on all replicas.
     """
 

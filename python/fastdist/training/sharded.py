@@ -40,9 +40,6 @@ class ShardedStep:
     Args:
         optimizer: an optimizer whose step changes each tensor by itself.
         connect: returns the communicator of all ranks; None if there is one rank.
-
-    Raises:
-        UnsupportedError: the optimizer cannot be divided.
     """
 
     _wrapped_by_lr_sched = True  # schedulers count steps by `_opt_called`, which is set here
@@ -114,11 +111,7 @@ class ShardedStep:
         return result
 
     def _follow(self, optimizer: torch.optim.Optimizer, workers: Communicator) -> None:
-        """Move the states to owners among the ranks that there are now.
-
-        Raises:
-            FastdistError: states were lost with their owner.
-        """
+        """Move the states to owners among the ranks that there are now."""
         if workers is self._workers:
             return
         had = set(self._owners) if optimizer.state else set()
@@ -268,11 +261,7 @@ def _broadcast_state(workers: Communicator, state: _State, root: int) -> None:
 
 
 def _require_divisible(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer steps each parameter by itself.
-
-    Raises:
-        UnsupportedError: it does not.
-    """
+    """Check that an optimizer steps each parameter by itself."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.optim.") and name != "LBFGS":
         return

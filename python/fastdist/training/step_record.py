@@ -123,21 +123,13 @@ class StepRecord:
         Args:
             total: the sum or mean over replicas of the hash's bits.
             weights: those given to `take`.
-            workers: the communicator of all replicas.
-
-        Raises:
-            FastdistError: the records differ; the message says in what.
         """
         all_alike, *counts = total.tolist()
         if not all(count in (0.0, all_alike) for count in counts):
             self.explain(weights, workers)
 
     def explain(self, weights: tuple[float, ...] | None, workers: Communicator) -> None:
-        """Compare the records of all replicas themselves. Every replica must call.
-
-        Raises:
-            FastdistError: they differ.
-        """
+        """Compare the records of all replicas themselves. Every replica must call."""
         elements = [] if self.sample is None else self.sample.elements()
         own = _Record(self._sent, self._run, self._backward, weights, self._origin, elements)
         records = workers.all_gather_object(own, timeout=_EXPLAINED_S)

@@ -31,8 +31,6 @@ class UnreducedRuns:
     """The runs of one replica.
 
     Args:
-        parameters: each parameter once, in the same order on all replicas.
-        workers: the communicator of all replicas.
         record: the record of runs, which knows of backwards.
     """
 
@@ -50,9 +48,6 @@ class UnreducedRuns:
         """Return a context manager around a run on copies, of which it looks at some parameters.
 
         Every replica must call, if the run changes parameters.
-
-        Raises:
-            FastdistError: the run has made the copies different.
         """
         self._runs += 1
         apart = -(-len(self._parameters) // _ELEMENTS) or 1
@@ -65,11 +60,7 @@ class UnreducedRuns:
             self._compare("")
 
     def require_reduced(self) -> None:
-        """Check the gradients of a step that one replica takes for all. Every replica must call.
-
-        Raises:
-            FastdistError: they differ.
-        """
+        """Check the gradients of a step that one replica takes for all. Every replica must call."""
         if not self._record.is_reduced:
             self._compare("the gradient of ")
             self._record.is_reduced = True

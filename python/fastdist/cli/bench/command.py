@@ -82,12 +82,7 @@ def run_planned(make: Callable[[], Any], run: Callable[[Any], bool]) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Make a plan of the options.
-
-    Raises:
-        ValueError: Options are invalid.
-        ImportError: A library is missing.
-    """
+    """Make a plan of the options."""
     cases, effort = _cases(options), _effort(options)
     engines, missing = _engines(options)
     placement = _placement(options)

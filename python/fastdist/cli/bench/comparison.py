@@ -49,11 +49,7 @@ class RecordedRun:
 
     @classmethod
     def read(cls, path: Path) -> RecordedRun:
-        """Read a file.
-
-        Raises:
-            RunFileError: The file is not the JSON of a report.
-        """
+        """Read a file."""
         try:
             recorded = json.loads(path.read_text())
         except OSError as error:
@@ -201,11 +197,7 @@ def compare(old: RecordedRun, new: RecordedRun) -> Comparison:
 
 
 def run_compare(options: argparse.Namespace) -> int:
-    """Compare two files; return 1 if a case is slower than `--fail-slower` allows.
-
-    Raises:
-        RunFileError: The files cannot be compared.
-    """
+    """Compare two files; return 1 if a case is slower than `--fail-slower` allows."""
     old, new = RecordedRun.read(options.old), RecordedRun.read(options.new)
     if (differences := old.other_machine(new)) and not options.force:
         raise RunFileError(

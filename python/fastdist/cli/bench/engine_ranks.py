@@ -78,11 +78,7 @@ class EngineRanks:
                     self._fail(f"cannot run {engine.command[0]}: {error.reason}")
 
     def connect(self, timeout_s: float, deadline: float) -> None:
-        """Wait until every rank has connected, and has started the engine.
-
-        Raises:
-            EngineError: A rank failed, ended, or was not there by the deadline, after `timeout_s`.
-        """
+        """Wait until every rank has connected, and has started the engine."""
         while len(self._channels) < self._ranks:
             # Connections first: a rank that has ended may have sent its error.
             if wait([self._listener], _POLL_S):
@@ -129,11 +125,7 @@ class EngineRanks:
         return self.replies(timeout_s)
 
     def replies(self, timeout_s: float) -> list[Message]:
-        """Wait for one message from every rank.
-
-        Raises:
-            EngineError: A rank failed, ended, or has not answered in time.
-        """
+        """Wait for one message from every rank."""
         received: dict[int, Message] = {}
         deadline = time.monotonic() + timeout_s
         while missing := set(self._channels) - set(received):

@@ -123,9 +123,6 @@ def measure(
     """Measure every case on every engine, `passes` times.
 
     A peer that fails is left out, and the pass in which it failed is repeated.
-
-    Raises:
-        EngineError: fastdist, the first engine, failed.
     """
     report = Report(ranks, machine_facts(), {}, {}, busy_cores=busy_cores())
     left = list(engines)

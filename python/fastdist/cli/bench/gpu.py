@@ -109,11 +109,7 @@ class Placement:
 
 
 def place_ranks(ranks: int) -> Placement:
-    """Return the GPUs of the ranks of a run.
-
-    Raises:
-        ValueError: No GPU can be used; the message has the reason.
-    """
+    """Return the GPUs of the ranks of a run."""
     devices = _core.cuda_devices()
     if not devices:
         raise ValueError(f"no GPU: {_core.why_no_cuda()}")

@@ -83,11 +83,7 @@ def cache_dir(name: str) -> Path:
 
 
 def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
-    """Parse a comma-separated list of peers; `mpi` stands for every MPI.
-
-    Raises:
-        ValueError: A name is not a peer on this device.
-    """
+    """Parse a comma-separated list of peers; `mpi` stands for every MPI."""
     on_cpu = device == "cpu"
     known = PEER_NAMES if on_cpu else CUDA_PEER_NAMES
     names: list[str] = []

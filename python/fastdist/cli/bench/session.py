@@ -213,11 +213,7 @@ class Session:
         return 2 * self._ranks * self._copy_bytes / statistics.median_high(copies_ns)
 
     def measure(self, case: Case, on_round: Callable[[], None] = lambda: None) -> Row:
-        """Measure one case on every engine; call `on_round` after each of `Effort.rounds` rounds.
-
-        Raises:
-            EngineError: A rank failed, or fastdist does not support the case.
-        """
+        """Measure a case on every engine; call `on_round` after each of `Effort.rounds` rounds."""
         contenders = [
             _Contender(engine, variant, self._effort)
             for engine in self._engines

@@ -22,7 +22,6 @@ class Fact:
     """One line of the report.
 
     Attributes:
-        key: name in JSON.
         value: value in JSON; sizes in bytes, times in the unit of the key.
         text: value in the text report.
         state: severity.

@@ -28,12 +28,7 @@ class _Stopped(BaseException):
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve until a signal arrives.
-
-    Raises:
-        UsageError: the server cannot start.
-        ImportError: cryptography is missing, which TCP needs.
-    """
+    """Serve until a signal arrives."""
     with _opened(options.address) as server, suppress(_Stopped), _signals_raise():
         _show(server, options.json)
 

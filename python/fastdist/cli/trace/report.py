@@ -26,13 +26,7 @@ _WIDTH = 60
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print what traces tell, and write the files that were asked for.
-
-    Raises:
-        ImportError: matplotlib is missing, for a plot.
-        OSError: a file cannot be read or written.
-        ValueError: a file is no trace, two have the same rank, or a plot has an unknown type.
-    """
+    """Print what traces tell, and write the files that were asked for."""
     if options.plot is not None:
         check_plot(options.plot)
     ranks = join([read_trace(path) for path in options.files])
@@ -49,11 +43,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def join(machines: Sequence[list[RankTimeline]]) -> list[RankTimeline]:
-    """Join the ranks of several machines, on the clock of the first.
-
-    Raises:
-        ValueError: there are no ranks, or two traces have the same rank.
-    """
+    """Join the ranks of several machines, on the clock of the first."""
     for ranks in machines[1:]:
         if machines[0]:
             align(ranks, machines[0][0])

@@ -20,12 +20,7 @@ _LEAST_S = 1e-4  # ranks that come this close together come at the same time
 
 
 def check_plot(path: Path) -> None:
-    """Check that `write_plot` can write such a file.
-
-    Raises:
-        ImportError: matplotlib is not installed; the message has the command that installs it.
-        ValueError: the file is neither .png nor .html.
-    """
+    """Check that `write_plot` can write such a file."""
     if path.suffix not in (".png", ".html"):
         raise ValueError(f"--plot {path}: expected a file.png or a file.html")
     if path.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:

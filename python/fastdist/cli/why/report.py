@@ -39,13 +39,7 @@ class Row:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Diagnose a job and print the result.
-
-    Raises:
-        NoSuchJobError: there is no such job.
-        ImportError: matplotlib is missing.
-        ValueError: the file of the picture has another type.
-    """
+    """Diagnose a job and print the result."""
     plot = options.plot
     if plot == _TERMINAL and options.json:
         raise ValueError("--plot - draws into the output of --json; use a file, or one of them")

@@ -40,8 +40,6 @@ class Engine(ABC):
     """One rank of a group of ranks, and the collectives between them.
 
     Attributes:
-        rank: this rank, from 0.
-        size: the number of ranks.
         key: equal on all ranks, and unlike that of other engines.
         machines: the machines of the ranks, if there are several.
         compiled: the compiled engine, over which calls on GPU arrays are compared; None for XLA's.
@@ -71,7 +69,6 @@ class Engine(ABC):
 
         Args:
             groups: disjoint groups; the order within a group numbers its ranks.
-            timeout_s: seconds to wait for other ranks.
 
         Returns:
             The engine of this rank's group, or None if this rank is in no group.
@@ -82,9 +79,6 @@ class Engine(ABC):
         """Make an engine of these ranks. Each of them must call.
 
         The other ranks may be gone, and this engine may be lost.
-
-        Raises:
-            UnsupportedError: this engine cannot continue without all of its ranks.
         """
 
     @abstractmethod

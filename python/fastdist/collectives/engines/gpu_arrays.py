@@ -61,12 +61,7 @@ def current_stream(arrays: Any, device: int) -> int:
 
 
 def stream_handle(stream: Any, device: int) -> int:
-    """Return the handle of a stream of torch, cupy, numba or cuda.core; integers are handles.
-
-    Raises:
-        ValueError: the stream belongs to another GPU.
-        TypeError: `stream` is neither a stream nor a handle.
-    """
+    """Return the handle of a stream of torch, cupy, numba or cuda.core; integers are handles."""
     own = getattr(getattr(stream, "device", None), "index", None)  # torch's streams
     if own is not None and own != device:
         raise ValueError(f"stream must be of the arrays' GPU, cuda:{device}, got cuda:{own}")

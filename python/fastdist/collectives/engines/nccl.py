@@ -69,7 +69,6 @@ class NcclEngine:
         """Make a call on GPU arrays.
 
         Args:
-            op: name of the collective.
             given: its arguments by name. `stream` is the stream on which the arrays are ready and
                 the call is enqueued; the current stream of the arrays' library if there is none.
 
@@ -265,9 +264,6 @@ class StreamWork:
             timeout: first let the host wait for the call, for at most this many seconds.
             compared: let the host wait until the ranks have compared the call. Otherwise it does
                 not wait, and the error comes from the next call.
-
-        Returns:
-            The result of the call.
 
         Raises:
             CollectiveTimeoutError: `timeout` seconds have passed and the call continues; or another

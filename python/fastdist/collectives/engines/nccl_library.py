@@ -32,11 +32,7 @@ def why_unusable() -> str:
 
 
 def load() -> _core.NcclLibrary:
-    """Load libnccl; the first call decides for the rest of the process.
-
-    Raises:
-        UnsupportedError: no libnccl was found, or it is too old.
-    """
+    """Load libnccl; the first call decides for the rest of the process."""
     return _core.load_nccl(candidates())
 
 

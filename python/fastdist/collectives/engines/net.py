@@ -59,8 +59,6 @@ class NetEngine(CompiledEngine):
     """Ranks on several machines. Every rank must make the engine.
 
     Args:
-        layout: the ranks of each machine.
-        rank: this rank.
         inner: the engine between the ranks of this machine, in the layout's order.
         listener: the socket that accepts the other ranks' connections; it is closed.
         addresses: IP address and port of each rank's listener.
@@ -69,10 +67,6 @@ class NetEngine(CompiledEngine):
         launchers: the address at which each rank's launcher answers questions, or "".
         parent: the engine of more ranks that this one is made from, if any.
         silence_s: seconds after which a silent machine is lost; 0: never.
-
-    Raises:
-        ClusterConfigError: ranks cannot connect.
-        PeerFailureError: a rank of `parent` has failed meanwhile.
     """
 
     compiled: _core.NetCommunicator

@@ -21,11 +21,7 @@ _POLL_S = 0.02
 
 
 def agree_on_name(store: Any, rank: int, size: int, deadline: float) -> str:
-    """Return a name that is the same on all ranks, and was never used. Every rank must call.
-
-    Raises:
-        ClusterConfigError: a rank did not arrive before the deadline on the monotonic clock.
-    """
+    """Return a name that is the same on all ranks, and was never used. Every rank must call."""
     return _lead(store, size, deadline) if rank == 0 else _follow(store, rank, deadline)
 
 

@@ -36,15 +36,10 @@ class StoreBoard:
 
     Args:
         store: a store that only these ranks use.
-        rank: this rank.
-        size: number of ranks.
         deadline: until when to wait for all ranks, on the monotonic clock.
         timeout_s: the same in seconds, for messages.
         hint: the end of messages, which says what to do.
         is_new: True if a store serves one meeting only; else the ranks may meet in it repeatedly.
-
-    Raises:
-        ClusterConfigError: the store is new, and this rank has come already.
     """
 
     def __init__(
@@ -80,12 +75,7 @@ class StoreBoard:
         return self._size
 
     def allgather(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks; JSON must be able to hold them.
-
-        Raises:
-            ClusterConfigError: a rank did not arrive in time, has given up before, or disagrees on
-                the number of ranks; a stranger has written into the store; or the store is lost.
-        """
+        """Return the objects of all ranks; JSON must be able to hold them."""
         self._turn += 1
         start = f"fastdist/{self._number}/{self._turn}"
         self._keys = [f"{start}/{rank}" for rank in range(self._size)]
@@ -142,11 +132,7 @@ class StoreBoard:
         return found
 
     def _decide(self, own: str) -> bool:
-        """Post a decision about the turn, and obey the first one: true if it is this refusal.
-
-        Raises:
-            ClusterConfigError: another rank has given up.
-        """
+        """Post a decision about the turn, and obey the first one: true if it is this refusal."""
         first = bytes(self._store.compare_set(_decision(self._number, self._turn), "", own))
         if first == own.encode():
             return own != _GO_ON
@@ -167,11 +153,7 @@ class StoreBoard:
         )
 
     def give_up(self, error: BaseException) -> None:
-        """Tell ranks that wait or arrive later, so that they do not wait for this rank.
-
-        Args:
-            error: the reason.
-        """
+        """Tell ranks that wait or arrive later, so that they do not wait for this rank."""
         told = f"fastdist/{self._number}/told"
         with contextlib.suppress(RuntimeError):  # the store may be lost
             # Of this turn, or of the next if this one has ended.
@@ -187,9 +169,6 @@ def refuse(store: Any, rank: int, error: BaseException, number: int = 1, turn: i
     """Post why a rank has given up, unless the turn was decided before.
 
     Args:
-        store: the store of a `StoreBoard`.
-        rank: the rank that gives up.
-        error: the reason.
         number: the number of the meeting in its store.
         turn: the turn of the meeting.
     """

@@ -59,11 +59,7 @@ _Steps = Generator[None, None, None]  # of a handshake; it yields while its sock
 
 
 def listen_at(ip: str) -> socket.socket:
-    """Listen at a free port of a numeric IP address.
-
-    Raises:
-        OSError: this machine does not have the address, or it is not numeric.
-    """
+    """Listen at a free port of a numeric IP address."""
     try:
         family, address = _resolve((ip, 0))
     except socket.gaierror:
@@ -98,11 +94,9 @@ def connect_ranks(
 
     Args:
         listener: this rank's listener, which it must keep until this returns.
-        rank: this rank.
         machines: the number of each rank's machine.
         addresses: the address of each rank's listener.
         key: secret to processes that are not of the job.
-        timeout_s: seconds to wait for the ranks.
         check: a function to call repeatedly, which raises an exception if a rank is lost.
 
     Returns:

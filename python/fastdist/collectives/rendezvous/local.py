@@ -64,7 +64,6 @@ def exchange_memory(launch: Launch, own_fd: int, timeout_s: float) -> list[int]:
     Args:
         launch: the description of this rank; all ranks must be on this machine.
         own_fd: descriptor of this rank's memory.
-        timeout_s: seconds to wait for all ranks.
 
     Returns:
         One descriptor per rank, which the caller owns; this rank's descriptor is `own_fd` itself.
@@ -201,11 +200,7 @@ class _Guests:
                 )
 
     def await_all(self) -> None:
-        """Wait until all ranks have arrived.
-
-        Raises:
-            ClusterConfigError: a rank did not arrive in time, left, or is not expected.
-        """
+        """Wait until all ranks have arrived."""
         size = self._rendezvous.world_size
         while len(self.fds) < size:
             run_checks()

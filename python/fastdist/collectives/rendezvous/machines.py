@@ -49,8 +49,6 @@ class Rendezvous:
     """The result of a rendezvous.
 
     Attributes:
-        rank: this rank.
-        layout: the ranks of each machine.
         key: equal on all ranks; of several machines, unknown to processes without the job's secret.
         addresses: IP address and port of each rank's listener, if there are several machines.
         listener: this rank's listener.
@@ -71,7 +69,6 @@ class Arrival:
 
     Attributes:
         ip: IP address of its listener.
-        port: port of its listener.
         launcher: "ip:port" at which the launcher of its machine answers questions; "" if none does.
     """
 
@@ -81,11 +78,7 @@ class Arrival:
 
     @classmethod
     def unpack(cls, text: str, rank: int) -> Arrival:
-        """Decode what `rank` has said.
-
-        Raises:
-            ClusterConfigError: a field is missing, or has an impossible value.
-        """
+        """Decode what `rank` has said."""
         try:
             found = decode(cls, text)
             ipaddress.ip_address(found.ip.partition("%")[0])
@@ -122,10 +115,6 @@ def agree(
         host: a name or address of that machine, if rank 0 knows it.
         is_trusted: False if strangers may write on the board, so that ranks on several machines
             prove that they have the job's secret.
-
-    Raises:
-        ClusterConfigError: a rank did not arrive in time, or is not the job's; ranks have different
-            versions of fastdist, or an address that other machines cannot reach.
     """
     rank = board.Get_rank()
     own = [machine_id(), secrets.token_hex(16), __version__]
@@ -201,11 +190,7 @@ def connect(
     Args:
         rendezvous: the result of `agree`.
         launcher: the program that started the ranks, for messages.
-        timeout_s: seconds to wait for other ranks.
         silence_s: seconds after which a silent machine is lost; 0: never.
-
-    Raises:
-        ClusterConfigError: a rank cannot be connected.
     """
     rank, layout = rendezvous.rank, rendezvous.layout
     place, local = layout.place_of(rank)
@@ -260,18 +245,10 @@ def agree_in_store(
     """Find all ranks and their machines in torch's TCPStore. Every rank must call.
 
     Args:
-        rank: this rank.
-        size: the number of ranks.
         coordinator: "host:port" of the store.
         prefix: prefix of the keys, equal on all ranks; without an agent, unique to this rendezvous
             in the store.
-        timeout_s: seconds to wait for all ranks.
         has_agent: True if torchrun's agent holds the store; else rank 0 opens it.
-
-    Raises:
-        ClusterConfigError: see `agree`; or a rank arrived twice, or the store cannot be opened or
-            reached.
-        ImportError: torch is not installed.
     """
     try:
         host, port = split_address(coordinator)

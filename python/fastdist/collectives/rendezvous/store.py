@@ -34,14 +34,9 @@ def open_store(
     """Open the store, or connect to it; return a view whose keys have this prefix.
 
     Args:
-        rank: this rank, for messages.
         refuse_other_job: None if another process opens the store. Else called with the store of
             another job, in a thread, if that job has the port: its ranks might join this job's.
         is_given_up: true once nobody waits for the store any more.
-
-    Raises:
-        ClusterConfigError: the store cannot be opened or reached.
-        ImportError: torch is not installed.
     """
     distributed = _c10d()
     listens = refuse_other_job is not None
@@ -95,10 +90,6 @@ def _connect(host: str, port: int, timeout_s: float, is_given_up: Callable[[], b
 
     TCPStore may wait for twice its timeout. A thread that comes back from it while the interpreter
     ends would abort the process.
-
-    Raises:
-        OSError: no process accepted connections within `timeout_s`.
-        RuntimeError: the store did not answer within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -166,11 +157,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def _c10d() -> Any:
-    """Import the module of torch's stores.
-
-    Raises:
-        ImportError: torch is not installed.
-    """
+    """Import the module of torch's stores."""
     try:
         import torch.distributed
     except ImportError:

@@ -26,10 +26,6 @@ class FitPosition:
 
     Args:
         iterator: Keras' iterator over batches, whose methods are replaced until `release`.
-        model: the model that is trained.
-
-    Attributes:
-        epoch: the epoch.
     """
 
     def __init__(self, iterator: Any, model: Any) -> None:

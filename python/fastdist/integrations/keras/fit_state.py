@@ -21,8 +21,6 @@ class FitState:
     Metrics and callbacks have a state per replica. Every replica must call the methods.
 
     Args:
-        model: the model that is trained.
-        iterator: Keras' iterator over its batches.
         callbacks: the callbacks of this replica whose states are saved.
         params: the argument of the callbacks' `set_params` in `fit`.
 
@@ -51,11 +49,7 @@ class FitState:
             }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state; if it does not fit, nothing is changed.
-
-        Raises:
-            ValueError: it was saved with another optimizer or other metrics.
-        """
+        """Restore the state; if it does not fit, nothing is changed."""
         optimizer, metrics = self._optimizer_variables(), variables_of(self._model.metrics)
         with self._ranks.communicator() as workers:
             own_metrics = _own_metrics(state["metrics"], metrics, workers)

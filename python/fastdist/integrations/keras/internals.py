@@ -51,9 +51,6 @@ def running_fit(model: Any) -> tuple[Any, list[Any]]:
     """Return the iterator over batches and the callbacks of the `fit` that has called us.
 
     Callbacks do not get them from Keras; they are local variables of its `fit`.
-
-    Raises:
-        UnsupportedError: this release of Keras has another `fit`.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -71,9 +68,6 @@ def results_of_metrics(model: Any) -> Callable[[], dict[str, Any]]:
     """Return the method that computes the results of a model's metrics from their variables alone.
 
     From 3.16 on, Keras' `get_metrics_result` first sums them over torch's process group.
-
-    Raises:
-        UnsupportedError: the model's own `get_metrics_result` would do so.
     """
     base = getattr(_trainers, "BaseTrainer", None) or _trainers.Trainer  # before 3.16
     usual = keras.Model.get_metrics_result

@@ -32,11 +32,7 @@ def share_losses(model: Any) -> None:
 
 
 def _checked(loss: Any) -> Any:
-    """Return a loss that replicas can compute separately.
-
-    Raises:
-        UnsupportedError: it is a fraction of two sums over the batch.
-    """
+    """Return a loss that replicas can compute separately."""
     is_fraction = isinstance(loss, (keras.losses.Dice, keras.losses.Tversky))
     if is_fraction and loss.axis is None:
         raise UnsupportedError(

@@ -60,8 +60,6 @@ def combined(
     first replica's value; all in one fused call.
 
     Args:
-        metrics: the metrics of a model.
-        workers: the communicator of all replicas.
         others: tensors in host memory that are summed over replicas too, in place.
     """
     variables = variables_of(metrics)
@@ -98,9 +96,7 @@ def global_logs(
 
     Args:
         logs: the step's result on this replica; all replicas have the same names.
-        metrics: the model's metrics.
         results: a function that computes the results of the metrics from their variables.
-        workers: the communicator of all replicas.
         examples: the examples of each replica in this step; None if all weigh the same.
     """
     logs = dict(flattened(logs))

@@ -62,7 +62,6 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
 
     Args:
         whole: the adapter of the global batches.
-        layout: the layout of the replicas.
         workers: a function that returns the communicator of all replicas.
         steps: the steps that use the parts.
     """
@@ -200,11 +199,7 @@ def _one_row(leaf: Any) -> Any:
 
 
 def _require_same_arrays(workers: Communicator, dataset: Any, whole: Any) -> None:
-    """Compare a sample of the arrays' rows, and their batching. Every replica must call.
-
-    Raises:
-        ValueError: the arrays, batch_size or shuffle differ between replicas.
-    """
+    """Compare a sample of the arrays' rows, and their batching. Every replica must call."""
     count = whole._num_samples
     rows = sorted({i * (count - 1) // (_SAMPLED_ROWS - 1) for i in range(_SAMPLED_ROWS)})
     given = f"batch_size={whole.batch_size}, shuffle={whole._shuffle}"

@@ -20,11 +20,7 @@ def refusal(message: str) -> Callable[..., Any]:
 
 
 def require_parts(model: Any) -> None:
-    """Check that a model can be trained by replicas or workers, each with its part of the examples.
-
-    Raises:
-        UnsupportedError: its steps are compiled, or a layer keeps a state for each example.
-    """
+    """Check that replicas or workers can train a model, each on a part of the examples."""
     if model.jit_compile:
         raise UnsupportedError(
             f"{model.name} was compiled with jit_compile=True; torch.compile of Keras' steps is "

@@ -34,11 +34,7 @@ class ModelVariables:
         return {str(i): value for i, value in enumerate(values_of(self._model.variables))}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Set the values.
-
-        Raises:
-            ValueError: they belong to another model.
-        """
+        """Set the values."""
         saved = list(state.values())
         require_same_shapes("model", self._model.variables, saved)
         put_values(self._model.variables, saved)
@@ -59,11 +55,7 @@ def put_values(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None
 def require_same_shapes(
     name: str, variables: Sequence[Any], values: Sequence[torch.Tensor]
 ) -> None:
-    """Check that saved values have the shapes of the variables.
-
-    Raises:
-        ValueError: their number or their shapes differ.
-    """
+    """Check that saved values have the shapes of the variables."""
     own = [(variable.path, tuple(variable.shape)) for variable in variables]
     shapes = [tuple(value.shape) for value in values]
     if len(own) != len(shapes):

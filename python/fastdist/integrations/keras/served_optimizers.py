@@ -29,11 +29,7 @@ _KINDS = (
 
 
 def require_served(optimizer: Any) -> None:
-    """Check that servers can apply an optimizer.
-
-    Raises:
-        UnsupportedError: they cannot; the message names the optimizer or option.
-    """
+    """Check that servers can apply an optimizer."""
     name = type(optimizer).__name__
     is_of_keras = type(optimizer).__module__.split(".")[0] == "keras"
     if not is_of_keras or not isinstance(optimizer, _KINDS):

@@ -34,8 +34,6 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
     Keras uses it as a data adapter, whose batches only have shapes: it learns when epochs begin.
 
     Args:
-        model: the model.
-        strategy: its strategy, a ParameterServerStrategy.
         coordinator: the strategy's coordinator.
         make_dataset: a function that makes the batches of a worker.
         steps: the steps of an epoch.

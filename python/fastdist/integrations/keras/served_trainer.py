@@ -151,9 +151,6 @@ class ServedTrainer:
 
         The other arguments are those of Keras' `Model.fit`; the data of an evaluation is read on
         the chief.
-
-        Raises:
-            UnsupportedError: servers cannot apply the optimizer, or x is no function.
         """
         plain = self._plain("fit")
         given = inspect.signature(plain).bind(*args, **options).arguments
@@ -251,11 +248,7 @@ class ServedTrainer:
 
 
 def _require_function(make_dataset: object, given: dict[str, Any]) -> None:
-    """Check the data that fit was given.
-
-    Raises:
-        UnsupportedError: it is no function, or options for other data were given.
-    """
+    """Check the data that fit was given."""
     how = (
         "write fit(make_dataset, steps_per_epoch=...), with a function make_dataset(context) that "
         "returns an iterable over the batches (x, y) of one worker"

@@ -65,9 +65,6 @@ class ReplicatedTrainer:
         model: the model; it keeps this trainer alive, not the other way round.
         strategy: a strategy of several replicas, in whose scope the model was made.
         adopt: a function that makes the strategy adopt what its open scope has made so far.
-
-    Attributes:
-        steps: the steps of the model.
     """
 
     def __init__(self, model: Any, strategy: ReplicatedStrategy, adopt: Callable[[], None]) -> None:

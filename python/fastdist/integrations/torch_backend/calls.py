@@ -69,8 +69,6 @@ class Left:
     """Takes the communicator's place while a group has none; every use raises an error.
 
     Args:
-        rank: this rank.
-        world_size: the number of ranks.
         why: the end of a sentence about the communicator.
     """
 

@@ -54,13 +54,7 @@ class ProcessGroupFastdist(Calls):
 
         Args:
             store: a torch store that only this group uses.
-            rank: this rank.
-            size: the number of ranks.
             timeout_s: seconds to wait for the ranks, and for each call.
-            name: name of the group.
-
-        Raises:
-            DistBackendError: a rank did not arrive in time.
         """
         made = cls(store, rank, size, timeout_s, name)
         try:
@@ -161,9 +155,6 @@ class ProcessGroupFastdist(Calls):
         Args:
             timeout: None for the group's.
             wait_all_ranks: no matter: errors name all ranks that are missing.
-
-        Raises:
-            DistBackendError: a rank did not arrive in time.
         """
         del wait_all_ranks
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
@@ -239,15 +230,6 @@ class ProcessGroupFastdist(Calls):
             opts: torch's ReconfigureOptions. `handles`: those of all ranks, a list in the order of
                 the ranks or a set; `uuid`: an integer that was not used before; `timeout`: None for
                 the group's.
-
-        Returns:
-            A work that is done.
-
-        Raises:
-            DistBackendError: a rank did not arrive in time. The group then has no ranks, and can be
-                reconfigured again.
-            ValueError: this rank's handle is missing or given twice, or one is of another backend.
-            RuntimeError: another backend serves one of the types of devices.
         """
         if not self.supports_reconfigure:
             raise RuntimeError(
@@ -316,11 +298,7 @@ class ProcessGroupFastdist(Calls):
 def group_of_other_backend(
     name: str, device: str, store: Any, rank: int, size: int, timeout: timedelta
 ) -> Any:
-    """Make a process group of torch's "nccl" or "gloo" for one type of device.
-
-    Raises:
-        ValueError: another backend is named.
-    """
+    """Make a process group of torch's "nccl" or "gloo" for one type of device."""
     store = c10d.PrefixStore(f"{device}/{name}/", store)
     backend: Any
     if name == "nccl":

@@ -48,11 +48,7 @@ class Handle:
 
     @classmethod
     def unpack(cls, text: str) -> Handle:
-        """Decode the output of `pack`.
-
-        Raises:
-            ValueError: the text is not a handle.
-        """
+        """Decode the output of `pack`."""
         with contextlib.suppress(ValueError):
             return decode(cls, text)
         raise ValueError(f'not a handle of the backend "fastdist": {text[:100]!r}')
@@ -64,18 +60,11 @@ def communicator_of_handles(
     """Make a communicator of the ranks with these handles. Every rank must call.
 
     Args:
-        handles: a handle of each rank.
-        own: this rank's handle.
         uuid: a number that was not used for the first handle before.
-        store: the store of this rank's group.
         timeout_s: seconds to wait for the ranks, and the communicator's default.
 
     Returns:
         The communicator, and the number of its ranks on this machine.
-
-    Raises:
-        ClusterConfigError: a rank did not arrive in time, or the first handle's store is lost.
-        ValueError: this rank's handle is missing, or given more than once.
     """
     if handles.count(own) != 1:
         raise ValueError(

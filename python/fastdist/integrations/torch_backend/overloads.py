@@ -73,11 +73,7 @@ TIMED = frozenset(_timed.values())
 
 
 def normalize_arguments(name: str, given: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of a call as lists of tensors, plain arguments and options.
-
-    Raises:
-        TypeError: too few or too many arguments, or an unknown argument name.
-    """
+    """Return the arguments of a call as lists of tensors, plain arguments and options."""
     form = FORMS[name]
     named = dict(named)
     places = [*range(len(form.depths)), *form.plain]

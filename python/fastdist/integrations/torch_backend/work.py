@@ -71,7 +71,6 @@ class Pending(TorchWork):
     """A call that may still run.
 
     Args:
-        work: the call.
         tensors: the tensors that it writes.
         finish: a function to call once after the call, in the first thread that waits.
         completer: the thread that completes the futures of works.
@@ -105,11 +104,7 @@ class Pending(TorchWork):
             self._make_future()  # so that `finish` is called even if nobody waits
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
-        """Wait for the end of the call; for GPU tensors, make the current stream wait.
-
-        Raises:
-            DistBackendError: the call failed, or `timeout` has passed (0: none).
-        """
+        """Wait for the end of the call; for GPU tensors, make the current stream wait."""
         self._await(timeout.total_seconds() if timeout > _FOREVER else None)
         if self._is_asked and self._gpu is None:
             self._await_future()

@@ -174,12 +174,7 @@ def has_checkpoint(directory: str | Path) -> bool:
 
 
 def read_index(directory: str | Path) -> Index:
-    """Return what a checkpoint has: one of `save_checkpoint`, or of `fd.Checkpoint`.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        DamagedCheckpointError: the index is damaged, or of another version.
-    """
+    """Return what a checkpoint has: one of `save_checkpoint`, or of `fd.Checkpoint`."""
     place = Path(directory).absolute()
     if not (place / files.INDEX).exists():
         place = place / _FOLDER

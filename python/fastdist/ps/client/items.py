@@ -111,11 +111,7 @@ class Destination:
         return places if sum(place.nbytes for place in places) == nbytes else None
 
     def store(self, reply: memoryview | None) -> None:
-        """Store a reply; None if it was received in `memory`.
-
-        Raises:
-            ValueError: the reply has another size than these values take.
-        """
+        """Store a reply; None if it was received in `memory`."""
         count = len(self._items)
         steps, body = split_steps(memoryview(self._steps) if reply is None else reply, count)
         if reply is not None:

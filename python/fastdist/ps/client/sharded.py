@@ -185,11 +185,7 @@ class ShardedRows:
         return list(zip(servers, self._numbers, parts, strict=True))
 
     def pull(self, ids: Any) -> Array:
-        """Return rows, float32 [ids, dim], in the order of the ids; repeated ids are sent once.
-
-        Raises:
-            IndexError: an id is beyond the table.
-        """
+        """Return rows, float32 [ids, dim], in the order of the ids; repeated ids are sent once."""
         (pulled,) = begin_pulls(self.client, [self.lookup(ids)]).result()
         return pulled.value
 
@@ -285,7 +281,6 @@ def begin_changes(
     """Send gradients, without waiting; see `Client.begin_change`.
 
     Args:
-        client: the client of the variables and tables.
         items: the result of their `change`.
         round: 0 applies the gradients at once; otherwise they wait for the round's commit.
         place: their place in the sum of the round, which does not depend on when they arrive.
@@ -306,7 +301,6 @@ def commit_round(
     one client commits for all. A job uses the number of a round once.
 
     Args:
-        client: the client that commits.
         round: its number, not 0.
         things: variables and tables with learning rates; None for the update rule's own. Those
             without pushes stay as they are.

@@ -91,9 +91,6 @@ class Worker:
     Args:
         address: the address to listen at; see `Server`. Who has the job's secret sends code.
         host: the object that runs the functions.
-
-    Raises:
-        OSError: another process listens there, or the address is not this machine's.
     """
 
     def __init__(self, address: str, host: Host) -> None:

@@ -22,8 +22,6 @@ class ServedBuffers:
     each worker sends its fraction of the difference instead.
 
     Args:
-        client: this task's client.
-        roots: the modules.
         concurrency: functions that may run at the same time, each with its own steps; 1 if their
             steps are taken together.
 

@@ -40,8 +40,6 @@ def define_bundle(
     """Define a bundle: functions refer to its parts instead of pickling them.
 
     Args:
-        definitions: the job's definitions.
-        bundle: the contents of a scope.
         adopt: a function that takes the bundle on each worker, and returns its parts.
     """
     tensors = [tensor for _, tensor in tensors_in(bundle.roots)]

@@ -400,9 +400,6 @@ def table_embeddings(roots: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the embeddings that become tables: trainable ones that do not share their weight.
 
     Subclasses may use their weight in any way, so their weight stays a dense variable.
-
-    Raises:
-        ValueError: an embedding has max_norm.
     """
     modules = list(modules_of(roots))
     users = Counter(id(own) for module in modules for own in module.parameters(recurse=False))

@@ -46,8 +46,6 @@ class ServedModel:
     """The modules and optimizers of one scope.
 
     Args:
-        client: this task's client.
-        bundle: the contents of the scope.
         initialize: True if servers must take this task's values.
         lock: the client's lock; all models of a task share it.
     """
@@ -168,12 +166,7 @@ class ServedModel:
     # --- gradients ------------------------------------------------------------------------------
 
     def served_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[nn.Parameter, float]]:
-        """Return the optimizer's parameters, with the learning rate of each.
-
-        Raises:
-            ValueError: hyperparameters other than lr have changed, lr is not a finite number of 0
-                or more, groups were added, or a parameter is not on the servers.
-        """
+        """Return the optimizer's parameters, with the learning rate of each."""
         name, fixed = type(optimizer).__name__, self._fixed[self.bundle.optimizers.index(optimizer)]
         if len(optimizer.param_groups) != len(fixed):
             raise ValueError(

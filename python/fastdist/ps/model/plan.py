@@ -58,11 +58,7 @@ def plan(
     prefix: str,
     options: TableOptions,
 ) -> list[Placement]:
-    """Place all trained parameters and all buffers of modules on servers.
-
-    Raises:
-        ValueError: servers cannot keep a value, or cannot apply an optimizer.
-    """
+    """Place all trained parameters and all buffers of modules on servers."""
     rules = _rules(optimizers)
     tables = {id(module.weight): module for module in table_embeddings(roots)}
     modules = [module for root in roots for module in inner_modules(root)]

@@ -52,7 +52,6 @@ class ServedTable:
 
     Args:
         weight: the parameter that stands for the rows.
-        rows: the table on the servers.
         lock: the client's lock; autograd may call from threads of its own.
         cache: None pulls all rows every time.
         padding: an id whose row is zero, whatever the servers have.

@@ -23,12 +23,6 @@ class TableWeight(nn.Parameter):
 
     It has shape, dtype, gradients and hooks. Its copies are of the same class; tensors made like it
     (as optimizers make for their state) share one element.
-
-    Attributes:
-        table: the rows on servers, once they are known.
-
-    Raises:
-        UnsupportedError: an operation would read or write values.
     """
 
     table: ServedTable | None = None
@@ -186,9 +180,6 @@ class RowsGradient(torch.Tensor):
     """A sparse gradient with the norms and bounds of the dense gradient that it stands for.
 
     torch's gradient clipping does not support sparse tensors. Copies are plain sparse tensors.
-
-    Attributes:
-        table: the rows on servers.
     """
 
     table: ServedTable

@@ -40,9 +40,6 @@ class Deduplicator:
 
         Returns:
             The progress before this call, or for an applied change the body of its reply.
-
-        Raises:
-            ValueError: the client has far too many requests in flight.
         """
         with self._lock:
             known = self._clients.setdefault(client, _Client())

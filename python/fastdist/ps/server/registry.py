@@ -68,12 +68,7 @@ class Registry:
         return self._stored[index]
 
     def of_message(self, entries: Sequence[Entry], most: float) -> list[tuple[Spec, Any]]:
-        """Return the objects that one message names.
-
-        Raises:
-            ValueError: ids for a dense variable, a range for a table, beyond the variable or not
-                from a multiple of `PART_SIZE` on, or more than `most` elements of dense variables.
-        """
+        """Return the objects that one message names."""
         if len(entries) > PART_SIZE:
             raise ValueError(f"{len(entries)} objects in a message, the limit is {PART_SIZE}")
         found: list[tuple[Spec, Any]] = []

@@ -53,10 +53,6 @@ class Rounds:
         """Stage gradients, each with the number of its object, for a round that has not ended.
 
         Large arrays are kept without a copy.
-
-        Raises:
-            MemoryError: the staged gradients would exceed the limit.
-            ValueError: too many rounds are open.
         """
         staged = [
             (number, (at if isinstance(at, int) else _kept(at), _kept(gradient)))

@@ -300,6 +300,7 @@ void Call::view_arrays(const CallArguments& given, bool is_root, const Placement
     case Op::kBarrier:
     case Op::kEmpty:
     case Op::kGroup:
+    case Op::kJoin:
       return;
   }
 }
@@ -329,6 +330,7 @@ void Call::check_arrays(const Communicator& ranks) const {
     case Op::kBarrier:
     case Op::kEmpty:
     case Op::kGroup:
+    case Op::kJoin:
       break;
   }
   if (!reduces(op)) return;

@@ -105,6 +105,7 @@ void make(C& c, const Call& call, const CallOptions& options) {
       return c.barrier(options);
     case Op::kEmpty:
     case Op::kGroup:
+    case Op::kJoin:
       return;
   }
 }

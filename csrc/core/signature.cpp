@@ -63,7 +63,7 @@ std::uint64_t word_of_axes(std::span<const std::int64_t> shape) noexcept {
 
 std::string describe(const Signature& s) {
   std::string text = std::string(name_of(s.op)) + "(";
-  if (s.op != Op::kBarrier && s.op != Op::kGroup) {
+  if (s.op != Op::kBarrier && s.op != Op::kGroup && s.op != Op::kJoin) {
     text += std::string(name_of(s.dtype)) + " × " + std::to_string(s.count);
     if (is_list(s.list)) text += " in a list";
     if (!is_list(s.list) && s.list != 0) text += " of shape " + name_of_shape(s.list);
@@ -97,6 +97,7 @@ std::string describe(const Signature& s) {
     case Op::kBarrier:
     case Op::kEmpty:
     case Op::kGroup:
+    case Op::kJoin:
       break;
   }
   return text + ")";

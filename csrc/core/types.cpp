@@ -38,7 +38,7 @@ constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"sum", "mean",
 
 constexpr std::array<std::string_view, kOpCount> kOps{
     "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
-    "all_to_all", "send",   "recv",      "barrier",    "empty",  "group"};
+    "all_to_all", "send",   "recv",      "barrier",    "empty",  "group",   "join"};
 
 // The name of a number from another process that stands for nothing.
 constexpr std::string_view kUnknown = "unknown";

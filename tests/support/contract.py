@@ -25,6 +25,7 @@ from contract_errors import (
     say_done,
     wait_for_others,
 )
+from contract_join import check_join
 from contract_messages import check_messages
 from fastdist import Communicator
 from fastdist.errors import (
@@ -722,6 +723,9 @@ class CommunicatorContract:
         ranks.run(check_uneven_parts)
         ranks.run(check_objects)
         ranks.run(check_scan)
+
+    def test_join(self, ranks: Any) -> None:
+        ranks.run(check_join)
 
     def test_send_recv(self, ranks: Any) -> None:
         ranks.run(check_send_recv)

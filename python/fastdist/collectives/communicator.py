@@ -22,6 +22,7 @@ from fastdist.collectives.arrays import (
 from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.gpu_arrays import device_of
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
+from fastdist.collectives.joining import Joining
 from fastdist.collectives.types import Array, Arrays, Compression, ReduceOp, Work
 from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.recorder.recording import record
@@ -84,7 +85,7 @@ class Communicator:
         self._on_end = on_end  # called with the communicator that takes this one's place
         self._regroup = regroup  # makes the next communicator of an elastic job
         self._timeout_s = timeout_s
-        self._is_grouping = False
+        self._inside: str | None = None  # the block whose calls are not made as they stand
         self._recv_any: Callable[..., Any] | None = None
         self._gpus = NcclEngine(engine) if engine.compiled is not None and is_possible() else None
         self._calls = (self._gpus or engine).calls(timeout_s)
@@ -347,7 +348,7 @@ class Communicator:
             array([1, 2])
         """
         if splits is not None:
-            self._refuse_in_group("all_gather with splits")
+            self._refuse_inside("all_gather with splits")
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
             return uneven.all_gather(self, array, splits, out, keywords)
         if out is None:
@@ -402,7 +403,7 @@ class Communicator:
         if unknown:
             hints.refuse_keywords("gather", unknown)
         if splits is not None:
-            self._refuse_in_group("gather with splits")
+            self._refuse_inside("gather with splits")
             uneven.refuse("gather", stream, async_op)
             return uneven.gather(self, array, root, splits, out, timeout)
         if self.rank != root:
@@ -470,7 +471,7 @@ class Communicator:
         if out is None and not (is_root and array is not None):
             raise ValueError(f"scatter: rank {self.rank} needs out=, only the root knows the shape")
         if splits is not None:
-            self._refuse_in_group("scatter with splits")
+            self._refuse_inside("scatter with splits")
             uneven.refuse("scatter", stream, async_op)
             return uneven.scatter(self, array, root, splits, out, timeout)
         if is_root and array is not None:
@@ -531,7 +532,7 @@ class Communicator:
             array([4, 6])
         """
         if splits is not None:
-            self._refuse_in_group("reduce_scatter with splits")
+            self._refuse_inside("reduce_scatter with splits")
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
             return uneven.reduce_scatter(self, array, op, splits, out, keywords)
         check_parts(array, self.world_size)
@@ -580,7 +581,7 @@ class Communicator:
         """
         counts: list[int] = []
         if splits is not None:
-            self._refuse_in_group("all_to_all with splits")
+            self._refuse_inside("all_to_all with splits")
             out, counts = uneven.exchange_counts(self, array, splits, out, timeout)
         else:
             check_parts(array, self.world_size)
@@ -705,7 +706,7 @@ class Communicator:
             >>> first.recv_any(x, tag=3), x.tolist()
             (1, [1, 2])
         """
-        self._refuse_in_group("recv_any")
+        self._refuse_inside("recv_any")
         compiled = self.engine.compiled
         if compiled is None or (self._gpus is not None and device_of(array) is not None):
             raise UnsupportedError("recv_any is for arrays on hosts; on GPUs recv names its source")
@@ -758,7 +759,7 @@ class Communicator:
             >>> fd.init().scan(np.array([3]), exclusive=True)  # one rank
             array([0])
         """
-        self._refuse_in_group("scan")
+        self._refuse_inside("scan")
         result: A = scans.scan(self, array, op, out, timeout, exclusive=exclusive)
         return result
 
@@ -781,23 +782,77 @@ class Communicator:
                 group.
             UnsupportedError: the ranks are hosts of a TPU.
         """
-        self._refuse_in_group("group")
+        self._refuse_inside("group")
         if self.engine.compiled is None:
             raise UnsupportedError("calls of a TPU cannot be grouped: its program launches them")
         group = _core.Group(self.engine.compiled, device_of if self._gpus else None)
-        calls, self._calls = self._calls, Calls(**group.calls(self._timeout_s))
-        self._is_grouping = True
-        try:
+        with self._calling(Calls(**group.calls(self._timeout_s)), "group"):
             yield
-        finally:
-            self._calls, self._is_grouping = calls, False
         if self._gpus is not None:
             self._gpus.run_group(group)
         group.run_on_hosts()
 
-    def _refuse_in_group(self, what: str) -> None:
-        if self._is_grouping:
-            raise ValueError(f"{what} cannot be in a group: leave the group first")
+    @contextmanager
+    def join(self) -> Iterator[Joining]:
+        """Return a context manager for loops of different lengths. Every rank must enter it.
+
+        A rank that leaves the block takes part in the collectives that the others still make in
+        theirs, with zeros (ones for "prod", and what does not count for "min", "max" and "and"),
+        until all have left it. A mean is divided by the number of all ranks.
+
+        The block has `all_reduce`, `reduce`, `reduce_scatter`, `broadcast`, `barrier`, `send` and
+        `recv` of arrays on the host. Calls cost nothing more until a rank has joined; then each is
+        preceded by an exchange of what to call.
+
+        Returns:
+            An object with `last_rank`, which is set when all ranks have joined: the lowest of those
+            that joined last.
+
+        Raises:
+            UnsupportedError: a call needs the data of a rank that has joined.
+
+        Examples:
+            >>> from concurrent.futures import ThreadPoolExecutor
+            >>> import fastdist as fd, numpy as np
+            >>> def train(comm):
+            ...     sums = []
+            ...     with comm.join() as joined:
+            ...         for _ in range(1 + comm.rank):
+            ...             sums.append(int(comm.all_reduce(np.array([1]))[0]))
+            ...     return sums, joined.last_rank
+            >>> ranks = fd.local_group(2)  # threads of this process
+            >>> with ThreadPoolExecutor(2) as threads:
+            ...     list(threads.map(train, ranks))
+            [([2], 1), ([2, 1], 1)]
+        """
+        self._refuse_inside("join")
+        if self.engine.compiled is None:
+            raise UnsupportedError("ranks of a TPU cannot join: its program launches their calls")
+        plain = self._calls
+
+        def tell(call: Any) -> list[Any]:
+            with self._calling(plain, None):
+                return self.all_gather_object(call)
+
+        joining = Joining(self.rank, plain, self.engine.compiled, tell)
+        with self._calling(joining.calls(), "join"):
+            yield joining
+        joining.take_part(self._timeout_s)
+
+    @contextmanager
+    def _calling(self, calls: Calls, inside: str | None) -> Iterator[None]:
+        before = self._calls, self._inside
+        self._calls, self._inside = calls, inside
+        try:
+            yield
+        finally:
+            self._calls, self._inside = before
+
+    def _refuse_inside(self, what: str) -> None:
+        if self._inside:
+            raise ValueError(
+                f"{what} cannot be in a {self._inside}: leave the {self._inside} first"
+            )
 
     def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
         """Return the root's object on every rank, by pickle. Every rank must call.
@@ -811,7 +866,7 @@ class Communicator:
             ...     list(threads.map(lambda comm: comm.broadcast_object(x[comm.rank]), ranks))
             [{'lr': 0.1}, {'lr': 0.1}]
         """
-        self._refuse_in_group("broadcast_object")
+        self._refuse_inside("broadcast_object")
         return objects.broadcast(self, value, root, timeout)
 
     def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
@@ -825,7 +880,7 @@ class Communicator:
             ...     list(threads.map(lambda comm: comm.all_gather_object({comm.rank}), ranks))
             [[{0}, {1}], [{0}, {1}]]
         """
-        self._refuse_in_group("all_gather_object")
+        self._refuse_inside("all_gather_object")
         return objects.all_gather(self, value, timeout)
 
     def gather_object(
@@ -840,7 +895,7 @@ class Communicator:
             >>> fd.init().gather_object({"lr": 0.1})  # one rank
             [{'lr': 0.1}]
         """
-        self._refuse_in_group("gather_object")
+        self._refuse_inside("gather_object")
         return objects.gather(self, value, root, timeout)
 
     def scatter_object(
@@ -862,7 +917,7 @@ class Communicator:
             >>> fd.init().scatter_object(["for rank 0"])  # one rank
             'for rank 0'
         """
-        self._refuse_in_group("scatter_object")
+        self._refuse_inside("scatter_object")
         return objects.scatter(self, values, root, timeout)
 
     def send_object(
@@ -888,7 +943,7 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("send_object", unknown)
-        self._refuse_in_group("send_object")
+        self._refuse_inside("send_object")
         objects.send(self, value, dst, tag, timeout)
 
     def recv_object(
@@ -907,7 +962,7 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("recv_object", unknown)
-        self._refuse_in_group("recv_object")
+        self._refuse_inside("recv_object")
         return objects.recv(self, src, tag, timeout)
 
     def recv_any_object(self, *, tag: int = 0, timeout: float | None = None) -> tuple[Any, int]:
@@ -945,7 +1000,7 @@ class Communicator:
             ...     list(threads.map(lambda comm: comm.split(comm.rank % 2).world_size, ranks))
             [2, 2, 2, 2]
         """
-        self._refuse_in_group("split")
+        self._refuse_inside("split")
         return self._make(membership.by_color(self, color, key, timeout), timeout)
 
     def subgroup(
@@ -983,7 +1038,7 @@ class Communicator:
             ClusterConfigError: a remaining rank did not arrive, or excludes other ranks.
             UnsupportedError: the ranks are on several machines.
         """
-        self._refuse_in_group("shrink")
+        self._refuse_inside("shrink")
         left = membership.remaining(self, exclude)
         seconds = self._timeout_s if timeout is None else timeout
         engine = self.engine.survivors(left, seconds)
@@ -1020,7 +1075,7 @@ class Communicator:
             >>> comm.regroup() is comm
             True
         """
-        self._refuse_in_group("regroup")
+        self._refuse_inside("regroup")
         if self._regroup is None:
             raise FastdistError(
                 "regroup works on the communicator of fastdist.init(elastic=True); the number of "
@@ -1077,7 +1132,7 @@ class Communicator:
             An object that keeps the arrays alive; they are registered until it is closed or
             dropped.
         """
-        self._refuse_in_group("register")
+        self._refuse_inside("register")
         return self._on_gpus().lend(array, self._timeout_s if timeout is None else timeout)
 
     def _on_gpus(self) -> NcclEngine:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 _OPS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"),
-    *("all_to_all", "send", "recv", "barrier", "empty", "group"),
+    *("all_to_all", "send", "recv", "barrier", "empty", "group", "join"),
 )
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -24,7 +24,7 @@ _FIRST_REQUEST = 65
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 _ROOTED = {"reduce": "root", "broadcast": "root", "gather": "root", "scatter": "root"}
 _PEERS = {"send": "dst", "recv": "src"}
-_WITHOUT_ARRAY = ("barrier", "group")
+_WITHOUT_ARRAY = ("barrier", "group", "join")
 
 
 @dataclass(frozen=True, slots=True)

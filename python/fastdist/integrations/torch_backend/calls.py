@@ -80,7 +80,7 @@ class Left:
     def __getattr__(self, name: str) -> NoReturn:
         raise DistBackendError(f"the communicator {self._why} on rank {self.rank}")
 
-    def __call__(self, *_: Any) -> NoReturn:  # noqa: D102
+    def __call__(self, *_: Any) -> NoReturn:
         self.__getattr__("")
 
 
@@ -172,16 +172,13 @@ class Calls(_ProcessGroup):
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of the group's ranks."""
         found: Communicator = self._comm
         return found
 
     def rank(self) -> int:
-        """Return this rank."""
         return int(self._comm.rank)
 
     def size(self) -> int:
-        """Return the number of ranks."""
         return int(self._comm.world_size)
 
     getRank, getSize = rank, size  # what C++ calls
@@ -280,7 +277,6 @@ class Calls(_ProcessGroup):
 
     @_collective
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _AllreduceCoalescedOptions) -> Any:
-        """Reduce tensors in place over all ranks."""
         plain, finish = all_to_write(tensors)
         op, factor, finish = self._reduction(opts, tensors, plain, finish)
         scale_in_place(plain, factor)
@@ -288,7 +284,6 @@ class Calls(_ProcessGroup):
 
     @_collective
     def reduce(self, tensors: Tensors, opts: Any = _ReduceOptions) -> Any:
-        """Reduce a tensor in place on the root."""
         tensor = _one(tensors)
         plain, finish = to_write(tensor)
         op, factor, finish = self._reduction(opts, tensors, [plain], finish)
@@ -355,7 +350,6 @@ class Calls(_ProcessGroup):
     def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = _AllgatherOptions
     ) -> Any:
-        """Concatenate the tensors of all ranks into one tensor."""
         plain, finish = to_write(output)
         return self._make(opts, [output], finish, self._comm.all_gather, to_read(given), out=plain)
 
@@ -365,7 +359,6 @@ class Calls(_ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _AllgatherOptions
     ) -> Any:
-        """Do `all_gather_single` for several tensors."""
         plain, finish = all_to_write(outputs)
         given = [to_read(t) for t in inputs]
         return self._make(opts, outputs, finish, self._comm.all_gather, given, out=plain)
@@ -374,7 +367,6 @@ class Calls(_ProcessGroup):
 
     @_collective
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _GatherOptions) -> Any:
-        """Copy the tensors of all ranks into a list on the root."""
         plain = to_read(_one(inputs)).reshape(-1)
         root = opts.rootRank
         if self._comm.rank != root:
@@ -385,7 +377,6 @@ class Calls(_ProcessGroup):
 
     @_collective
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _ScatterOptions) -> Any:
-        """Give each rank its tensor of the root's list."""
         plain, finish = to_write(_one(outputs))
         root = opts.rootRank
         given = None
@@ -427,7 +418,6 @@ class Calls(_ProcessGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = _ReduceScatterOptions
     ) -> Any:
-        """Reduce one tensor and give each rank its part."""
         plain, finish = to_write(output)
         return self._reduce_scatter(opts, [output], [plain], finish, [to_read(given)])
 
@@ -437,7 +427,6 @@ class Calls(_ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _ReduceScatterOptions
     ) -> Any:
-        """Do `reduce_scatter_single` for several tensors."""
         plain, finish = all_to_write(outputs)
         return self._reduce_scatter(opts, outputs, plain, finish, [to_read(t) for t in inputs])
 
@@ -466,7 +455,6 @@ class Calls(_ProcessGroup):
 
     @_collective
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _AllToAllOptions) -> Any:
-        """Send tensor i to rank i."""
         given = self._one_each(inputs, "inputs")
         received = self._one_each(outputs, "outputs")
         flat, finish = joined_to_write(received)
@@ -484,7 +472,6 @@ class Calls(_ProcessGroup):
         return future.then(lambda future: future.value()[0])
 
     def barrier(self, opts: Any = _BarrierOptions, timeout: timedelta | None = None) -> Any:
-        """Wait until every rank has called."""
         if timeout is not None or type(opts) is timedelta:
             (opts,) = normalize_arguments("barrier", [], {"timeout": timeout or opts})
         return self._make(opts, (), None, self._comm.barrier)
@@ -493,7 +480,6 @@ class Calls(_ProcessGroup):
 
     @_collective
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
-        """Send a tensor to a rank."""
         plain = to_read(_one(tensors))
         if plain.is_cpu:
             keywords = {"tag": tag, "timeout": self._timeout_s}
@@ -505,7 +491,6 @@ class Calls(_ProcessGroup):
 
     @_collective
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> Any:
-        """Receive a tensor from a rank."""
         plain, finish = to_write(_one(tensors))
         if plain.is_cpu:
             return self._message(self._receiver(plain, src, tag), "recv", src, tag, tensors, finish)

@@ -74,27 +74,21 @@ class ProcessGroupFastdist(Calls):
     # Methods that torch calls.
 
     def getBackendName(self) -> str:
-        """Return the name of the backend."""
         return NAME
 
     def getGroupName(self) -> str:
-        """Return the name that torch gave the group."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """Set the name of the group."""
         self._group_name = name
 
     def getGroupDesc(self) -> str:
-        """Return the description that the user gave the group."""
         return self._group_desc
 
     def setGroupDesc(self, description: str) -> None:
-        """Set the description."""
         self._group_desc = description
 
     def get_group_store(self) -> Any:
-        """Return the store that the ranks used to find each other."""
         return self._store
 
     @property
@@ -200,7 +194,6 @@ class ProcessGroupFastdist(Calls):
         """Do nothing: sequence numbers begin at 0 on every rank."""
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of collectives that this rank has called."""
         return self._made
 
     def _set_default_timeout(self, timeout: timedelta) -> None:

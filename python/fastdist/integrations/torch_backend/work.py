@@ -35,36 +35,24 @@ class Done(TorchWork):
         self._source = source
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
-        """Return True immediately."""
         return True
+
+    is_completed = is_success = wait
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a completed future."""
         return _completed(self._tensors)
 
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-    def is_success(self) -> bool:
-        """Return True."""
-        return True
-
-    def exception(self) -> None:
-        """Return None."""
+    def exception(self) -> None: ...
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that were written."""
         return list(self._tensors)
 
     def source_rank(self) -> int:
-        """Return the rank that a message came from."""
         return self._source
 
     _source_rank = source_rank
 
-    def synchronize(self) -> None:
-        """Do nothing."""
+    def synchronize(self) -> None: ...
 
 
 class Pending(TorchWork):
@@ -203,16 +191,13 @@ class Pending(TorchWork):
         return True
 
     def is_success(self) -> bool:
-        """Return True if the call has ended without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Return the error of a call that has failed."""
         self.is_completed()
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that the call writes."""
         return list(self._tensors)
 
     def source_rank(self) -> int:
@@ -222,7 +207,6 @@ class Pending(TorchWork):
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Wait for the end of the call."""
         self.wait()
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fastdist.cluster.launch import Launch
 from fastdist.collectives.rendezvous import local as rendezvous
 from fastdist.errors import ClusterConfigError
 from fork_server import python
@@ -25,9 +24,7 @@ def exchange(rank: int, size: int, key: str, timeout_s: float = 20) -> int:
     own = os.memfd_create("own")
     fds = [own]
     try:
-        fds = rendezvous.exchange_memory(
-            Launch("test", rank, size, rank, size, key), own, timeout_s
-        )
+        fds = rendezvous.exchange_memory(key, rank, size, own, timeout_s)
         return len(fds)
     finally:
         for fd in fds:

@@ -34,7 +34,6 @@ from fastdist.recorder.phases import Phase, phase
 
 if TYPE_CHECKING:
     from fastdist.collectives.rendezvous.board import Bootstrap
-    from fastdist.collectives.rendezvous.machines import Rendezvous
 
 _DEFAULT_PORT = 29500  # the same as torch's
 _WORLD_S = 10.0  # that the ranks of a new world of an elastic job have to connect
@@ -323,10 +322,10 @@ def _from_launch(timeout_s: float) -> Engine:
         return _alone()
     if launch.world_size > 1:
         require_own_place()
-    if launch.local_world_size == launch.world_size:
-        return HostEngine.of_launch(launch, timeout_s)
-    coordinator = coordinator_of_launch(launch)
     place = launch.rank, launch.world_size
+    if launch.local_world_size == launch.world_size:
+        return HostEngine.of_processes(launch.job_key, *place, timeout_s)
+    coordinator = coordinator_of_launch(launch)
     return _on_machines(launch.launcher, *place, coordinator, timeout_s)[0]
 
 
@@ -364,8 +363,8 @@ def _connect(
     if size > 1 and not _is_loopback(coordinator):
         return _on_machines(launcher, rank, size, coordinator, timeout_s)
     key = secrets.token_hex(8) if size == 1 else f"{launcher}/{coordinator}"
-    launch = Launch(launcher, rank, size, rank, size, key)
-    return HostEngine.of_launch(launch, timeout_s), launch
+    engine = HostEngine.of_processes(key, rank, size, timeout_s)
+    return engine, Launch(launcher, rank, size, rank, size, key)
 
 
 def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, str]:
@@ -389,12 +388,14 @@ def _from_bootstrap(
     bootstrap: Bootstrap, timeout_s: float, host: str | None = None, is_trusted: bool = True
 ) -> tuple[Engine, int]:
     """Make the engine, and count this machine's ranks; see `agree`."""
-    from fastdist.collectives.rendezvous.machines import agree
+    from fastdist.collectives.rendezvous.machines import agree, connect
 
     _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "allgather")
     deadline = time.monotonic() + timeout_s
     found = agree(bootstrap, deadline, host=host, is_trusted=is_trusted)
-    engine, launch = _connected(found, "bootstrap", timeout_s)
+    # Others go on without a machine of an elastic job that is silent.
+    silence_s = 0.0 if _World.member is None else SILENT_S
+    engine, launch = connect(found, "bootstrap", timeout_s, silence_s)
     return engine, launch.local_world_size
 
 
@@ -411,21 +412,13 @@ def _on_machines(
 ) -> tuple[Engine, Launch]:
     """Rendezvous through a store, and make the engine that fits the ranks' machines."""
     # Imported here since `import fastdist` must be quick.
-    from fastdist.collectives.rendezvous.machines import agree_in_store
+    from fastdist.collectives.rendezvous.machines import agree_in_store, connect
 
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     _World.meetings[coordinator] += 1  # also one that fails
     prefix = f"fastdist/{_World.meetings[coordinator]}"
     found = agree_in_store(rank, size, coordinator, prefix, timeout_s, has_agent)
-    return _connected(found, launcher, timeout_s)
-
-
-def _connected(found: Rendezvous, launcher: str, timeout_s: float) -> tuple[Engine, Launch]:
-    from fastdist.collectives.rendezvous.machines import connect
-
-    # Others go on without a machine of an elastic job that is silent.
-    silence_s = 0.0 if _World.member is None else SILENT_S
-    return connect(found, launcher, timeout_s, silence_s)
+    return connect(found, launcher, timeout_s)
 
 
 def _is_loopback(coordinator: str) -> bool:

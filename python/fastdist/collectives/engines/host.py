@@ -11,7 +11,6 @@ from typing import final
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.cluster.launch import Launch
 from fastdist.collectives.engines.engine import CompiledEngine
 from fastdist.collectives.rendezvous.local import exchange_memory
 
@@ -35,22 +34,25 @@ class HostEngine(CompiledEngine):
         self.size = host.size
 
     @classmethod
-    def of_launch(cls, launch: Launch, timeout_s: float) -> HostEngine:
-        """Connect ranks that are processes of one machine. Every rank must call."""
-        tuning = _core.tuning_for(launch.world_size)
-        own_fd = _core.create_segment_file(launch.world_size, tuning)
+    def of_processes(cls, key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
+        """Connect ranks that are processes of one machine. Every rank must call.
+
+        Args:
+            key: as `Launch.job_key`.
+        """
+        tuning = _core.tuning_for(size)
+        own_fd = _core.create_segment_file(size, tuning)
         try:
-            fds = exchange_memory(launch, own_fd, timeout_s)
+            fds = exchange_memory(key, rank, size, own_fd, timeout_s)
         except BaseException:
             os.close(own_fd)
             raise
         memory = os.fstat(fds[0]).st_ino  # tells this job from others at the same address
-        rank, size = launch.rank, launch.world_size
         machine = _core.Machine.of_processes(fds, rank)
         block = _core.SharedBlock(machine, rank, size, tuning)
         offsets = [block.offset] * size  # the first block of every segment
         host = _core.HostCommunicator(machine, list(range(size)), rank, offsets, block, tuning)
-        return cls(host, f"{launch.job_key}|{memory}", _connect_processes)
+        return cls(host, f"{key}|{memory}", cls.of_processes)
 
     @classmethod
     def of_threads(cls, size: int) -> list[HostEngine]:
@@ -96,10 +98,6 @@ class HostEngine(CompiledEngine):
         """Make an engine over new memory, by a rendezvous of the survivors alone."""
         self._groups += 1
         return self._connect(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
-
-
-def _connect_processes(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
-    return HostEngine.of_launch(Launch("survivors", rank, size, rank, size, key), timeout_s)
 
 
 class _ConnectThreads:

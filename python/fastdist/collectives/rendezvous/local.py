@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from fastdist.cluster.launch import Launch
 from fastdist.errors import ClusterConfigError
 from fastdist.link.peer import is_own_user
 
@@ -58,11 +57,11 @@ def run_checks() -> None:
         check()
 
 
-def exchange_memory(launch: Launch, own_fd: int, timeout_s: float) -> list[int]:
-    """Exchange memory with every rank of the job. Every rank must call.
+def exchange_memory(job_key: str, rank: int, size: int, own_fd: int, timeout_s: float) -> list[int]:
+    """Exchange memory with every rank, all of which are on this machine. Every rank must call.
 
     Args:
-        launch: the description of this rank; all ranks must be on this machine.
+        job_key: as `Launch.job_key`.
         own_fd: descriptor of this rank's memory.
 
     Returns:
@@ -73,9 +72,8 @@ def exchange_memory(launch: Launch, own_fd: int, timeout_s: float) -> list[int]:
             of ranks; raised on all ranks that have arrived.
     """
     deadline = time.monotonic() + timeout_s
-    prefix = prefix_of(launch.job_key)
-    rendezvous = _Rendezvous(launch.rank, launch.world_size, timeout_s, deadline, prefix)
-    if launch.rank == 0:
+    rendezvous = _Rendezvous(rank, size, timeout_s, deadline, prefix_of(job_key))
+    if rank == 0:
         return _host(rendezvous, own_fd)
     return _join(rendezvous, own_fd)
 

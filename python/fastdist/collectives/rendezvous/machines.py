@@ -183,7 +183,7 @@ def _require_reachable(arrivals: Sequence[Arrival]) -> None:
 
 
 def connect(
-    rendezvous: Rendezvous, launcher: str, timeout_s: float, silence_s: float
+    rendezvous: Rendezvous, launcher: str, timeout_s: float, silence_s: float = 0.0
 ) -> tuple[Engine, Launch]:
     """Connect this rank to all others; return the engine, and this rank's place.
 
@@ -196,12 +196,12 @@ def connect(
     place, local = layout.place_of(rank)
     here = layout.places[place]
     launch = Launch(launcher, rank, layout.size, local, len(here), f"{rendezvous.key}/{place}")
-    own = Launch("machines", local, len(here), local, len(here), launch.job_key)
+    own = launch.job_key, local, len(here), timeout_s
     if rendezvous.listener is None:
-        return HostEngine.of_launch(own, timeout_s), launch
+        return HostEngine.of_processes(*own), launch
     with rendezvous.listener:
         try:
-            inner = HostEngine.of_launch(own, timeout_s)
+            inner = HostEngine.of_processes(*own)
         except ClusterConfigError as error:
             ranks = tuple(here[number] for number in error.ranks)
             raise ClusterConfigError(

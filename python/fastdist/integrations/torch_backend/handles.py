@@ -12,7 +12,6 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from fastdist.cluster.address import join_address, split_address
-from fastdist.cluster.launch import Launch
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.rendezvous.machines import machine_id
@@ -74,8 +73,8 @@ def communicator_of_handles(
     rank, size, first = handles.index(own), len(handles), handles[0]
     if all(handle.machine == first.machine for handle in handles):
         key = f"{first.name}/{uuid}"
-        launch = Launch("reconfigure", rank, size, rank, size, key)
-        return Communicator(HostEngine.of_launch(launch, timeout_s), timeout_s), size
+        engine = HostEngine.of_processes(key, rank, size, timeout_s)
+        return Communicator(engine, timeout_s), size
     root = _store_of(first, own, store, timeout_s)
     shared = c10d.PrefixStore(f"fastdist/reconfigure/{first.name}/{uuid}/", root)
     return communicator_in_store(shared, rank, size, timeout_s)

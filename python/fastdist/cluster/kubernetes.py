@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, Protocol, final
+from typing import Any
 
 from fastdist.cluster.environ import Environ, index
-from fastdist.cluster.resolver import SimpleClusterResolver, TaskResolver, divide_among_jobs
+from fastdist.cluster.resolver import SimpleClusterResolver, divide_among_jobs
 from fastdist.cluster.spec import ClusterSpec
 from fastdist.errors import ClusterConfigError
 
 
-class PodLister(Protocol):
-    """The methods of `kubernetes.client.CoreV1Api` that are used here."""
-
-    def list_pod_for_all_namespaces(self, *, label_selector: str) -> Any:  # noqa: D102
-        ...
-
-    def list_namespaced_pod(self, namespace: str, *, label_selector: str) -> Any:  # noqa: D102
-        ...
-
-
-class KubernetesClusterResolver(TaskResolver):
+class KubernetesClusterResolver(SimpleClusterResolver):
     """Finds the tasks of each job as the pods with the job's labels.
 
     Pods are ordered by name, with numbers in names compared as numbers, so that the pods of a
     StatefulSet have their ordinals as task ids. A task's address is the IP address of its pod.
-    Kubernetes is asked once, when the cluster is first needed; all pods must run then.
+    Kubernetes is asked once, by the constructor; all pods must run then.
 
     Follows tf.distribute.cluster_resolver.KubernetesClusterResolver. Differences: this process's
     task is an argument, and addresses belong to the pods, not to their machines.
@@ -41,7 +32,7 @@ class KubernetesClusterResolver(TaskResolver):
         ... )
     """
 
-    __slots__ = ("_client", "_labels", "_namespace", "_port", "_spec")
+    __slots__ = ()
 
     def __init__(
         self,
@@ -51,9 +42,9 @@ class KubernetesClusterResolver(TaskResolver):
         task_id: int,
         port: int = 8470,
         namespace: str | None = None,
-        override_client: PodLister | None = None,
+        override_client: Any = None,
     ) -> None:
-        """Connect to Kubernetes.
+        """Ask Kubernetes for the pods.
 
         Args:
             job_to_label_mapping: label selectors for each job, such as {"worker": ["app=train"]}.
@@ -61,51 +52,23 @@ class KubernetesClusterResolver(TaskResolver):
             task_id: this process's index in its job.
             port: the port that every task listens on.
             namespace: namespace of the pods; if None, all namespaces, which needs permission.
-            override_client: client to use instead of one with the pod's service account or,
-                outside of a cluster, with the user's kubeconfig.
-
-        Raises:
-            ImportError: the package kubernetes is not installed, and no client is given.
-        """
-        self._labels = {job: tuple(labels) for job, labels in job_to_label_mapping.items()}
-        self._task_type = task_type
-        self._task_id = task_id
-        self._port = port
-        self._namespace = namespace
-        self._client = _default_client() if override_client is None else override_client
-        self._spec: ClusterSpec | None = None
-
-    @final
-    def cluster_spec(self) -> ClusterSpec:
-        """Return the tasks of the cluster, as Kubernetes listed them in the first call.
+            override_client: `kubernetes.client.CoreV1Api` to use instead of one with the pod's
+                service account or, outside of a cluster, with the user's kubeconfig.
 
         Raises:
             ClusterConfigError: a pod is not running, or the pods are not a valid cluster.
+            ImportError: the package kubernetes is not installed, and no client is given.
         """
-        if self._spec is None:
-            spec = ClusterSpec(
-                {job: self._addresses(selectors) for job, selectors in self._labels.items()}
-            )
-            SimpleClusterResolver(spec, self._task_type, self._task_id)  # checks the task
-            self._spec = spec
-        return self._spec
-
-    def _addresses(self, selectors: Sequence[str]) -> list[str]:
-        addresses = []
-        for selector in selectors:
-            if self._namespace is None:
-                pods = self._client.list_pod_for_all_namespaces(label_selector=selector)
-            else:
-                pods = self._client.list_namespaced_pod(self._namespace, label_selector=selector)
-            for pod in sorted(pods.items, key=lambda pod: _numbers_as_numbers(pod.metadata.name)):
-                if pod.status.phase != "Running" or not pod.status.pod_ip:
-                    raise ClusterConfigError(
-                        f"pod {pod.metadata.name!r} of {selector!r} is in phase "
-                        f"{pod.status.phase!r}; expected 'Running'"
-                    )
-                ip = pod.status.pod_ip
-                addresses.append(f"[{ip}]:{self._port}" if ":" in ip else f"{ip}:{self._port}")
-        return addresses
+        client = _default_client() if override_client is None else override_client
+        list_pods = client.list_pod_for_all_namespaces
+        if namespace is not None:
+            list_pods = functools.partial(client.list_namespaced_pod, namespace)
+        cluster: dict[str, list[str]] = {job: [] for job in job_to_label_mapping}
+        for job, selectors in job_to_label_mapping.items():
+            for selector in selectors:
+                pods = list_pods(label_selector=selector).items
+                cluster[job] += [_address_of(pod, selector, port) for pod in _in_order(pods)]
+        super().__init__(ClusterSpec(cluster), task_type, task_id)
 
 
 class IndexedJobClusterResolver(SimpleClusterResolver):
@@ -157,7 +120,7 @@ class IndexedJobClusterResolver(SimpleClusterResolver):
         super().__init__(*divide_among_jobs(jobs, hosts, task_id, f"{completions=}"))
 
 
-def _default_client() -> PodLister:
+def _default_client() -> Any:
     try:
         config = import_module("kubernetes.config")
         client = import_module("kubernetes.client")
@@ -170,10 +133,24 @@ def _default_client() -> PodLister:
         config.load_incluster_config()
     else:
         config.load_kube_config()
-    lister: PodLister = client.CoreV1Api()
-    return lister
+    return client.CoreV1Api()
 
 
-def _numbers_as_numbers(name: str) -> list[str | int]:
-    """Return a key that sorts "pod-2" before "pod-10"."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"([0-9]+)", name)]
+def _in_order(pods: Sequence[Any]) -> list[Any]:
+    """Sort by name, "pod-2" before "pod-10"."""
+
+    def key(pod: Any) -> list[str | int]:
+        parts = re.split(r"([0-9]+)", pod.metadata.name)
+        return [int(part) if part.isdigit() else part for part in parts]
+
+    return sorted(pods, key=key)
+
+
+def _address_of(pod: Any, selector: str, port: int) -> str:
+    if pod.status.phase != "Running" or not pod.status.pod_ip:
+        raise ClusterConfigError(
+            f"pod {pod.metadata.name!r} of {selector!r} is in phase {pod.status.phase!r}; "
+            "expected 'Running'"
+        )
+    ip = pod.status.pod_ip
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

@@ -81,27 +81,7 @@ class ClusterResolver(ABC):
         return spec.task_address(job, index)
 
 
-class TaskResolver(ClusterResolver):
-    """A resolver that is told which task this process is."""
-
-    __slots__ = ("_task_id", "_task_type")
-    _task_id: int
-    _task_type: str
-
-    @property
-    @final
-    def task_type(self) -> str:
-        """This process's job."""
-        return self._task_type
-
-    @property
-    @final
-    def task_id(self) -> int:
-        """This process's index among the tasks of its job."""
-        return self._task_id
-
-
-class SimpleClusterResolver(TaskResolver):
+class SimpleClusterResolver(ClusterResolver):
     """A cluster and this process's task in it, given as arguments.
 
     Follows tf.distribute.cluster_resolver.SimpleClusterResolver.
@@ -114,7 +94,7 @@ class SimpleClusterResolver(TaskResolver):
         (1, False)
     """
 
-    __slots__ = ("_spec",)
+    __slots__ = ("_spec", "_task_id", "_task_type")
 
     def __init__(self, cluster_spec: ClusterSpec, task_type: str, task_id: int) -> None:
         """Check that the task is in the cluster, or is an evaluator.
@@ -140,6 +120,18 @@ class SimpleClusterResolver(TaskResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Return the tasks of the cluster."""
         return self._spec
+
+    @property
+    @final
+    def task_type(self) -> str:
+        """This process's job."""
+        return self._task_type
+
+    @property
+    @final
+    def task_id(self) -> int:
+        """This process's index among the tasks of its job."""
+        return self._task_id
 
 
 def divide_among_jobs(

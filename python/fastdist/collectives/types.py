@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, get_args
 
 if TYPE_CHECKING:
@@ -14,6 +13,7 @@ Arrays = Array | Sequence[Array]
 ReduceOp = Literal["sum", "mean", "prod", "min", "max", "and", "or", "xor"]
 REDUCE_OPS: tuple[str, ...] = get_args(ReduceOp)
 Compression = Literal["fp16", "bf16", "fp8"]
+Ranks = Any  # a Communicator; its helpers, which it imports, cannot import its class
 
 
 class Work(Protocol):
@@ -38,44 +38,6 @@ class Work(Protocol):
             CollectiveTimeoutError: `timeout` seconds have passed; the call continues.
             Exception: the call failed; its error is raised here.
         """
-
-
-class Ranks(Protocol):
-    """A communicator as its own helpers see it, which are below it."""
-
-    rank: int
-    world_size: int
-    engine: Any
-
-    def all_gather(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.all_gather`."""
-
-    def all_gather_object(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.all_gather_object`."""
-
-    def broadcast(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.broadcast`."""
-
-    def reduce(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.reduce`."""
-
-    def gather(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.gather`."""
-
-    def scatter(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.scatter`."""
-
-    def send(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.send`."""
-
-    def recv(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.recv`."""
-
-    def recv_any(self, *args: Any, **keywords: Any) -> Any:
-        """See `Communicator.recv_any`."""
-
-    def group(self) -> AbstractContextManager[None]:
-        """See `Communicator.group`."""
 
 
 class DirectMessage(TypedDict, total=False):

@@ -9,7 +9,6 @@ import fastdist.cluster as cluster
 import fastdist.errors as errors
 from fastdist._version import __version__
 from fastdist.cluster.launch import claim_place
-from fastdist.collectives.chief import is_chief
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.functions import (
     all_gather,
@@ -34,7 +33,7 @@ from fastdist.collectives.functions import (
     send_object,
 )
 from fastdist.collectives.hints import unknown_name
-from fastdist.collectives.init import default_communicator, init, local_group
+from fastdist.collectives.init import default_communicator, init, is_chief, local_group
 from fastdist.collectives.types import Work
 from fastdist.integrations.torch_backend import register_with_torch, unusable_torch
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fastdist.cluster import IndexedJobClusterResolver, TorchrunClusterResolver
-from fastdist.cluster.own_address import own_address
+from fastdist.cluster.address import own_address
 from fastdist.errors import ClusterConfigError
 from fork_server import python
 from held_ports import free_port

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from fastdist.cluster.ports import reserved_ports  # noqa: E402
+from fastdist.cluster.address import reserved_ports  # noqa: E402
 from fastdist.collectives.rendezvous.agent import agree_on_name  # noqa: E402
 from fastdist.errors import ClusterConfigError  # noqa: E402
 from launched import wait_until  # noqa: E402

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from contract_errors import Misshapen
 from fastdist import Communicator
-from fastdist.cluster.ports import reserved_ports
+from fastdist.cluster.address import reserved_ports
 from fastdist.errors import FastdistError, PeerFailureError
 from fork_server import python
 from ranks import ProcessRanks, RankError, ThreadRanks

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
-from fastdist.cluster.ports import reserved_ports  # noqa: E402
+from fastdist.cluster.address import reserved_ports  # noqa: E402
 from fastdist.collectives.rendezvous.board import StoreBoard  # noqa: E402
 from fastdist.errors import ClusterConfigError  # noqa: E402
 from fastdist.link.secret import Secret  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from example_jobs import Start
-from fastdist.cluster.ports import reserved_ports
+from fastdist.cluster.address import reserved_ports
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdist.cli.tasks import Task, rank_tasks, role_tasks
-from fastdist.cluster.ports import reserved_ports
+from fastdist.cluster.address import reserved_ports
 from fork_server import python
 from paths import ROOT
 

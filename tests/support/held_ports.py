@@ -2,7 +2,7 @@
 
 import socket
 
-from fastdist.cluster.ports import reserve_port
+from fastdist.cluster.address import reserve_port
 
 _held: list[socket.socket] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import fastdist as fd
 from fastdist.cluster import ClusterSpec, SimpleClusterResolver
-from fastdist.cluster.ports import reserve_port
+from fastdist.cluster.address import reserve_port
 from fork_server import python
 from launched import wait_until
 

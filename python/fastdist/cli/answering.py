@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 
-from fastdist.cluster.address import join_address
-from fastdist.cluster.own_address import own_address
+from fastdist.cluster.address import join_address, own_address
 from fastdist.errors import ClusterConfigError
 from fastdist.recorder.elsewhere import answer_to, key_of
 from fastdist.recorder.questions import answer

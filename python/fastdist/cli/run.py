@@ -28,9 +28,7 @@ from fastdist.cli.tasks import (
     role_tasks,
     take_variables,
 )
-from fastdist.cluster.address import join_address, split_address
-from fastdist.cluster.own_address import own_address
-from fastdist.cluster.ports import reserved_ports
+from fastdist.cluster.address import join_address, own_address, reserved_ports, split_address
 from fastdist.cluster.roster import Roster
 from fastdist.errors import ClusterConfigError
 from fastdist.processes.job import GRACE_S, Elastic, Job, Task

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from fastdist._config import FOLDER_VARIABLE, SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
 from fastdist.cli.command import UsageError
-from fastdist.cluster.address import join_address
+from fastdist.cluster.address import join_address, reserve_port
 from fastdist.cluster.launch import (
     JOB_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -18,7 +18,6 @@ from fastdist.cluster.launch import (
     rank_variables,
     without_rank,
 )
-from fastdist.cluster.ports import reserve_port
 from fastdist.cluster.roster import RosterPlace
 from fastdist.cluster.tf_config import VARIABLE as TF_CONFIG
 from fastdist.cluster.tf_config import served_tasks, tf_configs

@@ -10,11 +10,9 @@ from importlib import import_module
 from typing import Any
 
 from fastdist._config import settings
-from fastdist.cluster.address import join_address, split_address
+from fastdist.cluster.address import join_address, own_address, reserve_port, split_address
 from fastdist.cluster.environ import Environ, index_of_size, master_address
 from fastdist.cluster.launch import JOB_VARIABLE
-from fastdist.cluster.own_address import own_address
-from fastdist.cluster.ports import reserve_port
 from fastdist.cluster.resolver import SimpleClusterResolver, divide_among_jobs
 from fastdist.cluster.spec import ClusterSpec
 from fastdist.errors import ClusterConfigError

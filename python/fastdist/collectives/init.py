@@ -280,6 +280,36 @@ def existing_communicator() -> Communicator | None:
     return _World.communicator if _World.process == os.getpid() else None
 
 
+def is_chief() -> bool:
+    """Return True in one process of the job: the one for work that is done once.
+
+    Works before any strategy or communicator is made, and communicates with nobody. So it guards
+    what a program does at its top, which each replica repeats: folders, logs, downloads. Afterwards
+    it agrees with `strategy.is_chief`.
+
+    Raises:
+        ClusterConfigError: the variables of the launcher, or TF_CONFIG, are invalid.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> fd.is_chief()  # alone
+        True
+    """
+    replica = started_replica()
+    if _World.communicator is not None:
+        return default_communicator().rank == 0
+    if (place := roster_place()) is not None:
+        return (place.machine, place.slot) == (0, 0)
+    if replica is not None:
+        return replica.rank == 0
+    if os.environ.get("TF_CONFIG", "").strip():
+        from fastdist.cluster.tf_config import TFConfigClusterResolver
+
+        return TFConfigClusterResolver().is_chief
+    launch = detect_launch()
+    return launch is None or launch.rank == 0
+
+
 def _replace(ended: Communicator, successor: Communicator | None) -> None:
     if _World.communicator is ended:
         _World.communicator = successor

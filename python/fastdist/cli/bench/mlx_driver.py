@@ -20,7 +20,7 @@ import numpy.typing as npt
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import Call, Driver
-from fastdist.cluster.ports import reserve_port
+from fastdist.cluster.address import reserve_port
 
 _HOST = "127.0.0.1"
 _PATIENCE_S = 30.0

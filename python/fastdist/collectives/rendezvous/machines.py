@@ -24,9 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fastdist._version import __version__
-from fastdist.cluster.address import join_address, split_address
+from fastdist.cluster.address import join_address, own_address, split_address
 from fastdist.cluster.launch import LAUNCHER_VARIABLE, Launch
-from fastdist.cluster.own_address import own_address
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import Layout, NetEngine

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.net import Layout, NetEngine
+from fastdist.collectives.engines.net import NetEngine
 from fastdist.collectives.rendezvous.connections import listen_at, port_of
 from fastdist.errors import CollectiveMismatchError, PeerFailureError
 from ranks import ProcessRanks, ThreadRanks
@@ -126,9 +126,9 @@ def two_across_machines(comm: Communicator) -> list[Communicator]:
 def across_machines(comm: Communicator, key: str) -> Communicator:
     listener = listen_at(LOCAL)
     addresses = comm.all_gather_object((LOCAL, port_of(listener)))
-    layout = Layout(tuple((rank,) for rank in range(comm.world_size)))
+    machines = range(comm.world_size)
     (inner,) = HostEngine.of_threads(1)
-    engine = NetEngine(layout, comm.rank, inner, listener, addresses, key, TIMEOUT_S)
+    engine = NetEngine(machines, comm.rank, inner, listener, addresses, key, TIMEOUT_S)
     return Communicator(engine, TIMEOUT_S)
 
 
@@ -209,8 +209,7 @@ def of_two_machines(comm: Communicator) -> Communicator:
     listener = listen_at(LOCAL)
     addresses = comm.all_gather_object((LOCAL, port_of(listener)))
     inner = comm.engine.subset([[0, 1], [2, 3]], TIMEOUT_S)
-    layout = Layout(((0, 1), (2, 3)))
-    engine = NetEngine(layout, comm.rank, inner, listener, addresses, "job", TIMEOUT_S)
+    engine = NetEngine([0, 0, 1, 1], comm.rank, inner, listener, addresses, "job", TIMEOUT_S)
     return Communicator(engine, TIMEOUT_S)
 
 

@@ -19,7 +19,7 @@ import pytest
 from contract import CommunicatorContract
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.net import Layout, NetEngine
+from fastdist.collectives.engines.net import NetEngine
 from fastdist.collectives.rendezvous.connections import listen_at, port_of
 from fastdist.errors import (
     ClusterConfigError,
@@ -39,14 +39,15 @@ class MachineThreads:
     """Ranks as threads that share memory within their machine alone; made anew for every call."""
 
     def __init__(self, places: Places) -> None:
-        self.layout = Layout(places)
-        self.size = self.layout.size
+        self.places = places
+        self.machines = [m for _, m in sorted((r, m) for m, own in enumerate(places) for r in own)]
+        self.size = len(self.machines)
 
     def makers(self) -> list[Callable[[], NetEngine]]:
         """Return functions that make each rank's engine, to be called in the rank's thread."""
         inner = {
             rank: engine
-            for place in self.layout.places
+            for place in self.places
             for rank, engine in zip(place, HostEngine.of_threads(len(place)), strict=True)
         }
         listeners = [listen_at(LOCAL) for _ in range(self.size)]
@@ -55,7 +56,7 @@ class MachineThreads:
 
         def make(rank: int) -> NetEngine:
             mine = inner[rank], listeners[rank]
-            return NetEngine(self.layout, rank, *mine, addresses, key, TIMEOUT_S)
+            return NetEngine(self.machines, rank, *mine, addresses, key, TIMEOUT_S)
 
         return [lambda rank=rank: make(rank) for rank in range(self.size)]  # type: ignore[misc]
 
@@ -276,14 +277,13 @@ def test_the_last_calls_are_up_to_date() -> None:
 
 def test_ranks_that_cannot_connect() -> None:
     """Whatever keeps ranks from the first communicator is an error of the cluster."""
-    layout = Layout(((0,), (1,)))
     listeners = [listen_at(LOCAL) for _ in range(2)]
     addresses = [(LOCAL, port_of(listener)) for listener in listeners]
 
     def connect(rank: int) -> str:
         (inner,) = HostEngine.of_threads(1)
         with pytest.raises(ClusterConfigError) as error:
-            NetEngine(layout, rank, inner, listeners[rank], addresses, f"key {rank}", 2.0)
+            NetEngine([0, 1], rank, inner, listeners[rank], addresses, f"key {rank}", 2.0)
         assert error.value.ranks == (1 - rank,)
         return str(error.value)
 

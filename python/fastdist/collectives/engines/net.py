@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -23,35 +22,9 @@ from fastdist.errors import (
 from fastdist.recorder.machines import Machine
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The ranks of each place. The first rank of a place is its leader.
-
-    Attributes:
-        places: the ranks of each place. Each rank is in exactly one place; the ranks of a place
-            need not be contiguous.
-    """
-
-    places: tuple[tuple[int, ...], ...]
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in all places."""
-        return sum(map(len, self.places))
-
-    def place_of(self, rank: int) -> tuple[int, int]:
-        """Return the place of a rank and the rank's number within that place."""
-        for place, ranks in enumerate(self.places):
-            if rank in ranks:
-                return place, ranks.index(rank)
-        raise ValueError(f"rank must be from 0 to {self.size - 1}, got {rank}")
-
-    def subset(self, group: Sequence[int]) -> Layout:
-        """Return the layout of a group of ranks, numbered in the group's order."""
-        here: dict[int, list[int]] = {}
-        for number, rank in enumerate(group):
-            here.setdefault(self.place_of(rank)[0], []).append(number)
-        return Layout(tuple(tuple(numbers) for _, numbers in sorted(here.items())))
+def ranks_of(machines: Sequence[int], number: int) -> list[int]:
+    """Return the ranks of a machine, given the number of each rank's machine."""
+    return [rank for rank, machine in enumerate(machines) if machine == number]
 
 
 @final
@@ -59,7 +32,8 @@ class NetEngine(CompiledEngine):
     """Ranks on several machines. Every rank must make the engine.
 
     Args:
-        inner: the engine between the ranks of this machine, in the layout's order.
+        machines: the number of each rank's machine, from 0 without a gap.
+        inner: the engine between the ranks of this machine, in their order.
         listener: the socket that accepts the other ranks' connections; it is closed.
         addresses: IP address and port of each rank's listener.
         key: equal on all ranks, and secret to processes that are not of the job.
@@ -73,7 +47,7 @@ class NetEngine(CompiledEngine):
 
     def __init__(
         self,
-        layout: Layout,
+        machines: Sequence[int],
         rank: int,
         inner: HostEngine,
         listener: socket.socket,
@@ -85,19 +59,19 @@ class NetEngine(CompiledEngine):
         silence_s: float = 0.0,
     ) -> None:
         self.rank = rank
-        self.size = layout.size
-        self._layout = layout
+        self.size = len(machines)
+        self._machines = machines
         self._silence_s = silence_s
         self._inner = inner
         self._ips = [ip for ip, _ in addresses]
         self.key = key
         if launchers:
+            everyone = [tuple(ranks_of(machines, number)) for number in range(max(machines) + 1)]
             self.machines = tuple(
-                Machine(ranks, self._ips[ranks[0]], launchers[ranks[0]]) for ranks in layout.places
+                Machine(ranks, self._ips[ranks[0]], launchers[ranks[0]]) for ranks in everyone
             )
-        machines = [layout.place_of(r)[0] for r in range(self.size)]
         secret = hashlib.sha256(key.encode()).digest()
-        here = layout.places[machines[rank]]
+        here = ranks_of(machines, machines[rank])
 
         def check() -> None:
             if parent is None:
@@ -128,9 +102,9 @@ class NetEngine(CompiledEngine):
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
         """Make an inner engine for a group within one machine, else connect the group anew."""
         self._groups += 1
-        here = self._layout.places[self._layout.place_of(self.rank)[0]]
+        here = ranks_of(self._machines, self._machines[self.rank])
         local = [[here.index(rank) for rank in group if rank in here] for group in groups]
-        # The ranks of each machine are in the order of the new layout.
+        # The ranks of each machine are in the order of the group.
         inner = self._inner.subset([ranks for ranks in local if ranks], timeout_s)
         with listen_at(self._ips[self.rank]) as listener:
             ports = np.empty(self.size, np.int64)
@@ -139,12 +113,13 @@ class NetEngine(CompiledEngine):
             if group is None:
                 return None
             assert inner is not None
-            layout = self._layout.subset(group)
-            if len(layout.places) == 1:
+            numbers = sorted({self._machines[rank] for rank in group})
+            if len(numbers) == 1:
                 return inner
+            machines = [numbers.index(self._machines[rank]) for rank in group]
             addresses = [(self._ips[rank], int(ports[rank])) for rank in group]
             number = list(group).index(self.rank)
-            own = layout, number, inner, listener, addresses, self._key_of(group)
+            own = machines, number, inner, listener, addresses, self._key_of(group)
             return NetEngine(*own, timeout_s, parent=self.compiled, silence_s=self._silence_s)
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:

@@ -28,7 +28,7 @@ from fastdist.cluster.address import join_address, own_address, split_address
 from fastdist.cluster.launch import LAUNCHER_VARIABLE, Launch
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.net import Layout, NetEngine
+from fastdist.collectives.engines.net import NetEngine, ranks_of
 from fastdist.collectives.rendezvous.agent import agree_on_name
 from fastdist.collectives.rendezvous.board import Bootstrap, StoreBoard, refuse_other_job
 from fastdist.collectives.rendezvous.connections import Address, listen_at, port_of
@@ -48,6 +48,7 @@ class Rendezvous:
     """The result of a rendezvous.
 
     Attributes:
+        machines: the number of each rank's machine, from 0 without a gap.
         key: equal on all ranks; of several machines, unknown to processes without the job's secret.
         addresses: IP address and port of each rank's listener, if there are several machines.
         listener: this rank's listener.
@@ -55,7 +56,7 @@ class Rendezvous:
     """
 
     rank: int
-    layout: Layout
+    machines: Sequence[int]
     key: str
     addresses: Sequence[Address] = ()
     listener: socket.socket | None = None
@@ -117,20 +118,20 @@ def agree(
     """
     rank = board.Get_rank()
     own = [machine_id(), secrets.token_hex(16), __version__]
-    places: dict[str, list[int]] = {}
+    machines: list[int] = []
+    numbers: dict[str, int] = {}
     try:
         everyone = board.allgather(own)
         key = str(everyone[0][1])
         for other, (machine, _, version) in enumerate(everyone):
-            places.setdefault(machine, []).append(other)
+            machines.append(numbers.setdefault(machine, len(numbers)))
             _require_version(other, version)
         if everyone[rank] != own:
             raise ValueError("a stranger writes on the board")
     except (TypeError, ValueError):
         raise ClusterConfigError("rendezvous: a rank has not said on which machine it is") from None
-    layout = Layout(tuple(map(tuple, places.values())))
-    if len(places) == 1:
-        return Rendezvous(rank, layout, key)
+    if len(numbers) == 1:
+        return Rendezvous(rank, machines, key)
     secret = None if is_trusted else job_secret()
     said = json.dumps(everyone)
     if coordinator is None:
@@ -150,7 +151,7 @@ def agree(
         key = secret.derive("key", json.dumps([said, packed]))
     addresses = [(arrival.ip, arrival.port) for arrival in arrivals]
     launchers = [arrival.launcher for arrival in arrivals]
-    return Rendezvous(rank, layout, key, addresses, listener, launchers)
+    return Rendezvous(rank, machines, key, addresses, listener, launchers)
 
 
 def _listen(coordinator: str, deadline: float) -> socket.socket:
@@ -191,11 +192,11 @@ def connect(
         launcher: the program that started the ranks, for messages.
         silence_s: seconds after which a silent machine is lost; 0: never.
     """
-    rank, layout = rendezvous.rank, rendezvous.layout
-    place, local = layout.place_of(rank)
-    here = layout.places[place]
-    launch = Launch(launcher, rank, layout.size, local, len(here), f"{rendezvous.key}/{place}")
-    own = launch.job_key, local, len(here), timeout_s
+    rank, machines, key = rendezvous.rank, rendezvous.machines, rendezvous.key
+    here = ranks_of(machines, machines[rank])
+    local, key_here = here.index(rank), f"{key}/{machines[rank]}"
+    launch = Launch(launcher, rank, len(machines), local, len(here), key_here)
+    own = key_here, local, len(here), timeout_s
     if rendezvous.listener is None:
         return HostEngine.of_processes(*own), launch
     with rendezvous.listener:
@@ -204,11 +205,11 @@ def connect(
         except ClusterConfigError as error:
             ranks = tuple(here[number] for number in error.ranks)
             raise ClusterConfigError(
-                f"{error} (ranks of this machine, which are {list(here)} of the job)", ranks
+                f"{error} (ranks of this machine, which are {here} of the job)", ranks
             ) from None
-        where = rendezvous.listener, rendezvous.addresses, rendezvous.key
+        where = rendezvous.listener, rendezvous.addresses, key
         launchers = rendezvous.launchers
-        made = NetEngine(layout, rank, inner, *where, timeout_s, launchers, silence_s=silence_s)
+        made = NetEngine(machines, rank, inner, *where, timeout_s, launchers, silence_s=silence_s)
         return made, launch
 
 

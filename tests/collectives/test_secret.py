@@ -259,7 +259,7 @@ NONE = Secret(b"", "FASTDIST_INSECURE=1")
 )
 def test_malformed_arrivals_of_jobs_without_a_secret(packed: str) -> None:
     with pytest.raises(ClusterConfigError, match="rank 1 has posted a malformed arrival"):
-        machines.Arrival.unpack(packed, 1)
+        machines._arrival(packed, 1)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ from fastdist.collectives.rendezvous.local import run_checks
 from fastdist.collectives.rendezvous.store import open_store, with_prefix
 from fastdist.errors import ClusterConfigError, FastdistError
 from fastdist.link.secret import exchange, job_secret
-from fastdist.recorder.encoding import decode, encode
 
 _POLL_S = 0.05
 _END_S = 5.0  # for attempts to reach the store, as the interpreter ends
@@ -61,36 +60,6 @@ class Rendezvous:
     addresses: Sequence[Address] = ()
     listener: socket.socket | None = None
     launchers: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """The addresses of a rank's listener and of its launcher.
-
-    Attributes:
-        ip: IP address of its listener.
-        launcher: "ip:port" at which the launcher of its machine answers questions; "" if none does.
-    """
-
-    ip: str
-    port: int
-    launcher: str
-
-    @classmethod
-    def unpack(cls, text: str, rank: int) -> Arrival:
-        """Decode what `rank` has said."""
-        try:
-            found = decode(cls, text)
-            ipaddress.ip_address(found.ip.partition("%")[0])
-            if not 0 < found.port < 1 << 16:
-                raise ValueError(f"port {found.port}")
-        except ValueError as error:
-            raise ClusterConfigError(
-                f"rendezvous: rank {rank} has posted a malformed arrival ({error}); do all ranks "
-                "have the same version of fastdist?",
-                (rank,),
-            ) from None
-        return found
 
 
 def machine_id() -> str:
@@ -139,18 +108,17 @@ def agree(
         coordinator = exchange(board.allgather, secret, rank, f"address/{said}", address)[0]
     listener = _listen(coordinator, deadline)
     try:
-        ip, launcher = listener.getsockname()[0], os.environ.get(LAUNCHER_VARIABLE, "")
-        text = encode(Arrival(ip, port_of(listener), launcher))
+        launcher = os.environ.get(LAUNCHER_VARIABLE, "")
+        text = json.dumps([listener.getsockname()[0], port_of(listener), launcher])
         packed = exchange(board.allgather, secret, rank, f"arrival/{said}", text)
-        arrivals = [Arrival.unpack(text, other) for other, text in enumerate(packed)]
-        _require_reachable(arrivals)
+        arrivals = [_arrival(text, other) for other, text in enumerate(packed)]
     except BaseException:
         listener.close()
         raise
     if secret is not None:
         key = secret.derive("key", json.dumps([said, packed]))
-    addresses = [(arrival.ip, arrival.port) for arrival in arrivals]
-    launchers = [arrival.launcher for arrival in arrivals]
+    addresses = [(ip, port) for ip, port, _ in arrivals]
+    launchers = [launcher for _, _, launcher in arrivals]
     return Rendezvous(rank, machines, key, addresses, listener, launchers)
 
 
@@ -172,14 +140,28 @@ def _require_version(rank: int, version: object) -> None:
         )
 
 
-def _require_reachable(arrivals: Sequence[Arrival]) -> None:
-    for rank, arrival in enumerate(arrivals):
-        if ipaddress.ip_address(arrival.ip.partition("%")[0]).is_loopback:
-            raise ClusterConfigError(
-                f"rendezvous: rank {rank} listens at {arrival.ip}, which other machines cannot "
-                "reach; expected the address of rank 0 to be one of its network, not of loopback",
-                (rank,),
-            )
+def _arrival(text: str, rank: int) -> tuple[str, int, str]:
+    """Decode what a rank has said: IP address and port of its listener, address of its launcher."""
+    try:
+        ip, port, launcher = json.loads(text)
+        if (type(ip), type(port), type(launcher)) != (str, int, str):
+            raise ValueError("expected an address, a port and an address")
+        is_loopback = ipaddress.ip_address(ip.partition("%")[0]).is_loopback
+        if not 0 < port < 1 << 16:
+            raise ValueError(f"port {port}")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ClusterConfigError(
+            f"rendezvous: rank {rank} has posted a malformed arrival ({error}); do all ranks "
+            "have the same version of fastdist?",
+            (rank,),
+        ) from None
+    if is_loopback:
+        raise ClusterConfigError(
+            f"rendezvous: rank {rank} listens at {ip}, which other machines cannot reach; "
+            "expected the address of rank 0 to be one of its network, not of loopback",
+            (rank,),
+        )
+    return ip, port, launcher
 
 
 def connect(

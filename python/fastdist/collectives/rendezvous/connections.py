@@ -24,6 +24,7 @@ import select
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -144,7 +145,8 @@ class _Meeting:
         self._purposes[rank] = 0
         self.found: list[list[socket.socket | None]] = [[None] * 3 for _ in machines]
         self._outages: dict[int, str] = {}  # the last error of connecting to a rank
-        self._probes: dict[int, _Probe] = {}
+        self._probes: dict[int, socket.socket] = {}  # to missing higher ranks
+        self._refusals = Counter[int]()  # of a rank's probes, in a row
         # Not epoll, in which a closed connection stays while a forked child has it too.
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
@@ -327,8 +329,7 @@ class _Meeting:
         if earlier is not None:  # the connection was lost, and made again
             earlier.close()
         self.found[rank][purpose] = connection
-        if rank in self._probes:
-            self._probes.pop(rank).close()
+        self._end_probe(rank)
 
     def _check_found(self) -> None:
         """Raise PeerFailureError if a connected rank has left.
@@ -346,22 +347,38 @@ class _Meeting:
         """Raise PeerFailureError if a higher rank has ended before it has connected.
 
         Its death shows only at its listener, which stays open until it is connected to all. A probe
-        stays open until the rank's process ends, and so does not fill the listener's queue. One
-        refusal may come from a firewall while the rank starts.
+        is a connection that looks like that of a silent stranger. It stays open until the rank's
+        process ends, and so does not fill the listener's queue. One refusal may come from a
+        firewall while the rank starts.
         """
         for rank in self._missing():
             if rank < self._rank:
                 continue
-            probe = self._probes.setdefault(rank, _Probe())
-            if probe.is_open():
-                continue
-            if probe.refusals >= _MOST_REFUSALS:
+            if rank in self._probes:
+                error = _end_of(self._probes[rank])
+                if error is None:
+                    continue
+                self._end_probe(rank, error)
+            if self._refusals[rank] >= _MOST_REFUSALS:
                 raise PeerFailureError(
                     f"rank {rank} has died or failed before it connected to rank {self._rank}: "
                     f"nothing listens any more at {self._endpoint(rank)}",
                     (rank,),
                 )
-            probe.begin(*self._resolved[rank])
+            family, address = self._resolved[rank]
+            try:
+                probe = self._probes[rank] = _open(family, OUT)
+            except OSError:  # no file descriptor is free; see `_accept`
+                continue
+            error = probe.connect_ex(address)
+            if error not in (0, errno.EINPROGRESS):
+                self._end_probe(rank, error)
+
+    def _end_probe(self, rank: int, error: int = 0) -> None:
+        is_refusal = error == errno.ECONNREFUSED
+        self._refusals[rank] = self._refusals[rank] + 1 if is_refusal else 0
+        if rank in self._probes:
+            self._probes.pop(rank).close()
 
     def _raise_late(self) -> None:
         ranks = self._missing()
@@ -387,48 +404,6 @@ class _Meeting:
     def _endpoint(self, rank: int) -> str:
         ip, port = self._addresses[rank]
         return f"{ip} port {port}"
-
-
-class _Probe:
-    """A connection to a missing higher rank, to which it looks like that of a silent stranger.
-
-    Attributes:
-        refusals: how often it was refused, in a row.
-    """
-
-    def __init__(self) -> None:
-        self.refusals = 0
-        self._connection: socket.socket | None = None
-
-    def begin(self, family: int, address: Any) -> None:
-        """Connect."""
-        try:
-            self._connection = _open(family, OUT)
-        except OSError:  # no file descriptor is free; see `_accept`
-            return
-        error = self._connection.connect_ex(address)
-        if error not in (0, errno.EINPROGRESS):
-            self._end(error)
-
-    def is_open(self) -> bool:
-        """Return True if it is connected, or may still be."""
-        if self._connection is None:
-            return False
-        error = _end_of(self._connection)
-        if error is None:
-            return True
-        self._end(error)
-        return False
-
-    def _end(self, error: int) -> None:
-        self.refusals = self.refusals + 1 if error == errno.ECONNREFUSED else 0
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
 
 def _resolve(address: Address) -> tuple[int, Any]:

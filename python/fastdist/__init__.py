@@ -141,43 +141,25 @@ if TYPE_CHECKING:
 
 # These need torch, or sockets, which `import fastdist` does not load.
 _LAZY = {
-    "Checkpoint": "fastdist.checkpoints",
-    "CheckpointManager": "fastdist.checkpoints",
-    "Elastic": "fastdist.checkpoints",
-    "PreemptionCheckpointHandler": "fastdist.checkpoints",
-    "checkpoints_iterator": "fastdist.checkpoints",
-    "ClusterCoordinator": "fastdist.ps.coordinator",
-    "ParameterServerStrategy": "fastdist.ps.strategy",
-    "PerWorkerValues": "fastdist.ps.coordinator",
-    "RemoteValue": "fastdist.ps.coordinator",
-    "get_worker_index": "fastdist.ps.coordinator",
-    "CentralStorageStrategy": "fastdist.strategies",
-    "CommunicationOptions": "fastdist.strategies",
-    "DefaultStrategy": "fastdist.strategies",
-    "MirroredStrategy": "fastdist.strategies",
-    "MultiWorkerMirroredStrategy": "fastdist.strategies",
-    "OneDeviceStrategy": "fastdist.strategies",
-    "ReplicaContext": "fastdist.replicas.context",
-    "ShardedOptimizer": "fastdist.integrations.sharded_optimizer",
-    "Strategy": "fastdist.strategies",
-    "TPUStrategy": "fastdist.tpu.strategy",
-    "get_replica_context": "fastdist.strategies",
-    "get_strategy": "fastdist.strategies",
-    "has_strategy": "fastdist.strategies",
-    "in_cross_replica_context": "fastdist.replicas.context",
-    "PerReplica": "fastdist.replicas.per_replica",
-    "launch": "fastdist.replicas.launch",
-    "map": "fastdist.replicas.per_replica",
-    "Variable": "fastdist.replicas.variables",
-    "VariableAggregation": "fastdist.replicas.variables",
-    "VariableSynchronization": "fastdist.replicas.variables",
+    "checkpoints": (
+        *("Checkpoint", "CheckpointManager", "Elastic", "PreemptionCheckpointHandler"),
+        "checkpoints_iterator",
+    ),
+    "integrations.sharded_optimizer": ("ShardedOptimizer",),
+    "ps.coordinator": ("ClusterCoordinator", "PerWorkerValues", "RemoteValue", "get_worker_index"),
+    "ps.strategy": ("ParameterServerStrategy",),
+    "replicas.context": ("ReplicaContext", "in_cross_replica_context"),
+    "replicas.launch": ("launch",),
+    "replicas.per_replica": ("PerReplica", "map"),
+    "replicas.variables": ("Variable", "VariableAggregation", "VariableSynchronization"),
+    "strategies": (
+        *("CentralStorageStrategy", "CommunicationOptions", "DefaultStrategy", "MirroredStrategy"),
+        *("MultiWorkerMirroredStrategy", "OneDeviceStrategy", "Strategy"),
+        *("get_replica_context", "get_strategy", "has_strategy"),
+    ),
+    "tpu.strategy": ("TPUStrategy",),
 }
-_MODULES = {
-    "data": "fastdist.data",
-    "keras": "fastdist.integrations.keras",
-    "nn": "fastdist.nn",
-    "ps": "fastdist.ps",
-}
+_MODULES = {"data": "data", "keras": "integrations.keras", "nn": "nn", "ps": "ps"}
 
 _OTHER_NAMES = {  # of tf.distribute, torch.distributed, MPI and Horovod
     "bcast": "broadcast",
@@ -201,16 +183,15 @@ if not {"lightning", "pytorch_lightning", "lightning_fabric"}.isdisjoint(sys.mod
 
 
 def __getattr__(name: str) -> object:
-    is_module = name in _MODULES
-    if name not in _LAZY and not is_module:
+    modules = [_MODULES[name]] if name in _MODULES else [m for m in _LAZY if name in _LAZY[m]]
+    if not modules:
         raise AttributeError(unknown_name("module 'fastdist'", name, __all__, _OTHER_NAMES))
     import importlib
 
     try:
-        if is_module:
-            found: object = importlib.import_module(_MODULES[name])
-        else:
-            found = getattr(importlib.import_module(_LAZY[name]), name)
+        found: object = importlib.import_module(f"fastdist.{modules[0]}")
+        if name not in _MODULES:
+            found = getattr(found, name)
             if "fastdist.strategies" in sys.modules:
                 importlib.import_module("fastdist.integrations.keras")  # adapts Keras models; light
     except (ImportError, AttributeError, OSError) as error:

@@ -39,26 +39,24 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ClusterResolver": "resolver",
-    "ClusterSpec": "spec",
-    "IndexedJobClusterResolver": "kubernetes",
-    "KubernetesClusterResolver": "kubernetes",
-    "MPIClusterResolver": "mpi",
-    "SimpleClusterResolver": "resolver",
-    "SlurmClusterResolver": "slurm",
-    "TFConfigClusterResolver": "tf_config",
-    "TPUClusterResolver": "tpu",
-    "TorchrunClusterResolver": "torchrun",
-    "detect_resolver": "detection",
-    "join_address": "address",
-    "split_address": "address",
+    "address": ("join_address", "split_address"),
+    "detection": ("detect_resolver",),
+    "kubernetes": ("IndexedJobClusterResolver", "KubernetesClusterResolver"),
+    "mpi": ("MPIClusterResolver",),
+    "resolver": ("ClusterResolver", "SimpleClusterResolver"),
+    "slurm": ("SlurmClusterResolver",),
+    "spec": ("ClusterSpec",),
+    "tf_config": ("TFConfigClusterResolver",),
+    "torchrun": ("TorchrunClusterResolver",),
+    "tpu": ("TPUClusterResolver",),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'fastdist.cluster' has no attribute {name!r}")
-    return getattr(import_module(f"fastdist.cluster.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"fastdist.cluster.{module}"), name)
+    raise AttributeError(f"module 'fastdist.cluster' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -242,6 +242,10 @@ def check_scan(comm: Communicator) -> None:
         out = whole[r].copy()
         assert comm.scan(out, exclusive=True, out=out) is out
         assert same_bits(out, expected)
+        for out in (whole[r].copy(), np.zeros((size, 2), np.int64)[:, 0], np.zeros_like(whole[r])):
+            assert same_bits(comm.scan(whole[r], out=out).copy(), np.sum(whole[: r + 1], axis=0))
+        out = whole[r].copy()
+        assert same_bits(comm.scan(out, out=out), np.sum(whole[: r + 1], axis=0))
     assert comm.scan(np.full(2, 3.0), "prod", exclusive=True).tolist() == [3.0**r] * 2
     ones = np.full(3, 1 + 2**-10, np.float16)
     assert set(comm.scan(ones)) == {np.float16((r + 1) * (1 + 2**-10))}
@@ -254,6 +258,8 @@ def check_scan(comm: Communicator) -> None:
     for wrong in (np.ones(5, np.float16), np.ones(3, np.int64)):
         with pytest.raises(ValueError, match="out must have the array's shape"):
             comm.scan(ones, out=wrong)
+    with pytest.raises(ValueError, match="out must be writable"):
+        comm.scan(ones, out=np.frombuffer(bytes(6), np.float16))
     if n > 1:
         for op, array in (
             ("sum", np.ones(3 + (r == 1))),
@@ -322,6 +328,9 @@ def check_uneven_parts(comm: Communicator) -> None:
                 comm.gather(data[r], int(r == 1), splits=rows)
             with pytest.raises(ValueError, match="out must have float32 rows"):
                 comm.scatter(expected, r, splits=rows, out=np.ones((rows[r], 2)))
+            own.flags.writeable = False
+            with pytest.raises(ValueError, match="out must be writable"):
+                comm.scatter(expected, r, splits=rows, out=own)
             with pytest.raises(ValueError, match="root must be an integer"):
                 comm.gather(data[r], n, splits=rows)
         whole = [sample("int64", sum(rows), 5, i) for i in range(n)]

@@ -78,6 +78,13 @@ def check_parts(arrays: Arrays, size: int) -> None:
             )
 
 
+def require_writable(out: Arrays) -> None:
+    """Check that results can be written, for calls that would find out only amid other calls."""
+    for array in as_list(out):
+        if getattr(getattr(array, "flags", None), "writeable", True) is False:
+            raise ValueError("out must be writable")
+
+
 def as_list(arrays: Arrays) -> Sequence[Array]:
     """Return one array, or a list of them, as a list."""
     return arrays if isinstance(arrays, (list, tuple)) else [arrays]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdist.collectives.arrays import dtype_name, new_like, shape_of
+from fastdist.collectives.arrays import dtype_name, new_like, require_writable, shape_of
 from fastdist.collectives.hints import unknown_op
 from fastdist.collectives.types import Array, Ranks
 from fastdist.collectives.uneven import require_same_call
@@ -53,23 +53,29 @@ def scan(
             f"out must have the array's shape {shape} and dtype {dtype}, got "
             f"{shape_of(result)} and {dtype_name(result)}"
         )
+    require_writable(result)
     own = _flat(array)
     combine = getattr(_library(own), name)
     require_same_call(comm, f'scan({dtype} of shape {shape}, "{op}", {exclusive=})', timeout)
+    target = None if dtype in _NARROW else _elements(result)
+    is_free = target is not None and not np.may_share_memory(target, own)
     before: Any = None  # the reduction of the ranks before this one
-    partial, room, reach = own, None, 1
+    partial, room, reach = own, None if exclusive else target, 1
     while reach < comm.world_size:
         to = comm.rank + reach if comm.rank + reach < comm.world_size else None
         source = comm.rank - reach if comm.rank >= reach else None
-        earlier = None if source is None else new_like(own, shape_of(own))
+        earlier = None
+        if source is not None:
+            earlier = target if reach == 1 and is_free else new_like(own, shape_of(own))
         _exchange(comm, partial, to, earlier, source, timeout)
-        if exclusive and earlier is not None:
-            before = earlier if before is None else combine(earlier, before)
-        if earlier is not None:  # in place after the first round
-            partial = room = combine(earlier, partial, out=room)
+        if earlier is not None and exclusive:
+            before = earlier if before is None else combine(earlier, before, out=before)
         reach *= 2
+        if earlier is not None and (not exclusive or comm.rank + reach < comm.world_size):
+            partial = room = combine(earlier, partial, out=room)
     value = before if exclusive else partial
-    _write(result, empty if value is None else value)
+    if value is None or value is not target:
+        _write(result, empty if value is None else value)
     return result
 
 
@@ -104,6 +110,16 @@ def _flat(array: Array) -> Any:
         return tensor if tensor.is_cuda else tensor.numpy()
     own: Any = array if hasattr(array, "shape") else np.asarray(memoryview(array))
     return (own.astype(np.float32) if is_narrow else own).reshape(-1)
+
+
+def _elements(result: Array) -> np.ndarray[Any, Any] | None:
+    """View the elements of a result in host memory that lie in a row; None for others."""
+    if _is_torch(result):
+        is_plain = not (result.is_cuda or result.is_conj() or result.is_neg())
+        is_in_a_row = is_plain and result.is_contiguous()
+        return result.detach().reshape(-1).numpy() if is_in_a_row else None
+    is_in_a_row = isinstance(result, np.ndarray) and result.flags.c_contiguous
+    return result.reshape(-1) if is_in_a_row else None
 
 
 def _write(result: Array, value: Any) -> None:

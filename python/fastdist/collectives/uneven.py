@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from fastdist.collectives.arguments import to_integers, to_rank
-from fastdist.collectives.arrays import as_list, dtype_name, for_each, rows_like, shape_of
+from fastdist.collectives.arrays import (
+    as_list,
+    dtype_name,
+    for_each,
+    require_writable,
+    rows_like,
+    shape_of,
+)
 from fastdist.collectives.types import Array, Arrays, Ranks, Work
 from fastdist.errors import CollectiveMismatchError
 
@@ -231,6 +238,8 @@ def _to_rows(comm: Ranks, splits: Sequence[int]) -> list[int]:
 def _check(
     arrays: Arrays, rows: int, expected: str, argument: str, like: Arrays | None = None
 ) -> None:
+    if argument == "out":
+        require_writable(arrays)
     for array in as_list(arrays):
         shape = shape_of(array) or (1,)
         if shape[0] != rows:

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 fastdist run -n 2 benchmarks/checkpoints.py [--directory DIR]
 
 Prints one JSON object. Times are medians in seconds of the slowest rank; the restored values are
-checked. `async_call` is how long the call delays training; `async_steps` is by how much the steps
-that follow take longer, in all, until the checkpoint is written.
+checked. `async_call` is the time by which the call delays training; `async_steps` is the time added
+to all following steps together, until the checkpoint is written.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 
 Two processes of one machine train on random batches of 512 examples with 14 categories of --rows
 rows each. DDP and TorchRec run over Gloo, parameter servers over sockets in a private folder, and
-by TCP with keys, as between machines. The jobs take turns. A time is of all processes of a job, and
-is the difference of a long and a short job, so that the start does not count.
+by TCP with keys, as between machines. The jobs take turns. A time covers all processes of a job. It
+is the difference between a long and a short job, so that the start does not count.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ def seconds(job: str, rows: int, count: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=1000, help="of each category")
-    parser.add_argument("--batches", type=int, default=800, help="of the long job")
+    parser.add_argument("--rows", type=int, default=1000, help="rows of each category")
+    parser.add_argument("--batches", type=int, default=800, help="batches of the long job")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--job", choices=JOBS, help=argparse.SUPPRESS)
     options = parser.parse_args()

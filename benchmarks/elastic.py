@@ -1,12 +1,12 @@
-"""Measures what a lost and a new rank cost an elastic job, and that its results stay right.
+"""Measures the cost of a lost and of a new rank in an elastic job, and checks its results.
 
     python benchmarks/elastic.py             # three ranks with 400 MB of state, one is killed
     python benchmarks/elastic.py --kills 4   # four ranks, a kill every 15 s, next to one device
     python benchmarks/elastic.py --machines  # a rank in each of three namespaces; one loses power
 
-Prints one JSON object. Times are in seconds: `shrink_s` from the kill, or the last word of a
-machine, to the moment at which all others train again, `join_s` from the moment at which the new
-rank is ready to that at which all train.
+Prints one JSON object. Times are in seconds: `shrink_s` from the kill, or the last message of a
+machine, until all others train again; `join_s` from the moment when the new rank is ready until all
+ranks train.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Machines:
             yield from (json.loads(line) for line in lines)
 
     def cut_power(self) -> float:
-        """Kill all processes of the last machine, of which nobody hears; return the time."""
+        """Kill all processes of the last machine, unknown to the others; return the time."""
         at_s = time.monotonic()
         _ip("-n el2 link set e0 down")
         pids = subprocess.check_output(["ip", "netns", "pids", "el2"], text=True).split()
@@ -152,7 +152,7 @@ def _ip(commands: str) -> None:
 
 
 def machine_times() -> dict[str, float]:
-    """Cut the power of one of three machines; return what that and its return cost."""
+    """Cut the power of one of three machines; return the times of its loss and its return."""
     job = Machines(STATE_ELEMENTS, 1000, 0.1)
     cut_s = ready_s = shrunk_s = 0.0
     training: list[float] = []
@@ -183,7 +183,7 @@ def machine_times() -> dict[str, float]:
 
 
 def times() -> dict[str, float]:
-    """Kill one of three ranks; return what that and its return cost."""
+    """Kill one of three ranks; return the times of its loss and its return."""
     job = start(3, STATE_ELEMENTS, 1000, 0.1)
     seen: list[dict[str, Any]] = []
     killed_s = 0.0
@@ -247,8 +247,8 @@ def kills(count: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, help="train on four ranks with so many kills")
-    parser.add_argument("--machines", action="store_true", help="namespaces, as root")
+    parser.add_argument("--kills", type=int, help="train on four ranks with this many kills")
+    parser.add_argument("--machines", action="store_true", help="lose a machine; needs root")
     parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:

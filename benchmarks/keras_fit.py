@@ -3,11 +3,10 @@
     OMP_NUM_THREADS=1 fastdist run -n 2 benchmarks/keras_fit.py
 
 The model is the CNN of TensorFlow's tutorials on images of 28 × 28, with accuracy. All ways train
-on as many examples with the same global batch, and take turns in one run. DDP's loop is
-written as Keras 3.16 does: a blocking all_reduce of every metric variable in each step. The same
-loop without any exchange shows what no engine can undercut. Prints one JSON object: milliseconds
-per step (median over rounds; of each round the slowest rank) and the ratios that there are bars
-for.
+on the same number of examples with the same global batch, and take turns in one run. DDP's loop is
+written like Keras 3.16: a blocking all_reduce of every metric variable in each step. The same loop
+without any exchange shows the lower bound for all engines. Prints one JSON object: milliseconds per
+step (median over rounds of the slowest rank's time) and the ratios with bars.
 """
 
 from __future__ import annotations

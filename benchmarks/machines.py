@@ -5,7 +5,7 @@
 The machines are network namespaces of this computer, joined by a bridge; their links are shaped by
 `tc tbf`, or not at all. Both engines live in the same processes and take turns. Each rank writes
 its array before every timed call, results are checked, and the time of a call is that of its
-slowest rank. The share of the limit compares with the least time that the link allows.
+slowest rank. The share of the limit is relative to the least time that the link allows.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@
         mpiexec -n 2 python benchmarks/oneccl.py [--offload 1]
     fastdist run -n 2 benchmarks/oneccl.py          by libfabric's TCP in place of Intel MPI
 
-Needs a virtual environment, a C++ compiler and, for the second, libfabric (Debian: libfabric1).
-oneCCL's second wheel replaces the library of the first, which is for GPUs and has one that both
-need. Both engines take turns, on data that each rank has just written. Prints JSON lines:
-microseconds by size, medians of the slower rank.
+Needs a virtual environment, a C++ compiler and, for the second run, libfabric (Debian: libfabric1).
+The wheel oneccl is for GPUs, and contains one library that both wheels need; oneccl-cpu replaces
+its other library. Both engines take turns, on data that each rank has just written. Prints JSON
+lines: microseconds by size, medians of the slower rank.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def connect(comm: fd.Communicator, shim: ctypes.CDLL) -> AllReduce:
 def measure(
     comm: fd.Communicator, ways: dict[str, AllReduce], nbytes: int, rounds: int
 ) -> dict[str, float]:
-    """Return the median time of each way in microseconds; of each call the slower rank counts."""
+    """Return the median over calls of the slower rank's time, in microseconds, for each way."""
     n = comm.world_size
     x = np.empty(nbytes // 4, np.float32)
     out = np.empty_like(x)
@@ -113,7 +113,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--offload", type=int, default=0, help="1: a thread of oneCCL's own works")
+    parser.add_argument("--offload", type=int, default=0, help="1: oneCCL uses a thread of its own")
     options = parser.parse_args()
     comm = fd.init()
     has_mpi = "PMI_RANK" in os.environ

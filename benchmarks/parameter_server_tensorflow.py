@@ -1,8 +1,9 @@
 """Runs the requests of parameter_server.py through TensorFlow's ParameterServerStrategy.
 
-parameter_server.py starts this script in a Python environment with TensorFlow, which needs neither
-torch nor fastdist. A line of JSON on the standard input asks for a number of requests; the answer
-is a line with their seconds. One worker and one server, each a process of its own, over gRPC.
+parameter_server.py starts this script in a Python environment with TensorFlow; neither torch nor
+fastdist is needed there. A line of JSON on the standard input asks for a number of requests; the
+answer is a line with their seconds. One worker and one server, each a process of its own, over
+gRPC.
 
 The requests follow each other inside one scheduled function, the fastest way in TensorFlow: their
 times exclude the scheduling and the transfer of ids and gradients to the worker.
@@ -128,7 +129,7 @@ class Peer:
 def timed(request: Callable[..., list[tf.Tensor]]) -> Callable[..., tuple[tf.Tensor, tf.Tensor]]:
     """Returns a function that makes a request for each row of `ids`, one after another.
 
-    A request has ended when an element of all that it got has been read on the worker: a control
+    A request ends when one element of each of its results has been read on the worker: a control
     dependency alone does not wait for values that come from a server.
     """
 

@@ -2,9 +2,9 @@
 
     python benchmarks/ps_tables.py
 
-Two servers, the client and their threads run in this process, so its processor time is that of
-all. Each step looks up the same number of ids, 64-bit hashes, and sends their gradients: of one
-table, of 26 tables in shared messages, and of 26 tables with messages of their own. The ways take
+Two servers, the client and their threads run in this process, so its processor time includes all
+of them. Each step looks up the same number of ids, 64-bit hashes, and sends their gradients: of one
+table, of 26 tables in shared messages, and of 26 tables with a message for each. The ways take
 turns. Prints one JSON object: milliseconds of processor time per step (median), and the ratios to
 one table.
 """
@@ -42,7 +42,7 @@ def alone(client: Client, tables: list[ShardedRows], ids: list[Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ids", type=int, default=26 * 512, help="of a step, in all tables")
+    parser.add_argument("--ids", type=int, default=26 * 512, help="ids of a step, in all tables")
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     random = np.random.default_rng(0)

@@ -5,7 +5,7 @@
 All ways take turns in one run, on the same data: a strategy with and without `shard_optimizer`, DDP
 on fastdist with and without `fd.ShardedOptimizer`, and DDP on Gloo with torch's
 ZeroRedundancyOptimizer. Prints milliseconds per step and per step of the optimizer (p50 of the
-slowest rank), and the part of the optimizer's state on the rank that has most.
+slowest rank), and the part of the optimizer's state on the rank with the most.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     python benchmarks/strategy_step.py                   one replica, and plain torch
 
 All ways take turns in one run, on the same data. Prints one JSON object per model: milliseconds
-per step (p50 of the slowest rank) and the ratios that there are bars for.
+per step (p50 of the slowest rank) and the ratios with bars.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def data_step(strategy: fd.Strategy, make: Callable[[], nn.Module], batch: Any) 
 
 
 def measure(comm: fd.Communicator, ways: dict[str, Step], rounds: int, steps: int) -> Any:
-    """p50 of each way in ms: of each step the slowest rank counts."""
+    """p50 over steps of the slowest rank's time in ms, for each way."""
     times: dict[str, list[float]] = {way: [] for way in ways}
     for step in ways.values():
         for _ in range(3):

@@ -169,7 +169,7 @@ def resident_bytes() -> int:
 
 
 def fill_from_empty(hashed_rows: int) -> dict[str, Any]:
-    """Fills a table with half as many rows, as large with Adagrad's slots."""
+    """Fills a table with half as many rows; Adagrad's slots make it as large."""
     ids = hashed_ids(hashed_rows // 2)
     rates, before = {}, 0
     table = None

@@ -121,7 +121,7 @@ def fsdp_step(model: Transformer, tokens: torch.Tensor, group: dist.ProcessGroup
 
 
 def ratios(ms: dict[str, float]) -> dict[str, float]:
-    """Return the ratios that there are bars for."""
+    """Return the ratios with bars."""
     found = {"of gloo": round(ms["fastdist"] / ms["gloo"], 3)}
     if "strategy" in ms:
         found["of the strategy"] = round(ms["fastdist"] / ms["strategy"], 3)

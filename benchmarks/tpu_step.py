@@ -167,7 +167,7 @@ def timed(step: Step, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=20, help="in each block")
+    parser.add_argument("--steps", type=int, default=20, help="steps in each block")
     options = parser.parse_args()
 
     devices = xr.global_runtime_device_count()

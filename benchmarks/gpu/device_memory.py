@@ -3,11 +3,11 @@
     fastdist run --no-prefix -n N benchmarks/gpu/device_memory.py
 
 Each rank prints `{"calls": ..., "buckets_bytes": ..., "again_bytes": ..., "growth_bytes": ...}`:
-what the first calls of every kind take, NCCL's own buffers included; what the same lists take once
-more; what many calls add: 10,000, or 1,000 of ranks that share the GPU, since these take turns. It
-is the memory in use of the whole GPU, read while all ranks stand still: ranks that share a GPU
-print the same, and nobody else may use it meanwhile. Virtual GPUs count what the rank's process has
-allocated.
+the memory of the first calls of every kind, including NCCL's own buffers; the memory that the same
+lists add when repeated; and the growth over many calls: 10,000, or 1,000 if ranks share the GPU,
+because they take turns. Figures are differences of the whole GPU's used memory, read while all
+ranks are idle: ranks that share a GPU print the same, and no other program may use it meanwhile.
+Virtual GPUs count the memory allocated by the rank's process.
 """
 
 from __future__ import annotations

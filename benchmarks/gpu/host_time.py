@@ -2,10 +2,10 @@
 
     fastdist run --no-prefix -n N benchmarks/gpu/host_time.py       N = 1, or 2 that share a GPU
 
-Medians of single calls in microseconds, in batches of 32 between which the device is waited for, so
-that no launch waits for room in its queue. With one rank NCCL launches no kernel. Two ranks that
-share a GPU take turns, so the work is slow, and the host's time is measured all the same. On
-virtual GPUs it shows that it works; there is no peer then.
+Medians of single calls in microseconds. Calls come in batches of 32, and the program waits for the
+device between batches, so that no launch waits for room in its queue. With one rank NCCL launches
+no kernel. Two ranks that share a GPU take turns, so the work is slow, but this does not affect the
+host's time. On virtual GPUs the program only shows that it works, without a peer.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main() -> None:
                     row = {"ranks": comm.world_size, "engine": engine, "call": name, "host_us": us}
                     print(json.dumps(row), flush=True)
     comm.barrier()
-    os._exit(0)  # NCCL's and torch's own shutdown is not what is measured
+    os._exit(0)  # without the shutdown of NCCL and torch
 
 
 if __name__ == "__main__":

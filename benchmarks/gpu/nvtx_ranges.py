@@ -2,8 +2,8 @@
 
     python benchmarks/gpu/nvtx_ranges.py
 
-A list is packed by a kernel inside of fastdist's range "all_reduce", so the profiler finds one if
-it sees the range, and none otherwise. Needs a GPU and `ncu`.
+A list is packed by a kernel inside of fastdist's range "all_reduce", so the profiler finds a
+kernel if it sees the range, and none otherwise. Needs a GPU and `ncu`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""All that one GPU can show of fastdist, in one command.
+"""Makes all checks and measurements of fastdist that one GPU allows.
 
     python benchmarks/gpu/one_gpu.py --out results.json             # at most 8 minutes
     python benchmarks/gpu/one_gpu.py --out results.json PART...     # these parts alone
     python benchmarks/gpu/one_gpu.py --list
 
-Runs parts, the most valuable first: suites that guard correctness, beside each other, then
-programs that measure, one at a time. Each part has a limit of its own; a part that fails or hangs
-stops no other. `--out` is written after each part. Parts that have passed in it are not run again
-unless the code has changed, so a run that was cut off goes on where it stopped. Ends with 1 if a
-part failed or a bar was missed; results.py makes the tables of the documentation.
+Runs parts, the most valuable first: suites that guard correctness, at the same time, then programs
+that measure, one at a time. Each part has a time limit; a part that fails or hangs does not stop
+the others. `--out` is written after each part. Parts that passed in it are not run again unless the
+code has changed, so an interrupted run continues where it stopped. Ends with 1 if a part failed or
+a bar was missed; results.py makes the tables of the documentation.
 
 Needs a clone of this repository, the package built with CUDA, torch, pytest and cupy. Without a
 GPU, `--dry` runs all parts that can run on virtual GPUs or on the CPU, small.
@@ -59,7 +59,7 @@ class Part:
         name: its name in the results.
         what: what it shows, for the tables.
         command: arguments of Python; "JSON" stands for a file that the command writes.
-        limit_s: seconds, after which it is killed.
+        limit_s: seconds until it is killed.
         folder: the directory to run in.
         is_suite: True if it measures nothing, so that other suites may run meanwhile.
         dry: the arguments without a GPU; None: it needs one.
@@ -205,7 +205,7 @@ def pytest(*arguments: str) -> Command:
 
 
 def measurements() -> Iterator[Part]:
-    """Yield the parts that measure, each of which has the machine for itself."""
+    """Yield the parts that measure; each has the machine for itself."""
     step = str(HERE / "training_step.py")
     yield Part(
         "training step",
@@ -334,7 +334,7 @@ def figures(parts: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 class OneGpu:
-    """Runs parts within the time, and writes what they said."""
+    """Runs parts within the time limit, and writes their results."""
 
     def __init__(self, out: Path, limit_s: float, is_dry: bool) -> None:
         self._out, self._is_dry = out, is_dry
@@ -397,7 +397,7 @@ class OneGpu:
 def ended(
     command: Command, folder: Path, limit_s: float, settings: dict[str, str]
 ) -> dict[str, Any]:
-    """Run a command to its end or its limit; return what it said."""
+    """Run a command to its end or its limit; return its result."""
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         written = Path(scratch) / "written.json"
@@ -457,8 +457,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART")
     parser.add_argument("--out", type=Path, default=Path("one_gpu.json"))
-    parser.add_argument("--limit-s", type=float, default=480, help="seconds in all (480)")
-    parser.add_argument("--dry", action="store_true", help="without a GPU, small")
+    parser.add_argument("--limit-s", type=float, default=480, help="seconds for all parts (480)")
+    parser.add_argument("--dry", action="store_true", help="run small parts without a GPU")
     parser.add_argument("--list", action="store_true", help="list the parts")
     options = parser.parse_args()
     parts = [*suites(), *measurements()]

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu/packing.py
 
-One rank, so that NCCL moves nothing: a list's time is that of packing and unpacking. Prints a line
-of JSON: the speed of a copy and of the kernels, in GB/s of bytes read and written, by the times
-that a profiler tells of each kernel, and the microseconds of a whole call by events. Needs a GPU.
+One rank, so NCCL moves nothing, and a list's time is that of packing and unpacking. Prints a line
+of JSON: the speed of a copy and of the kernels, in GB/s of bytes read and written, from a
+profiler's time for each kernel, and the microseconds of a whole call, from events. Needs a GPU.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def lists_async() -> None:
 
 
 def memory_of_the_copy() -> None:
-    """The copy's own memory is not given away before the copy has run."""
+    """The copy's own memory is not reused before the copy has run."""
     n, r = dist.get_world_size(), dist.get_rank()
     for turn in range(TURNS):
         outs = [torch.zeros(SIZE, device=DEVICE) for _ in range(n)]

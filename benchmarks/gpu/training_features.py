@@ -74,7 +74,7 @@ def trains(strategy: fd.Strategy) -> None:
 
 
 def checkpoints_while_training(strategy: fd.Strategy) -> None:
-    """Saved in the background while steps go on; what goes on from them has the same bits."""
+    """Checkpoints saved during steps are right; training resumed from one gives the same bits."""
     manager = fd.CheckpointManager(fd.init().broadcast_object(tempfile.mkdtemp()))
     training = Training(strategy)
     training.run(range(5))
@@ -106,7 +106,7 @@ def compiled(strategy: fd.Strategy) -> None:
 
 
 def groups_of_collectives(strategy: fd.Strategy) -> None:
-    """Recorded in C++, launched together, with a ring of sends and receives among them."""
+    """Groups of calls launched together from C++, including a ring of sends and receives."""
     comm = fd.init()
     n, r = comm.world_size, comm.rank
     for turn in range(20):

@@ -2,11 +2,11 @@
 
     python benchmarks/gpu/training_step.py [--rounds 30]
 
-The ways take turns in random order, a few steps each, so that what changes on the machine meanwhile
-changes all of them. Each way has a model of its own with the same initial values; after the last
-round all must have the same parameters. Prints a line of JSON for each model: milliseconds per
-step, the median of the rounds. Without a GPU it runs small models on the CPU, with Gloo in place of
-NCCL, to show that it works; those times mean nothing.
+The ways take turns in random order, a few steps each, so that changes on the machine affect all of
+them. Each way has a model of its own with the same initial values; after the last round all must
+have the same parameters. Prints a line of JSON for each model: milliseconds per step, the median of
+the rounds. Without a GPU it runs small models on the CPU, with Gloo in place of NCCL, to show that
+it works; those times mean nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def resnet50() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def small_cnn() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """Return what stands in for ResNet-50 without a GPU."""
+    """Return a small CNN, in place of ResNet-50 without a GPU, and a batch."""
     layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)]
     return nn.Sequential(*layers), torch.randn(8, 1, 8, 8), torch.arange(8)
 
@@ -118,7 +118,7 @@ def measure(model: nn.Module, x: torch.Tensor, y: torch.Tensor, groups: Any, rou
             step(x, y)
     wait()
     gc.collect()
-    gc.disable()  # it would stop one way or another for as long as some steps
+    gc.disable()  # a collection would stop some way for as long as several steps
     order = list(ways.steps)
     for _ in range(rounds):
         random.shuffle(order)

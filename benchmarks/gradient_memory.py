@@ -2,7 +2,7 @@
 
     python benchmarks/gradient_memory.py
 
-Two ranks train the MLP of 20 million parameters, once independently and once together, each time in
+Two ranks train the MLP of 19 million parameters, once independently and once together, each time in
 new processes. Prints one JSON object, in MiB; the peak is the larger of the ranks' peaks.
 """
 

@@ -83,7 +83,7 @@ def ddp_step(make: Callable[[], nn.Module], batch: Any, group: dist.ProcessGroup
 
 
 class Transformer(nn.Module):
-    """A language model with 25 million parameters."""
+    """A language model with 24 million parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -239,16 +239,8 @@ class ParameterServerStrategy(ReplicatedStrategy):
         keep([*modules_of(roots), *optimizers], self)
         define_bundle(self.definitions, bundle, adopt_on_worker)
 
-    def adopt_bundle(self, bundle: Bundle) -> None:
-        """Adopt modules and optimizers from the chief, on a worker."""
-        self._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
-
-    def in_function(self) -> AbstractContextManager[None]:
-        """Return the context in which functions run on a worker: cross-replica context."""
-        return self._cross_replica()
-
     def before_calls(self) -> bytes:
-        """Return a state update for workers before functions run."""
+        """Return a state update for workers before functions run; equal if nothing has changed."""
         state_update: dict[str, Any] = {"generation": self._generation}
         with self.client_lock:
             for model in self._models:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pickle
-import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastdist.errors import FastdistError
-from fastdist.ps.client.client import Client
 from fastdist.ps.coordinator.per_worker import set_worker_index
 from fastdist.ps.coordinator.worker import CallContext
 from fastdist.ps.model.bundle import Bundle
@@ -23,19 +20,6 @@ from fastdist.ps.model.steps import ServedSteps
 from fastdist.replicas.random_streams import stream_seed
 
 _current: list[ServedWorker] = []
-
-
-class WorkerStrategy(Protocol):
-    """The strategy of a worker, as its host uses it."""
-
-    client: Client
-    client_lock: threading.RLock  # a client is for one thread at a time
-
-    def adopt_bundle(self, bundle: Bundle) -> None:
-        """Adopt modules and optimizers from the chief."""
-
-    def in_function(self) -> AbstractContextManager[None]:
-        """Return the context in which functions run."""
 
 
 def this_strategy() -> Any:
@@ -57,7 +41,8 @@ def adopt_on_worker(bundle: Bundle) -> list[Any]:
 class ServedWorker:
     """Runs functions on modules whose values are on servers."""
 
-    def __init__(self, strategy: WorkerStrategy) -> None:
+    # Uses of the strategy, which is a layer above: client, client_lock, _adopt and _cross_replica.
+    def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
         self._models: dict[str, tuple[ServedModel, ServedSteps]] = {}  # by prefix of the bundle
         self._state: dict[str, Any] = {"generation": 0}
@@ -91,7 +76,7 @@ class ServedWorker:
 
     def adopt(self, bundle: Bundle) -> None:
         """Adopt modules and optimizers from the chief."""
-        self.strategy.adopt_bundle(bundle)
+        self.strategy._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
         lock = self.strategy.client_lock
         model = ServedModel(self.strategy.client, bundle, initialize=False, lock=lock)
         steps = ServedSteps(model)
@@ -140,7 +125,7 @@ class ServedWorker:
         for model in stale:
             model.end_pull()
         try:
-            with self.strategy.in_function():
+            with self.strategy._cross_replica():
                 return call()
         finally:
             self._context = None

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fastdist._config import settings
 from fastdist.collectives.arguments import to_integer
@@ -19,7 +19,6 @@ from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.dispatcher import Dispatcher
 from fastdist.ps.coordinator.per_worker import PerWorkerDataset
 from fastdist.ps.coordinator.remote_value import RemoteValue, identity
-from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.unpicklable import (
     parts_of_arguments,
     parts_of_function,
@@ -29,41 +28,6 @@ from fastdist.replicas.per_replica import map_structure
 
 _MOST_RESTORES = 3  # of `run`, without a save between them
 _RETRY_S = 0.2
-
-
-class Job(Protocol):
-    """The strategy of the job, as its coordinator uses it."""
-
-    worker_addresses: tuple[str, ...]
-    synchronous: bool
-    max_staleness: int | None
-    definitions: Definitions
-    backlog: Backlog | None
-    coordinator: Callable[[], Any]
-
-    def require_chief(self, call: str) -> None:
-        """Raise an error in a process that is not the chief."""
-
-    def before_calls(self) -> bytes:
-        """Return a state update for workers before functions run; equal if nothing has changed."""
-
-    def apply_reports(self, reports: Sequence[bytes]) -> None:
-        """Apply state updates that workers have sent with their results."""
-
-    def after_calls(self) -> None:
-        """Take the servers' values, after all functions have ended."""
-
-    def end_job(self) -> None:
-        """Tell the servers that the job is over."""
-
-    def save(self, directory: str | Path, state: Any = None) -> None:
-        """Write everything on the servers, with the program's state."""
-
-    def restore(self, directory: str | Path) -> Any:
-        """Restore what `save` wrote; return the program's state."""
-
-    def has_saved(self, directory: str | Path) -> bool:
-        """Return True if there is a checkpoint."""
 
 
 class ClusterCoordinator:
@@ -82,7 +46,10 @@ class ClusterCoordinator:
         seed: the seed of the workers' random numbers, which differ between workers.
     """
 
-    def __init__(self, strategy: Job, *, max_queued: int = 1024, seed: int = 0) -> None:
+    # Uses of the strategy, which is a layer above: worker_addresses, synchronous, max_staleness,
+    # definitions, backlog, coordinator; require_chief, before_calls, apply_reports, after_calls,
+    # end_job, save, restore and has_saved.
+    def __init__(self, strategy: Any, *, max_queued: int = 1024, seed: int = 0) -> None:
         if to_integer(max_queued, "max_queued") < 1:
             raise ValueError(f"max_queued must be at least 1, got {max_queued}")
         if not 0 <= to_integer(seed, "seed") < 1 << 64:

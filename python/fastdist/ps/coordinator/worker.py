@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 
@@ -66,34 +66,17 @@ class CallContext:
     is_last: Callable[[], bool]  # returns True if no further call is waiting on this worker
 
 
-class Host(Protocol):
-    """The object that runs functions for a worker."""
-
-    def begin_job(self, index: int, seed: int) -> None:
-        """Start a job: a new coordinator, which knows nothing of earlier ones, has connected."""
-
-    def reconnect(self) -> None:
-        """Continue a job: calls that had arrived over a lost connection have been dropped."""
-
-    def apply_state_update(self, state_update: bytes) -> None:
-        """Apply a state update from the coordinator."""
-
-    def run(self, call: Callable[[], Any], context: CallContext) -> Any:
-        """Run a call with everything that a function needs around it."""
-
-    def state_update(self) -> bytes:
-        """Return a state update for the coordinator, after a call; empty if nothing has changed."""
-
-
 class Worker:
     """Serves one coordinator at a time: of those that are connected, the one that began last.
 
     Args:
         address: the address to listen at; see `Server`. Who has the job's secret sends code.
-        host: the object that runs the functions.
+        host: the object that runs the functions: a `ServedWorker`.
     """
 
-    def __init__(self, address: str, host: Host) -> None:
+    # Uses of the host, which is a layer above: begin_job, reconnect, apply_state_update, run and
+    # state_update.
+    def __init__(self, address: str, host: Any) -> None:
         self._host = host
         self._library = Library()
         self._inbox: deque[_Message] = deque()

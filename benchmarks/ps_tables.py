@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from fastdist.ps import Client, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, begin_changes, begin_pulls
+from fastdist.ps.client.sharded import ShardedRows, pull_together
 
 TABLES, DIM = 26, 16
 ADAGRAD = RuleSpec("Adagrad", {"lr": 0.1})
@@ -30,9 +30,9 @@ ADAGRAD = RuleSpec("Adagrad", {"lr": 0.1})
 
 def together(client: Client, tables: list[ShardedRows], ids: list[Any]) -> None:
     lookups = [table.lookup(own) for table, own in zip(tables, ids, strict=True)]
-    rows = begin_pulls(client, lookups).result()
+    rows = pull_together(client, lookups)
     changes = [t.change(own, got.value) for t, own, got in zip(tables, ids, rows, strict=True)]
-    begin_changes(client, [item for items in changes for item in items]).result()
+    client.wait_all(client.begin_change([item for items in changes for item in items]))
 
 
 def alone(client: Client, tables: list[ShardedRows], ids: list[Any]) -> None:

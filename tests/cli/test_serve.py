@@ -18,7 +18,7 @@ from fastdist.cluster import TFConfigClusterResolver
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls, commit_round
+from fastdist.ps.client.sharded import ShardedVariable, commit_round, pull_together
 from held_ports import free_port
 from launched import wait_until
 from serving import BIAS, Servers, end, fill, read_json_until
@@ -80,11 +80,11 @@ class TestServer:
                 client.reset(0)
                 assert client.hello(0)["objects"] == []
                 bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
-                (pulled,) = begin_pulls(client, [bias.lookup()]).result()
-                begin_changes(
-                    client, bias.change(np.ones(3, np.float32), steps=pulled.steps), 1
-                ).result()
-                assert commit_round(client, 1, [(bias, None)]).result()
+                (pulled,) = pull_together(client, [bias.lookup()])
+                client.wait_all(
+                    client.begin_change(bias.change(np.ones(3, np.float32), steps=pulled.steps), 1)
+                )
+                assert commit_round(client, 1, [(bias, None)])
                 np.testing.assert_array_equal(bias.pull(), np.full(3, -0.5, np.float32))
                 assert client.stats(0)["staleness"] == {"0": 1}
                 client.end(0)

@@ -17,7 +17,7 @@ import torch
 from fastdist.ps import Client
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import FixedShards
-from fastdist.ps.client.sharded import begin_pulls
+from fastdist.ps.client.sharded import pull_together
 from launched import wait_until
 from ps_cluster import PsCluster
 from ps_load import CLIENTS, MOST, Job, Things
@@ -52,9 +52,7 @@ def test_clients_that_are_killed_and_servers_that_are_slow(job: Job, seconds: fl
                 assert got == acked[number] == begun[number]
             else:
                 assert acked[number] <= got <= begun[number] <= acked[number] + 1
-        pulled = [
-            one.value for one in begin_pulls(client, [one.lookup() for one in things.all]).result()
-        ]
+        pulled = [one.value for one in pull_together(client, [one.lookup() for one in things.all])]
         for i, value in enumerate(pulled):
             its = slice(i, None, len(pulled))
             within(value, acked[its].sum(), begun[its].sum())

@@ -11,7 +11,7 @@ import pytest
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls, commit_round
+from fastdist.ps.client.sharded import ShardedVariable, commit_round, pull_together
 from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from hypothesis import given
@@ -57,8 +57,8 @@ def test_a_push_in_parts_is_one_step(stack: ExitStack, server: Server) -> None:
     for step in range(3):
         gradient = rng.standard_normal(SIZE, np.float32)
         push_all(alone, gradient, 0.5)
-        begin_changes(sharded._client, sharded.change(gradient, 0.5, [0])).result()
-        (pull,) = begin_pulls(sharded._client, [sharded.lookup()]).result()
+        sharded._client.wait_all(sharded._client.begin_change(sharded.change(gradient, 0.5, [0])))
+        (pull,) = pull_together(sharded._client, [sharded.lookup()])
         alone.pull(0, expected)
         np.testing.assert_array_equal(pull.value, expected)
         assert pull.steps == (step + 1,)
@@ -70,16 +70,16 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     one, two = variable(stack, server), variable(stack, server)
     alone = _core.DenseVariable(np.zeros(SIZE, np.float32), ADAM.make())
     gradients = np.random.default_rng(0).standard_normal((2, SIZE), np.float32)
-    begin_changes(one._client, one.change(gradients[0]), 5).result()
+    one._client.wait_all(one._client.begin_change(one.change(gradients[0]), 5))
     (_, number, _), *_ = two.parts()
     client = two._client
     for ticket in client.begin_change([Item(0, number, gradients[1])], round=5):
         client.wait(ticket)
-    assert commit_round(one._client, 5, [(one, None)], weight=4.0).result() is True
+    assert commit_round(one._client, 5, [(one, None)], weight=4.0) is True
     push_all(alone, (gradients[0] + gradients[1]) * np.float32(0.25))
     expected = np.empty(SIZE, np.float32)
     alone.pull(0, expected)
-    (pull,) = begin_pulls(one._client, [one.lookup()]).result()
+    (pull,) = pull_together(one._client, [one.lookup()])
     np.testing.assert_array_equal(pull.value, expected)
     assert pull.steps == (1,)
 

@@ -12,14 +12,13 @@ from fastdist.errors import UnavailableError
 from fastdist.link.stream import Stream
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.requests import Pending
 from fastdist.ps.client.sharded import (
     ShardedRows,
     ShardedVariable,
-    begin_changes,
-    begin_pulls,
     commit_round,
     discard_rounds,
+    items_of,
+    pull_together,
 )
 from fastdist.ps.server.rounds import DISCARDED, Rounds
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
@@ -40,12 +39,12 @@ class Worker:
         self.rows = ShardedRows(client, RowsSpec("rows", 2, SGD), placement.place((2, 2), 4))
 
     def push(self, value: float, ids: list[int], round: int) -> None:
-        begin_changes(self.client, self.dense.change(np.full((4, 3), value)), round)
-        begin_changes(self.client, self.rows.change(ids, np.full((len(ids), 2), value)), round)
+        self.client.begin_change(self.dense.change(np.full((4, 3), value)), round)
+        self.client.begin_change(self.rows.change(ids, np.full((len(ids), 2), value)), round)
 
     def commit(self, round: int, weight: float = 1.0, lr: float | None = None) -> bool:
         things = [(self.dense, lr), (self.rows, lr)]
-        return commit_round(self.client, round, things, weight=weight).result()
+        return commit_round(self.client, round, things, weight=weight)
 
     def values(self, ids: list[int]) -> tuple[float, list[float]]:
         value, rows = self.dense.pull(), self.rows.pull(ids)
@@ -83,36 +82,38 @@ def test_sums_do_not_depend_on_arrival(stack: ExitStack, servers: list[Server]) 
         for place in arrival:
             one = members[place]
             changes = [*one.dense.change(dense[place]), *one.rows.change([7], rows[place])]
-            begin_changes(one.client, changes, round, place).result()
+            one.client.wait_all(one.client.begin_change(changes, round, place))
         assert members[0].commit(round)
         np.testing.assert_array_equal(members[0].dense.pull(), before[0] - total)
         found.append((members[0].rows.pull([7]) - before[1]).tolist())
         reset = [*one.dense.change(-total), *one.rows.change([7], found[-1])]
-        begin_changes(one.client, reset).result()
+        one.client.wait_all(one.client.begin_change(reset))
     assert found[0] == found[1] == found[2]
 
 
 def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
-    pulls = [begin_pulls(worker.client, [worker.dense.lookup()]) for _ in range(3)]
-    for pull in pulls:
-        (pulled,) = pull.result()
+    lookups = [worker.dense.lookup() for _ in range(3)]
+    tickets = [worker.client.begin_read(items_of([lookup])) for lookup in lookups]
+    for lookup, read in zip(lookups, tickets, strict=True):
+        worker.client.wait_all(read)
+        pulled = lookup.result()
         assert (pulled.value == 0).all()
         assert pulled.steps == (0, 0)
     pushes = [
-        begin_changes(worker.client, worker.dense.change(np.ones((4, 3)), lr=0.5)) for _ in range(4)
+        worker.client.begin_change(worker.dense.change(np.ones((4, 3)), lr=0.5)) for _ in range(4)
     ]
     for push in pushes:
-        assert push.result() is None
+        worker.client.wait_all(push)
     out = np.empty((4, 3), np.float32)
-    (last,) = begin_pulls(worker.client, [worker.dense.lookup(out)]).result()
+    (last,) = pull_together(worker.client, [worker.dense.lookup(out)])
     assert last.value is out
     assert (out == -2).all()
     assert last.steps == (4, 4)
     with pytest.raises(ValueError, match=r"out must be contiguous float32 of shape \(4, 3\)"):
         worker.dense.lookup(np.empty((4, 3)))
 
-    (one,) = begin_pulls(worker.client, [worker.rows.lookup([5])]).result()
+    (one,) = pull_together(worker.client, [worker.rows.lookup([5])])
     assert one.value.tolist() == [[0, 0]]
     assert sorted(one.steps) == [0, UNKNOWN_STEP]
 
@@ -120,16 +121,20 @@ def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Ser
 def test_staleness_is_counted(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     gradient = np.ones((4, 3))
-    (pulled,) = begin_pulls(worker.client, [worker.dense.lookup()]).result()
+    (pulled,) = pull_together(worker.client, [worker.dense.lookup()])
     worker.dense.push(gradient)  # without a step
     for _ in range(6):
-        begin_changes(worker.client, worker.dense.change(gradient, steps=pulled.steps)).result()
-    begin_changes(worker.client, worker.dense.change(gradient, steps=[7, 7])).result()
-    begin_changes(worker.client, worker.dense.change(gradient, steps=[1000] * 2)).result()
+        worker.client.wait_all(
+            worker.client.begin_change(worker.dense.change(gradient, steps=pulled.steps))
+        )
+    worker.client.wait_all(worker.client.begin_change(worker.dense.change(gradient, steps=[7, 7])))
+    worker.client.wait_all(
+        worker.client.begin_change(worker.dense.change(gradient, steps=[1000] * 2))
+    )
     for server in servers:
         assert server.stats()["staleness"] == {"0": 2, "1": 1, "2-3": 2, "4-7": 3}
     with pytest.raises(ValueError, match="steps has 3 numbers, there are 2 pieces"):
-        begin_changes(worker.client, worker.dense.change(gradient, steps=[1, 2, 3]))
+        worker.client.begin_change(worker.dense.change(gradient, steps=[1, 2, 3]))
 
 
 def test_a_round_is_one_push_of_the_mean(stack: ExitStack, servers: list[Server]) -> None:
@@ -157,14 +162,14 @@ def test_a_round_of_one_push_equals_the_push(stack: ExitStack, servers: list[Ser
         worker.push(0.5, [1, 2], round)
         assert worker.commit(round) is True
     assert worker.values([1, 2]) == (-4.5, [-7.5, -1.5])
-    assert commit_round(worker.client, 4, [(worker.dense, None)]).result() is True
+    assert commit_round(worker.client, 4, [(worker.dense, None)]) is True
     assert worker.values([1, 2]) == (-4.5, [-7.5, -1.5])
 
 
 def test_pushes_to_unnamed_objects_are_dropped(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     worker.push(1.0, [1, 2], round=1)
-    assert commit_round(worker.client, 1, [(worker.dense, None)]).result() is True
+    assert commit_round(worker.client, 1, [(worker.dense, None)]) is True
     assert worker.values([1, 2]) == (-1, [0, 0])
 
 
@@ -219,14 +224,14 @@ def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
     pieces = RoundRobin(1).place((1 << 18,), 4)
     thing = ShardedVariable(client, DenseSpec("w", (1 << 18,), SGD), pieces, np.zeros(1 << 18))
     gradient = np.ones(1 << 18, np.float32)
-    begin_changes(client, thing.change(gradient), 1).result()
-    begin_changes(client, thing.change(gradient), 2).result()
+    client.wait_all(client.begin_change(thing.change(gradient), 1))
+    client.wait_all(client.begin_change(thing.change(gradient), 2))
     with pytest.raises(MemoryError, match="exceed the server's limit of 2100000"):
-        begin_changes(client, thing.change(gradient), 3).result()
+        client.wait_all(client.begin_change(thing.change(gradient), 3))
     discard_rounds(client, [0], [1])
-    begin_changes(client, thing.change(gradient), 3).result()
+    client.wait_all(client.begin_change(thing.change(gradient), 3))
     for round in (2, 3):
-        assert commit_round(client, round, [(thing, None)]).result() is True
+        assert commit_round(client, round, [(thing, None)]) is True
     assert (thing.pull() == -2).all()
 
 
@@ -258,7 +263,7 @@ def test_replies_after_a_failed_pull() -> None:
         gone.close()
         tickets = client.begin_read([Item(0, 0, out[:2]), Item(1, 0, out[2:])])
         with pytest.raises(UnavailableError, match="server 0"):
-            Pending(client.wait, tickets, lambda replies: out).result()
+            client.wait_all(tickets)
         by_hand.reply(by_hand.receive(), bytes(8) + np.zeros(2, np.float32).tobytes())
         later = client.submit(1, Op.STATS)
         by_hand.reply(by_hand.receive())
@@ -293,7 +298,7 @@ def test_a_reply_that_a_failed_pull_has_begun_to_receive(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(Stream, "_fill", fill_half)
         with pytest.raises(UnavailableError, match="server 0"):
-            Pending(client.wait, tickets, lambda replies: out).result()
+            client.wait_all(tickets)
         monkeypatch.undo()
         assert (out[1] == 1).any()  # it has begun
         kept = out.copy()
@@ -314,17 +319,17 @@ def test_a_restarted_server_knows_no_rounds() -> None:
     with Client([server.address], timeout_s=20) as client:
         pieces = RoundRobin(1).place((2,), 4)
         thing = ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
-        begin_changes(client, thing.change(np.ones(2)), 1).result()
+        client.wait_all(client.begin_change(thing.change(np.ones(2)), 1))
         server.close()
         with Server(server.address):
             for call in (
-                lambda: begin_changes(client, thing.change(np.ones(2)), 1).result(),
-                lambda: commit_round(client, 1, [(thing, None)]).result(),
+                lambda: client.wait_all(client.begin_change(thing.change(np.ones(2)), 1)),
+                lambda: commit_round(client, 1, [(thing, None)]),
             ):
                 with pytest.raises(UnavailableError, match="was restarted"):
                     call()
             new = ShardedVariable(client, DenseSpec("w", (2,), SGD), pieces, np.zeros(2))
-            assert commit_round(client, 1, [(new, None)]).result() is True
+            assert commit_round(client, 1, [(new, None)]) is True
             assert (new.pull() == 0).all()
 
 

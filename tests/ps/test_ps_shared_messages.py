@@ -15,9 +15,9 @@ from fastdist.ps.client.sharded import (
     Pulled,
     ShardedRows,
     ShardedVariable,
-    begin_changes,
-    begin_pulls,
     commit_round,
+    items_of,
+    pull_together,
 )
 from fastdist.ps.wire.batches import IDS, PART_SIZE, SMALL_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
@@ -57,9 +57,9 @@ def names(number: int, size: int = 2, count: int = 1, begin: int = 0) -> bytes:
     return pack_names([Entry(number, UNKNOWN_STEP, np.nan, size, begin)] * count, [])
 
 
-def pull(client: Client, variables: list[ShardedVariable]) -> list[np.ndarray]:
+def values_of(client: Client, variables: list[ShardedVariable]) -> list[np.ndarray]:
     lookups = [variable.lookup() for variable in variables]
-    return [pulled.value for pulled in begin_pulls(client, lookups).result()]
+    return [pulled.value for pulled in pull_together(client, lookups)]
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "float16", "int8"])
@@ -67,11 +67,11 @@ def test_pushes_and_pulls(client: Client, wire: str) -> None:
     variables = make(client, wire)
     gradients = [np.full(shape, 0.5 * number, np.float32) for number, shape in enumerate(SHAPES)]
     changes = [v.change(g, 2.0) for v, g in zip(variables, gradients, strict=True)]
-    begin_changes(client, joined(changes[:3])).result()
-    begin_changes(client, joined([variables[0].change(gradients[0]), *changes[3:]])).result()
+    client.wait_all(client.begin_change(joined(changes[:3])))
+    client.wait_all(client.begin_change(joined([variables[0].change(gradients[0]), *changes[3:]])))
     outs = [np.full(shape, 9.0, np.float32) if shape else None for shape in SHAPES]
     lookups = [variable.lookup(out) for variable, out in zip(variables, outs, strict=True)]
-    pulled = begin_pulls(client, lookups).result()
+    pulled = pull_together(client, lookups)
     for number, (got, out) in enumerate(zip(pulled, outs, strict=True)):
         assert out is None or got.value is out
         assert got.value.shape == SHAPES[number]
@@ -82,11 +82,11 @@ def test_pushes_and_pulls(client: Client, wire: str) -> None:
 def test_one_message_for_each_server(client: Client, servers: list[Server]) -> None:
     variables = [*make(client)[:5]]
     before = [server.stats()["requests"] for server in servers]
-    pulled = begin_pulls(client, [one.lookup() for one in variables]).result()
+    pulled = pull_together(client, [one.lookup() for one in variables])
     changes = [
         v.change(one.value, None, one.steps) for v, one in zip(variables, pulled, strict=True)
     ]
-    begin_changes(client, joined(changes)).result()
+    client.wait_all(client.begin_change(joined(changes)))
     assert [
         server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)
     ] == [2, 2]
@@ -100,7 +100,9 @@ def test_a_change_brings_new_values(client: Client, servers: list[Server]) -> No
     before = [server.stats()["requests"] for server in servers]
     changes = [variable.change(np.ones(variable.spec.shape)) for variable in variables[:3]]
     lookups = [variable.lookup() for variable in variables[:5]] + [table.lookup([8])]
-    pulled = begin_pulls(client, lookups, joined([*changes, table.change([8], [[1, 2]])])).result()
+    changes.append(table.change([8], [[1, 2]]))
+    client.wait_all(client.begin_change(joined(changes), then_read=items_of(lookups)))
+    pulled = [lookup.result() for lookup in lookups]
     assert [one.value.max(initial=-9) for one in pulled] == [-1, 0, 1, -9, 4, -1]
     assert [
         server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)
@@ -108,7 +110,9 @@ def test_a_change_brings_new_values(client: Client, servers: list[Server]) -> No
     # Large values have messages of their own, which are answered after the change.
     large = variables[6]
     lookups = [large.lookup(), variables[0].lookup()]
-    pulled = begin_pulls(client, lookups, large.change(np.ones(large.spec.shape))).result()
+    change = large.change(np.ones(large.spec.shape))
+    client.wait_all(client.begin_change(change, then_read=items_of(lookups)))
+    pulled = [lookup.result() for lookup in lookups]
     assert (pulled[0].value == 5).all()
     assert pulled[1].value == -1
 
@@ -153,7 +157,7 @@ def test_many_values_take_several_messages(client: Client, servers: list[Server]
         for i in range(count)
     ]
     before = servers[0].stats()["requests"]
-    values = begin_pulls(client, [one.lookup() for one in variables]).result()
+    values = pull_together(client, [one.lookup() for one in variables])
     assert [one.value[-1] for one in values] == list(range(count))
     assert servers[0].stats()["requests"] - before == 3
 
@@ -162,11 +166,11 @@ def test_rounds(client: Client) -> None:
     variables = make(client)
     for _ in range(2):
         changes = [variable.change(np.ones(variable.spec.shape)) for variable in variables]
-        begin_changes(client, joined(changes), round=4).result()
-    assert [value.min(initial=1e9) for value in pull(client, variables)][1] == 1
+        client.wait_all(client.begin_change(joined(changes), round=4))
+    assert [value.min(initial=1e9) for value in values_of(client, variables)][1] == 1
     things = [(variable, 0.5) for variable in variables[1:]]
-    assert commit_round(client, 4, things, weight=2.0).result() is True
-    got = pull(client, variables)
+    assert commit_round(client, 4, things, weight=2.0) is True
+    got = values_of(client, variables)
     assert (got[0] == 0).all()
     assert all((value == number - 0.5).all() for number, value in enumerate(got) if number)
 
@@ -178,11 +182,13 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
     wrong = variables[1].change(np.ones(3)) + variables[2].change(bad)
     for round in (0, 3):
         with pytest.raises(ValueError, match=r"'2\[0:\]': 1 of 20 elements .* NaN or infinite"):
-            begin_changes(client, wrong, round).result()
+            client.wait_all(client.begin_change(wrong, round))
     with pytest.raises(ValueError, match="lr must be a finite number, 0 or more, got -1"):
-        begin_changes(
-            client, variables[0].change(np.ones(()), 1.0) + variables[0].change(np.ones(()), -1.0)
-        ).result()
+        client.wait_all(
+            client.begin_change(
+                variables[0].change(np.ones(()), 1.0) + variables[0].change(np.ones(()), -1.0)
+            )
+        )
     (server, number, _), *_ = variables[1].parts()
     about = names(number)
     for op, frames, message in (
@@ -200,12 +206,12 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
     ):
         with pytest.raises(ValueError, match=message):
             client.wait(client.submit(server, op, 0, frames))
-    got = pull(client, variables)
+    got = values_of(client, variables)
     assert got[0] == 0
     assert (got[1][:2] == 1).all()
     assert (got[2][:4] == 2).all()
-    assert commit_round(client, 3, [(variables[2], None)]).result() is True
-    assert (pull(client, variables)[2][:4] == 2).all()
+    assert commit_round(client, 3, [(variables[2], None)]) is True
+    assert (values_of(client, variables)[2][:4] == 2).all()
     entries = [entry for one in servers for entry in one.stats()["objects"]]
     assert {entry["name"]: entry["nonfinite"] for entry in entries}["2[0:]"] == 2
 
@@ -253,7 +259,7 @@ def test_messages_read_few_elements(client: Client) -> None:
 
 def pull_rows(client: Client, tables: list[ShardedRows], ids: list[np.ndarray]) -> list[Pulled]:
     lookups = [table.lookup(own) for table, own in zip(tables, ids, strict=True)]
-    return begin_pulls(client, lookups).result()
+    return pull_together(client, lookups)
 
 
 def tables_of(client: Client, wire: str = "float32") -> list[ShardedRows]:
@@ -282,7 +288,7 @@ def test_tables_share_messages(client: Client, servers: list[Server], wire: str)
         assert got.value.shape == (9, table.spec.dim)
         assert set(got.steps) <= {0, UNKNOWN_STEP}
         changes.append(table.change(own, np.ones(got.value.shape), 0.5, got.steps))
-    begin_changes(client, joined(changes)).result()
+    client.wait_all(client.begin_change(joined(changes)))
     took = [server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)]
     assert took == [2, 2]
     again = pull_rows(client, alone, ids)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fastdist.ps.client.sharded import begin_pulls
+from fastdist.ps.client.sharded import pull_together
 from ps_cluster import PsCluster
 from served_net import sgd
 from torch import nn
@@ -52,7 +52,7 @@ def test_a_buffer_keeps_its_value_until_the_new_one_is_stored(cluster: PsCluster
     assert module.running_mean is not None
     served = model.buffers.all["0/running_mean"]
     served.sharded.assign(np.full(3, 7.0))
-    (pulled,) = begin_pulls(strategy.client, [served.sharded.lookup(served.out())]).result()
+    (pulled,) = pull_together(strategy.client, [served.sharded.lookup(served.out())])
     assert not served.tensor.any()
     served.store(pulled)
     assert (served.tensor == 7).all()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes, commit_round
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, commit_round
 from fastdist.ps.wire.batches import PART_SIZE
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -117,8 +117,8 @@ def test_rows(client: Client, wire: str, shards: int) -> None:
     table = ShardedRows(client, spec, pieces)
     table.assign(ids, initial)
     np.testing.assert_array_equal(table.pull(ids), travelled(initial, wire, 7))
-    begin_changes(client, table.change(ids, gradient), 1).result()
-    assert commit_round(client, 1, [(table, None)]).result() is True
+    client.wait_all(client.begin_change(table.change(ids, gradient), 1))
+    assert commit_round(client, 1, [(table, None)]) is True
     expected = initial - travelled(gradient, wire, 7)
     np.testing.assert_array_equal(table.pull(ids), travelled(expected, wire, 7))
 
@@ -142,8 +142,8 @@ def test_gradients_that_are_not_finite(client: Client, server: Server, refuse: b
     assert (variable.pull()[0], table.pull([4])[0, 0]) == ((0, 0) if refuse else (-1, -1))
     assert [entry["nonfinite"] for entry in server.stats()["objects"]] == [2, 1]
     if refuse:  # the rest of the round continues
-        begin_changes(client, table.change([4], [[1, 1]]), 1).result()
+        client.wait_all(client.begin_change(table.change([4], [[1, 1]]), 1))
         with pytest.raises(ValueError, match="nothing was changed"):
-            begin_changes(client, table.change([3], rows[:1]), 1).result()
-        assert commit_round(client, 1, [(table, None)]).result() is True
+            client.wait_all(client.begin_change(table.change([3], rows[:1]), 1))
+        assert commit_round(client, 1, [(table, None)]) is True
         assert table.pull([3, 4]).tolist() == [[0, 0], [-1, -1]]

@@ -19,7 +19,7 @@ import numpy as np
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, begin_changes
+from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from launched import wait_until
 from unreliable import Unreliable
 
@@ -54,7 +54,7 @@ class Things:
         items += self.small.change(-np.ones(3, np.float32))
         if with_large:
             items += self.large.change(-np.ones(LARGE, np.float32))
-        begin_changes(self.client, items).result()
+        self.client.wait_all(self.client.begin_change(items))
 
     def row(self, number: int) -> int:
         return whole(self.rows.pull([number]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.sharded import ShardedVariable, begin_changes, begin_pulls
+from fastdist.ps.client.sharded import ShardedVariable, pull_together
 
 RULE = RuleSpec("SGD", {"lr": 0.5})
 BIAS = DenseSpec("bias", (3,), RULE)
@@ -76,11 +76,11 @@ def fill(address: str) -> None:
     """Create a variable with 3 pushes, 2 of them with a known staleness, and a table of 5 rows."""
     with Client([address], timeout_s=10) as client:
         bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
-        (seen,) = begin_pulls(client, [bias.lookup()]).result()
+        (seen,) = pull_together(client, [bias.lookup()])
         steps = seen.steps
         bias.push(np.ones(3, np.float32))
-        begin_changes(client, bias.change(np.ones(3, np.float32), steps=steps)).result()
-        begin_changes(client, bias.change(np.ones(3, np.float32), steps=steps)).result()
+        client.wait_all(client.begin_change(bias.change(np.ones(3, np.float32), steps=steps)))
+        client.wait_all(client.begin_change(bias.change(np.ones(3, np.float32), steps=steps)))
         words = client.create(0, WORDS)
         client.push_rows(0, words, np.arange(5), np.ones((5, 4), np.float32))
         np.testing.assert_array_equal(bias.pull(), np.full(3, -1.5, np.float32))

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from fastdist.ps.client.items import Item
     from fastdist.ps.client.loading import LoadedCheckpoint, SavedRows, load
     from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
-    from fastdist.ps.client.requests import Pending, Ticket
+    from fastdist.ps.client.requests import Ticket
     from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
     from fastdist.ps.server.server import Server
     from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
@@ -23,7 +23,6 @@ __all__ = [
     "LoadedCheckpoint",
     "MaxSizePartitioner",
     "MinSizePartitioner",
-    "Pending",
     "RowWiseAdagrad",
     "RowsSpec",
     "RuleSpec",
@@ -39,7 +38,7 @@ _MODULES = {
     "client.items": ("Item",),
     "client.loading": ("LoadedCheckpoint", "SavedRows", "load"),
     "client.partition": ("FixedShards", "MaxSizePartitioner", "MinSizePartitioner"),
-    "client.requests": ("Pending", "Ticket"),
+    "client.requests": ("Ticket",),
     "model.row_wise_adagrad": ("RowWiseAdagrad",),
     "server.server": ("Server",),
     "wire.specs": ("DenseSpec", "RowsSpec", "RuleSpec"),

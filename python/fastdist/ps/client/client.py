@@ -171,6 +171,21 @@ class Client:
             raise ticket.error
         return memoryview(b"") if ticket.reply is None else ticket.reply
 
+    def wait_all(self, tickets: Sequence[Ticket]) -> list[memoryview]:
+        """Return the bodies of all replies.
+
+        If a server fails, replies that arrive later are not written to the caller's arrays.
+
+        Raises:
+            Exception: see `wait`.
+        """
+        try:
+            return [self.wait(ticket) for ticket in tickets]
+        except Exception:
+            for ticket in tickets:
+                ticket.abandon()
+            raise
+
     def wait_for_round(self, server: int, round: int) -> None:
         """Wait until a server has everything that this client has sent for a round.
 
@@ -421,22 +436,19 @@ class Client:
     def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
         """Return a dense variable's value: float32."""
         out = np.empty(shape, np.float32)
-        for ticket in self.begin_read(Item(server, number, out).cut()):
-            self.wait(ticket)
+        self.wait_all(self.begin_read(Item(server, number, out).cut()))
         return out
 
     def push(self, server: int, number: int, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient, float32, to a dense variable."""
         item = Item(server, number, to_floats(gradient), lr=lr)
-        for ticket in self.begin_change(item.cut()):
-            self.wait(ticket)
+        self.wait_all(self.begin_change(item.cut()))
 
     def pull_rows(self, server: int, number: int, ids: Any, dim: int) -> Array:
         """Return rows of a table: float32 [ids, dim]."""
         own = to_ids(ids)
         out = np.empty((own.size, dim), np.float32)
-        for ticket in self.begin_read(Item(server, number, out, own).cut()):
-            self.wait(ticket)
+        self.wait_all(self.begin_read(Item(server, number, out, own).cut()))
         return out
 
     def push_rows(
@@ -444,5 +456,4 @@ class Client:
     ) -> None:
         """Apply gradients, float32 [ids, dim], to rows; gradients of equal ids are added up."""
         item = Item(server, number, to_floats(gradients), to_ids(ids), lr=lr)
-        for ticket in self.begin_change([item]):
-            self.wait(ticket)
+        self.wait_all(self.begin_change([item]))

@@ -1,22 +1,20 @@
-"""Requests that a client has sent: one to one server, or several that make one result."""
+"""Requests that a client has sent."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from fastdist.link.connections import Connection
 from fastdist.ps.client.items import Destination
 from fastdist.ps.wire.protocol import Header, Op
 
-T = TypeVar("T")
-
 
 @dataclass(slots=True)
 class Ticket:
-    """A request in flight, to be passed to `Client.wait`.
+    """A request in flight, to be passed to `Client.wait` or `wait_all`.
 
     The memory that `frames` refers to must not change until the ticket has been waited for: the
     request may be sent again.
@@ -54,42 +52,3 @@ class Ticket:
         self.destination = None
         if self.arrives_at is not None and not self.is_done:
             self.arrives_at.lose()  # what is left of the reply would go there
-
-
-@dataclass(slots=True, eq=False)
-class Pending(Generic[T]):
-    """Requests in flight that make one result; for the client's thread.
-
-    The arrays that were sent must not change until `result` has returned.
-
-    Args:
-        wait: `Client.wait` of the client that sent the requests.
-        tickets: the requests.
-        finish: a function that makes the result from the replies to all tickets, in their order.
-    """
-
-    wait: Callable[[Ticket], memoryview]
-    tickets: Sequence[Ticket]
-    finish: Callable[[list[memoryview]], T]
-    _result: T = field(init=False)
-    _is_finished: bool = field(default=False, init=False)
-
-    def result(self) -> T:
-        """Wait for all servers and return the result.
-
-        If a server fails, replies that arrive later are not written to the caller's arrays.
-
-        Raises:
-            UnavailableError: a server does not answer, is gone, or was restarted.
-            Exception: a server raised it.
-        """
-        if not self._is_finished:
-            try:
-                replies = [self.wait(ticket) for ticket in self.tickets]
-            except Exception:
-                for ticket in self.tickets:
-                    ticket.abandon()
-                raise
-            self._result = self.finish(replies)
-            self._is_finished = True
-        return self._result

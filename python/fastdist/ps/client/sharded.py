@@ -15,7 +15,7 @@ import fastdist._core as _core
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.requests import Pending
+from fastdist.ps.client.requests import Ticket
 from fastdist.ps.wire.frames import Array, to_floats, to_ids
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.wire.snapshot import Part
@@ -40,7 +40,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A variable or rows to be pulled; see `begin_pulls`."""
+    """A variable or rows to be pulled; see `pull_together`."""
 
     items: list[list[Item]]  # what to read of each piece
     values: Array  # where it is put
@@ -87,16 +87,16 @@ class ShardedVariable:
 
     def pull(self, out: Array | None = None) -> Array:
         """Return the value: float32, of the whole shape."""
-        (pulled,) = begin_pulls(self._client, [self.lookup(out)]).result()
+        (pulled,) = pull_together(self._client, [self.lookup(out)])
         return pulled.value
 
     def push(self, gradient: Any, lr: float | None = None) -> None:
         """Apply a gradient of the whole shape."""
-        begin_changes(self._client, self.change(gradient, lr)).result()
+        self._client.wait_all(self._client.begin_change(self.change(gradient, lr)))
 
     def assign(self, value: Any) -> None:
         """Set the value, of the whole shape."""
-        self.begin_assign(value).result()
+        self._client.wait_all(begin_assign(self._client, self.assignment(value)))
 
     def lookup(self, out: Array | None = None) -> Lookup:
         """Return what to read for the value, into `out`, if given: float32, of the whole shape."""
@@ -125,10 +125,9 @@ class ShardedVariable:
             return items
         return [part for item in items for part in item.cut()]
 
-    def begin_assign(self, value: Any) -> Pending[None]:
-        """Set the value, without waiting."""
-        items = self._split(self._to_array(value))
-        return _begin_assign(self._client, [part for item in items for part in item.cut()])
+    def assignment(self, value: Any) -> list[Item]:
+        """Return what to send for a value of the whole shape; see `begin_assign`."""
+        return [part for item in self._split(self._to_array(value)) for part in item.cut()]
 
     def _to_array(self, values: Any) -> Array:
         """Convert a value or gradient to contiguous float32, without a copy where possible."""
@@ -186,17 +185,17 @@ class ShardedRows:
 
     def pull(self, ids: Any) -> Array:
         """Return rows, float32 [ids, dim], in the order of the ids; repeated ids are sent once."""
-        (pulled,) = begin_pulls(self.client, [self.lookup(ids)]).result()
+        (pulled,) = pull_together(self.client, [self.lookup(ids)])
         return pulled.value
 
     def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
         """Apply gradients, [ids, dim]; gradients of equal ids are added up."""
-        begin_changes(self.client, self.change(ids, gradients, lr)).result()
+        self.client.wait_all(self.client.begin_change(self.change(ids, gradients, lr)))
 
     def assign(self, ids: Any, values: Any) -> None:
         """Set rows, [ids, dim]; the last of equal ids wins."""
         items = [item for item in self._divide(ids, values) if item.values.size]
-        _begin_assign(self.client, items).result()
+        self.client.wait_all(begin_assign(self.client, items))
 
     def change(
         self,
@@ -266,26 +265,15 @@ class ShardedRows:
 Sharded = ShardedVariable | ShardedRows
 
 
-def begin_pulls(
-    client: Client, lookups: Sequence[Lookup], changes: Sequence[Item] = ()
-) -> Pending[list[Pulled]]:
-    """Request variables and rows, without waiting, after changes; see `begin_changes`."""
-    items = [item for lookup in lookups for items in lookup.items for item in items]
-    tickets = client.begin_change(changes, then_read=items)
-    return Pending(client.wait, tickets, lambda replies: [lookup.result() for lookup in lookups])
+def pull_together(client: Client, lookups: Sequence[Lookup]) -> list[Pulled]:
+    """Return variables and rows, requested together."""
+    client.wait_all(client.begin_read(items_of(lookups)))
+    return [lookup.result() for lookup in lookups]
 
 
-def begin_changes(
-    client: Client, items: Sequence[Item], round: int = 0, place: int = 0
-) -> Pending[None]:
-    """Send gradients, without waiting; see `Client.begin_change`.
-
-    Args:
-        items: the result of their `change`.
-        round: 0 applies the gradients at once; otherwise they wait for the round's commit.
-        place: their place in the sum of the round, which does not depend on when they arrive.
-    """
-    return Pending(client.wait, client.begin_change(items, round, place), lambda replies: None)
+def items_of(lookups: Sequence[Lookup]) -> list[Item]:
+    """Return all that lookups read."""
+    return [item for lookup in lookups for items in lookup.items for item in items]
 
 
 def commit_round(
@@ -294,7 +282,7 @@ def commit_round(
     things: Sequence[tuple[Sharded, float | None]],
     *,
     weight: float = 1.0,
-) -> Pending[bool]:
+) -> bool:
     """Apply the sum of all clients' pushes of a round to each variable and table, as one push.
 
     Waits until servers have this client's pushes. Other clients must have waited for theirs, and
@@ -319,25 +307,21 @@ def commit_round(
     for server, objects in by_server.items():
         body = json.dumps({"weight": weight, "objects": objects}).encode()
         tickets.append(client.submit(server, Op.COMMIT, 0, [body], round=round))
-
-    def is_applied(replies: list[memoryview]) -> bool:
-        return all(json.loads(bytes(reply))["state"] == "applied" for reply in replies)
-
-    return Pending(client.wait, tickets, is_applied)
+    replies = client.wait_all(tickets)
+    return all(json.loads(bytes(reply))["state"] == "applied" for reply in replies)
 
 
 def discard_rounds(client: Client, servers: Iterable[int], rounds: Sequence[int]) -> None:
     """Drop the pushes of rounds, including later ones; applied rounds stay applied."""
     body = json.dumps(list(rounds)).encode()
-    tickets = [client.submit(server, Op.DISCARD, 0, [body]) for server in servers]
-    for ticket in tickets:
-        client.wait(ticket)
+    client.wait_all([client.submit(server, Op.DISCARD, 0, [body]) for server in servers])
 
 
-def _begin_assign(client: Client, items: Sequence[Item]) -> Pending[None]:
+def begin_assign(client: Client, items: Sequence[Item]) -> list[Ticket]:
+    """Set values, which travel as float32, without waiting."""
     for item in items:
         item.wire = None
-    return Pending(client.wait, client.begin_change(items, op=Op.ASSIGN), lambda replies: None)
+    return client.begin_change(items, op=Op.ASSIGN)
 
 
 def _complete(items: Sequence[Item], lr: float | None, steps: Sequence[int] | None) -> None:

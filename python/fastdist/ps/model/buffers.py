@@ -9,8 +9,7 @@ from torch import nn
 
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item
-from fastdist.ps.client.sharded import begin_changes
-from fastdist.ps.model.dense import ServedTensor
+from fastdist.ps.model.dense import ServedTensor, assign_all
 from fastdist.training.frameworks import inner_modules, moving_averages
 
 
@@ -52,7 +51,7 @@ class ServedBuffers:
 
     def send_changed(self, size: int) -> None:
         """Send the changes of a function; `size` is the number of functions in its group."""
-        begin_changes(self._client, self.changes(1 / size)).result()
+        self._client.wait_all(self._client.begin_change(self.changes(1 / size)))
 
     def changes(self, factor: float) -> list[Item]:
         """Return what to send for the changes of a function, times `factor`.
@@ -61,8 +60,7 @@ class ServedBuffers:
         """
         changed = list(self.changed())
         assigned = [served for served in changed if not served.has_finite_change]
-        for pending in [served.begin_assign() for served in assigned]:
-            pending.result()
+        assign_all(self._client, assigned)
         return [
             item
             for served in changed

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item
-from fastdist.ps.client.requests import Pending
-from fastdist.ps.client.sharded import Pulled, ShardedVariable
+from fastdist.ps.client.sharded import Pulled, ShardedVariable, begin_assign
 from fastdist.ps.wire.frames import Array
 from fastdist.training.modules import value_stamp
 
@@ -74,11 +76,9 @@ class ServedTensor:
         """True if a buffer's change can be sent as a difference (all values finite)."""
         return bool(np.isfinite(self._synced).all() and np.isfinite(to_array(self.tensor)).all())
 
-    def begin_assign(self) -> Pending[None]:
-        """Send the tensor's value, without waiting."""
-        pending = self.sharded.begin_assign(exact_value(self.sharded.spec.name, self.tensor))
-        self.mark_synced()
-        return pending
+    def assignment(self) -> list[Item]:
+        """Return what to send for the tensor's value."""
+        return self.sharded.assignment(exact_value(self.sharded.spec.name, self.tensor))
 
     def change(self, lr: float | None, weight: float) -> list[Item]:
         """Return what to send for the tensor's gradient, times `weight`."""
@@ -94,6 +94,15 @@ class ServedTensor:
         change = (self._synced - value) * np.float32(factor)  # the rule subtracts
         self.mark_synced()
         return self.sharded.change(change, None, self._steps)
+
+
+def assign_all(client: Client, changed: Sequence[ServedTensor]) -> None:
+    """Send the values of tensors."""
+    items = [item for served in changed for item in served.assignment()]
+    tickets = begin_assign(client, items)
+    for served in changed:
+        served.mark_synced()
+    client.wait_all(tickets)
 
 
 def to_array(tensor: torch.Tensor) -> Array:

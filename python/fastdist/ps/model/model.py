@@ -14,21 +14,20 @@ from torch import nn
 from fastdist.errors import FastdistError
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item
-from fastdist.ps.client.requests import Pending
+from fastdist.ps.client.requests import Ticket
 from fastdist.ps.client.row_cache import RowCache
 from fastdist.ps.client.sharded import (
-    Pulled,
+    Lookup,
     Sharded,
     ShardedRows,
     ShardedVariable,
-    begin_changes,
-    begin_pulls,
     commit_round,
     discard_rounds,
+    items_of,
 )
 from fastdist.ps.model.buffers import ServedBuffers
 from fastdist.ps.model.bundle import Bundle
-from fastdist.ps.model.dense import ServedTensor, exact_value
+from fastdist.ps.model.dense import ServedTensor, assign_all, exact_value
 from fastdist.ps.model.embeddings import (
     EmbeddingBagCollection,
     TableLayer,
@@ -64,7 +63,8 @@ class ServedModel:
         self._lock = lock
         self._parameters: dict[int, ServedTensor] = {}  # by id
         self._tables: dict[int, ServedTable] = {}  # by the weight's id
-        self._pulling: tuple[list[ServedTensor | Prefetch], Pending[list[Pulled]]] | None = None
+        # What is being pulled, and for whom.
+        self._pulling: tuple[list[tuple[ServedTensor | Prefetch, Lookup]], list[Ticket]] | None
         self._fixed = [_fixed_rates(optimizer) for optimizer in bundle.optimizers]
         self._given_rates: object = None
         self._given_modes: object = None
@@ -137,18 +137,21 @@ class ServedModel:
     def _begin_pull(self, parameters: Sequence[ServedTensor], changes: Sequence[Item]) -> None:
         live = [buffer for name, buffer in self.buffers.all.items() if name in self.buffers.live]
         tensors = [*parameters, *live]
-        rows = [known for table in self._tables.values() for known in table.begin_reads()]
-        lookups = [served.sharded.lookup(served.out()) for served in tensors]
-        lookups += [known.lookup for known in rows]
-        self._pulling = [*tensors, *rows], begin_pulls(self._client, lookups, changes)
+        lookups: list[tuple[ServedTensor | Prefetch, Lookup]]
+        lookups = [(served, served.sharded.lookup(served.out())) for served in tensors]
+        for table in self._tables.values():
+            lookups += [(known, known.lookup) for known in table.begin_reads()]
+        items = items_of([lookup for _, lookup in lookups])
+        self._pulling = lookups, self._client.begin_change(changes, then_read=items)
 
     def end_pull(self) -> None:
         """Wait for the pull, and store its values."""
         if self._pulling is None:
             return
-        (places, pending), self._pulling = self._pulling, None
-        for place, pulled in zip(places, pending.result(), strict=True):
-            place.store(pulled)
+        (lookups, tickets), self._pulling = self._pulling, None
+        self._client.wait_all(tickets)
+        for place, lookup in lookups:
+            place.store(lookup.result())
 
     @property
     def awaits_rows(self) -> bool:
@@ -159,9 +162,7 @@ class ServedModel:
     def assign_changed(self) -> None:
         """Send values that the user has changed on this task."""
         parameters = (served for served in self._parameters.values() if served.has_changed)
-        for changed in (parameters, self.buffers.changed()):
-            for pending in [served.begin_assign() for served in changed]:
-                pending.result()
+        assign_all(self._client, [*parameters, *self.buffers.changed()])
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -216,7 +217,7 @@ class ServedModel:
 
     def stage(self, changes: Sequence[Item], round: int, place: int = 0) -> None:
         """Send changes, which wait for the round's commit, and have this place in its sum."""
-        begin_changes(self._client, changes, round, place).result()
+        self._client.wait_all(self._client.begin_change(changes, round, place))
 
     def exchange(self, optimizer: torch.optim.Optimizer, changes: Sequence[Item]) -> None:
         """Apply changes, and take the new values of everything but other optimizers' parameters."""
@@ -250,7 +251,7 @@ class ServedModel:
         things = [(self._served(parameter).sharded, lr) for parameter, lr in rates]
         if buffers:
             things += [(served.sharded, None) for served in self.buffers.all.values()]
-        if not commit_round(self._client, round, things, weight=weight).result():
+        if not commit_round(self._client, round, things, weight=weight):
             raise FastdistError(f"round {round} of gradients was discarded by a server")
 
     def discard(self, round: int) -> None:

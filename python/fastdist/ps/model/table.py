@@ -111,11 +111,11 @@ class ServedTable:
                     rows[i] = table._take(one.pulled)
             rest = [i for i in range(len(tables)) if i not in rows]
             if rest:
-                from fastdist.ps.client.sharded import begin_pulls
+                from fastdist.ps.client.sharded import pull_together
 
                 lookups = [tables[i].sharded.lookup(ids[i]) for i in rest]
-                pending = begin_pulls(tables[0].sharded.client, lookups)
-                for i, pulled in zip(rest, pending.result(), strict=True):
+                found = pull_together(tables[0].sharded.client, lookups)
+                for i, pulled in zip(rest, found, strict=True):
                     rows[i] = tables[i]._take(pulled)
         for i, table in enumerate(tables):
             if table._padding is not None:

@@ -19,7 +19,7 @@ from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.dispatcher import Dispatcher
 from fastdist.ps.coordinator.per_worker import PerWorkerDataset
 from fastdist.ps.coordinator.remote_value import RemoteValue, identity
-from fastdist.ps.coordinator.unpicklable import (
+from fastdist.ps.coordinator.shipping import (
     parts_of_arguments,
     parts_of_function,
     pickle_or_explain,

@@ -25,9 +25,8 @@ from fastdist.ps.client.sharded import (
     discard_rounds,
     items_of,
 )
-from fastdist.ps.model.buffers import ServedBuffers
 from fastdist.ps.model.bundle import Bundle
-from fastdist.ps.model.dense import ServedTensor, assign_all, exact_value
+from fastdist.ps.model.dense import ServedBuffers, ServedTensor, assign_all, exact_value
 from fastdist.ps.model.embeddings import (
     EmbeddingBagCollection,
     TableLayer,

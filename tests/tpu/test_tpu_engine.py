@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fastdist.errors import CollectiveMismatchError, UnsupportedError
-from fastdist.tpu.engine import Comparison
+from fastdist.tpu.engine import require_same
 from virtual_devices import ON_CPU, N
 
 needs_xla = pytest.mark.skipif(not ON_CPU, reason="needs torch_xla and PJRT_DEVICE=CPU")
@@ -23,11 +23,10 @@ def ranks(mismatch: bool) -> list[Any]:
     caught: list[Any] = [None, None]
 
     def trace(rank: int, comm: fd.Communicator) -> None:
-        comparison = Comparison(comm.engine)
         x = torch.ones(3 + rank if mismatch else 3)
         try:
-            comparison.require_same("barrier", [], timeout_s=20)
-            comparison.require_same("all_reduce", [x, x], "max", timeout_s=20)
+            require_same(comm.engine, "barrier", [], timeout_s=20)
+            require_same(comm.engine, "all_reduce", [x, x], "max", timeout_s=20)
         except CollectiveMismatchError as error:
             caught[rank] = error
 

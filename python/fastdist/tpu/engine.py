@@ -29,6 +29,7 @@ from fastdist.recorder.signatures import DTYPES
 from fastdist.tpu.mesh import Mesh
 
 _XLA_OPS = ("sum", "mean", "min", "max")
+_TIMEOUT_S = 600.0  # of processes that wait for each other on the host
 
 
 @final
@@ -40,7 +41,7 @@ class SpmdEngine(Engine):
 
     Args:
         peers: an engine between the mesh's processes, in the order of their devices; calls are
-            compared over it before they are traced. None if there is one process.
+            compared over it before they are traced. None if this process has all devices.
     """
 
     compiled = None  # NCCL does not connect XLA devices
@@ -50,7 +51,8 @@ class SpmdEngine(Engine):
         self.size = mesh.size
         self._here = len(mesh.local)
         self._mesh = mesh
-        self._comparison = None if peers is None else Comparison(peers)
+        self._peers = peers
+        self._gather_hosts = None if peers is None else peers.calls(_TIMEOUT_S).all_gather
 
     def calls(self, timeout_s: float) -> Calls:
         """Return the collectives, which are part of the traced program and never asynchronous."""
@@ -184,8 +186,8 @@ class SpmdEngine(Engine):
         self, name: str, tensors: Sequence[torch.Tensor], op: str = "sum", root: int = 0
     ) -> None:
         """Compare a call with the calls of other processes."""
-        if self._comparison is not None:
-            self._comparison.require_same(name, tensors, op, root)
+        if self._peers is not None:
+            require_same(self._peers, name, tensors, op, root)
 
     def _reduced(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
         results: list[Any] = [None] * len(tensors)
@@ -205,8 +207,7 @@ class SpmdEngine(Engine):
         return results
 
     def _reduced_on_host(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        if self._comparison is None:
-            self._require_alone()
+        if self._peers is None:
             adds = op == "sum" and tensor.dtype != torch.bool
             return tensor * self.size if adds else tensor
         everyone = self._joined(tensor[None])
@@ -221,16 +222,11 @@ class SpmdEngine(Engine):
         if not _is_on_host(tensor):
             return self._mesh.enter(self._mesh.leave_joined(tensor))
         own = torch.cat([tensor] * self._here)
-        if self._comparison is not None:
-            return self._comparison.joined(own)
-        self._require_alone()
-        return own
-
-    def _require_alone(self) -> None:
-        if self._here != self.size:
-            raise UnsupportedError(
-                "arrays on the host need peers=, an engine between the processes of the mesh"
-            )
+        if self._gather_hosts is None:
+            return own
+        everyone = own.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        self._gather_hosts(own.contiguous(), out=everyone)
+        return everyone
 
     # --- on the devices -------------------------------------------------------------------------
 
@@ -306,37 +302,21 @@ def _put(target: torch.Tensor, result: torch.Tensor) -> None:
         target.copy_(result.reshape(target.shape))
 
 
-_TIMEOUT_S = 600.0
-
-
-class Comparison:
-    """Compares calls between processes that trace; `peers` connects them on the host."""
-
-    def __init__(self, peers: Engine) -> None:
-        assert peers.compiled is not None
-        self._peers = peers.compiled
-        self._gather = peers.calls(_TIMEOUT_S).all_gather
-
-    def require_same(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        op: str = "sum",
-        root: int = 0,
-        timeout_s: float = _TIMEOUT_S,
-    ) -> None:
-        """Compare a call on XLA tensors with those of all processes. Every process must call."""
-        words = [(prod(t.shape), DTYPES.index(dtype_of(t))) for t in tensors]
-        count = sum(word[0] for word in words)
-        dtype = dtype_of(tensors[0]) if tensors else "bool"
-        several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
-        self._peers.compare(name, dtype, op, root, count, several, timeout_s)
-
-    def joined(self, own: torch.Tensor) -> torch.Tensor:
-        """Join the tensors of all processes along axis 0; shapes must be equal."""
-        everyone = own.new_empty((own.shape[0] * self._peers.size, *own.shape[1:]))
-        self._gather(own.contiguous(), out=everyone)
-        return everyone
+def require_same(
+    peers: Engine,
+    name: str,
+    tensors: Sequence[torch.Tensor],
+    op: str = "sum",
+    root: int = 0,
+    timeout_s: float = _TIMEOUT_S,
+) -> None:
+    """Compare a call on XLA tensors with those of all processes. Every process must call."""
+    assert peers.compiled is not None
+    words = [(prod(t.shape), DTYPES.index(dtype_of(t))) for t in tensors]
+    count = sum(word[0] for word in words)
+    dtype = dtype_of(tensors[0]) if tensors else "bool"
+    several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
+    peers.compiled.compare(name, dtype, op, root, count, several, timeout_s)
 
 
 def dtype_of(tensor: torch.Tensor) -> str:

@@ -61,8 +61,6 @@ class AdoptedModules:
         self._buffers: list[torch.Tensor] = []
         self._locals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # buffer, stacked values
         self._local_gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._components: dict[int, list[Variable]] = {}  # users may write them
-        self._variables: list[Variable] = []
         self._structure: list[int] = []
         self.has_batch_norm = False
 
@@ -112,16 +110,15 @@ class AdoptedModules:
             self._structure = structure
             self._look()
             self._move([*self.parameters, *named_buffers(self.roots)])
-        self._push_components()
 
     def _look(self) -> None:
         self.parameters = named_parameters(self.roots)
         apart = local_components(self.roots) if self.num_replicas_in_sync > 1 else set()
         named = named_buffers(self.roots)
         self._buffers = [buffer for _, buffer in named if id(buffer) not in apart]
-        modules = [module for root in self.roots for module in root.modules()]
-        self._variables = [module for module in modules if isinstance(module, Variable)]
-        self.has_batch_norm = any(isinstance(module, _BatchNorm) for module in modules)
+        self.has_batch_norm = any(
+            isinstance(module, _BatchNorm) for root in self.roots for module in root.modules()
+        )
         for _, buffer in named:
             known = self._locals.get(id(buffer))
             if id(buffer) in apart and (known is None or known[0] is not buffer):
@@ -153,7 +150,6 @@ class AdoptedModules:
 
     def leave(self) -> list[torch.Tensor]:
         """Undo `enter`; return the tensors to compute."""
-        self._components.clear()
         if self._mesh.size == 1:
             return []
         leave, made = self._mesh.leave, []
@@ -221,31 +217,7 @@ class AdoptedModules:
         return self._hosts
 
     def values(self, variable: Variable) -> list[torch.Tensor]:
-        """Return a variable's value on the CPU for each local replica."""
-        return [copy.component for copy in self._copies(variable)]
-
-    def write(self, variable: Variable, write: Callable[[int, Variable], None]) -> None:
-        """Call `write` for each local replica; what it writes reaches the devices."""
-        for local, copy in enumerate(self._copies(variable)):
-            write(local, copy)
-        self._push_components()
-
-    def _copies(self, variable: Variable) -> list[Variable]:
-        """Return copies of a variable on the CPU, one per replica, for code outside `run`."""
-        key = id(variable)
-        if key not in self._components:
-            self._components[key] = [
-                Variable(
-                    value,
-                    synchronization=variable.synchronization,
-                    aggregation=variable.aggregation,
-                )
-                for value in self.components(variable)
-            ]
-        return self._components[key]
-
-    def components(self, variable: Variable) -> list[torch.Tensor]:
-        """Return copies of a variable's values on the devices, one per replica, on the CPU."""
+        """Return copies of a variable's values, one per local replica, on the CPU."""
         known = self._locals.get(id(variable.component))
         if known is None:
             value = variable.component.detach().cpu()
@@ -253,18 +225,21 @@ class AdoptedModules:
         rows = self._mesh.rows(known[1])
         return [row.reshape(variable.component.shape).clone() for row in rows]
 
-    def _push_components(self) -> None:
-        """Send components that were written outside `run` to the devices."""
-        for variable in self._variables:
-            written = self._components.pop(id(variable), None)
-            if written is None:
-                continue
-            component, values = variable.component, [one.component for one in written]
-            with torch.no_grad():
-                if id(component) in self._locals:
-                    stacked = self._mesh.stack(torch.stack(values))
-                    self._locals[id(component)] = component, stacked
-                component.data = self._mesh.replicate(values[0])
+    def write(self, variable: Variable, write: Callable[[int, Variable], None]) -> None:
+        """Call `write` for a copy of each local replica's variable; send the copies' values."""
+        when, how = variable.synchronization, variable.aggregation
+        copies = [
+            Variable(value, synchronization=when, aggregation=how)
+            for value in self.values(variable)
+        ]
+        for local, copy in enumerate(copies):
+            write(local, copy)
+        component, values = variable.component, [copy.component for copy in copies]
+        with torch.no_grad():
+            if id(component) in self._locals:
+                stacked = self._mesh.stack(torch.stack(values))
+                self._locals[id(component)] = component, stacked
+            component.data = self._mesh.replicate(values[0])
 
     def require_in_sync(self) -> None:
         """Check that parameters and buffers have the same bits on all devices."""

@@ -234,7 +234,7 @@ class TPUStrategy(Strategy):
             value: a result of `run`, or a `fastdist.Variable` of this strategy.
         """
         if isinstance(value, Variable):
-            return tuple(self._adopted.components(value))
+            return tuple(self._adopted.values(value))
         if is_stacked(value):
             stacked = value.values[0]
             rows = [row.squeeze(0) for row in self._mesh.rows(stacked.tensor)]

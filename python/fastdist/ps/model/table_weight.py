@@ -115,19 +115,16 @@ def _weights(arguments: Any) -> Iterator[TableWeight]:
             yield from _weights(argument)
 
 
+def _methods(names: str) -> Iterator[Any]:
+    return (getattr(torch.Tensor, name) for name in names.split())
+
+
 _COPYING = frozenset(
     (
-        torch.clone,
-        torch.Tensor.clone,
-        torch.Tensor.to,
-        torch.Tensor.cpu,
-        torch.Tensor.cuda,
-        torch.Tensor.float,
-        torch.Tensor.half,
-        torch.Tensor.bfloat16,
-        torch.Tensor.detach,
-        torch.detach,
+        *_methods("bfloat16 clone cpu cuda detach float half to"),
         torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.clone,
+        torch.detach,
     )
 )
 _ALIKE = frozenset((torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like))
@@ -144,29 +141,12 @@ _METADATA = frozenset(
         *(field.__get__ for field in _FIELDS),
         *(field.__set__ for field in _FIELDS),
         *(field.__delete__ for field in _FIELDS),
-        torch.Tensor.data_ptr,
-        torch.Tensor.dim,
-        torch.Tensor.element_size,
-        torch.Tensor.get_device,
-        torch.Tensor.is_complex,
-        torch.Tensor.is_contiguous,
-        torch.Tensor.is_floating_point,
-        torch.Tensor.is_inference,
-        torch.Tensor.is_same_size,
-        torch.Tensor.is_shared,
-        torch.Tensor.is_signed,
-        torch.Tensor.ndimension,
-        torch.Tensor.nelement,
-        torch.Tensor.numel,
-        torch.Tensor.register_hook,
-        torch.Tensor.register_post_accumulate_grad_hook,
-        torch.Tensor.requires_grad_,
-        torch.Tensor.retain_grad,
-        torch.Tensor.size,
-        torch.Tensor.storage_offset,
-        torch.Tensor.stride,
-        torch.Tensor.__hash__,
-        torch.Tensor.__len__,
+        *_methods(
+            "data_ptr dim element_size get_device is_complex is_contiguous is_floating_point "
+            "is_inference is_same_size is_shared is_signed ndimension nelement numel register_hook "
+            "register_post_accumulate_grad_hook requires_grad_ retain_grad size storage_offset "
+            "stride __hash__ __len__"
+        ),
         torch._has_compatible_shallow_copy_type,
         torch.is_complex,
         torch.is_floating_point,

@@ -23,7 +23,7 @@ import pytest
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.items import names_of
-from fastdist.ps.server.deduplication import MAX_REQUESTS, Deduplicator, Progress
+from fastdist.ps.server.deduplication import MAX_REQUESTS, Deduplicator
 from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
 from fastdist.ps.wire.specs import from_json, to_json
 from hypothesis import given
@@ -176,12 +176,12 @@ def test_applied_once_in_any_order(calls: list[tuple[int, bool]]) -> None:
     applied, done = Deduplicator(), set[int]()
     floor = 0
     for number, succeeds in calls:
-        progress = applied.begin(b"c", number, floor)
+        begun = applied.begin(b"c", number, floor)
         if number < floor or number in done:
-            assert progress == (b"" if number < floor else b"reply")
+            assert begun == (False, b"" if number < floor else b"reply")
             continue
-        assert progress is Progress.NEW
-        assert applied.begin(b"c", number, floor) is Progress.RUNNING
+        assert begun == (True, None)
+        assert applied.begin(b"c", number, floor) == (False, None)
         applied.end(b"c", number, b"reply" if succeeds else None)
         if succeeds:
             done.add(number)
@@ -191,10 +191,10 @@ def test_applied_once_in_any_order(calls: list[tuple[int, bool]]) -> None:
 def test_a_client_that_never_takes_replies() -> None:
     applied = Deduplicator()
     for number in range(MAX_REQUESTS):
-        assert applied.begin(b"c", number, 0) is Progress.NEW
+        assert applied.begin(b"c", number, 0) == (True, None)
     with pytest.raises(ValueError, match="too many unanswered changes"):
         applied.begin(b"c", MAX_REQUESTS, 0)
-    assert applied.begin(b"d", 0, 0) is Progress.NEW
+    assert applied.begin(b"d", 0, 0) == (True, None)
 
 
 # --- lost servers -----------------------------------------------------------------

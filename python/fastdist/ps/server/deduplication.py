@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -12,17 +11,11 @@ MAX_REQUESTS = 1024
 _MAX_CLIENTS = 1 << 16
 
 
-class Progress(enum.Enum):
-    """The progress of a change without a reply."""
-
-    NEW = enum.auto()
-    RUNNING = enum.auto()
-
-
 @dataclass(slots=True)
 class _Client:
     floor: int = 0
-    progress: dict[int, Progress | bytes] = field(default_factory=dict)
+    # By the numbers of changes: bodies of replies, None while a change is running.
+    replies: dict[int, bytes | None] = field(default_factory=dict)
 
 
 class Deduplicator:
@@ -32,14 +25,14 @@ class Deduplicator:
         self._lock = threading.Lock()
         self._clients: OrderedDict[bytes, _Client] = OrderedDict()
 
-    def begin(self, client: bytes, number: int, floor: int) -> Progress | bytes:
-        """Return the progress of a change; a new change counts as running from now on.
+    def begin(self, client: bytes, number: int, floor: int) -> tuple[bool, bytes | None]:
+        """Begin a change if it is new: it counts as running from now on.
 
         Args:
             floor: the client will not repeat changes below this number.
 
         Returns:
-            The progress before this call, or for an applied change the body of its reply.
+            True if it was new, and the body of its reply; None while it is running.
         """
         with self._lock:
             known = self._clients.setdefault(client, _Client())
@@ -48,24 +41,24 @@ class Deduplicator:
                 self._clients.popitem(last=False)
             if floor > known.floor:
                 known.floor = floor
-                for old in [n for n in known.progress if n < floor]:
-                    del known.progress[old]
+                for old in [n for n in known.replies if n < floor]:
+                    del known.replies[old]
             if number < known.floor:
-                return b""
-            progress = known.progress.get(number, Progress.NEW)
-            if progress is Progress.NEW:
-                if len(known.progress) >= MAX_REQUESTS:
-                    raise ValueError(f"too many unanswered changes (limit {MAX_REQUESTS})")
-                known.progress[number] = Progress.RUNNING
-            return progress
+                return False, b""
+            if number in known.replies:
+                return False, known.replies[number]
+            if len(known.replies) >= MAX_REQUESTS:
+                raise ValueError(f"too many unanswered changes (limit {MAX_REQUESTS})")
+            known.replies[number] = None
+            return True, None
 
     def end(self, client: bytes, number: int, reply: bytes | None) -> None:
         """Store the reply to a change that was new; None if it failed and may be tried again."""
         with self._lock:
             known = self._clients.get(client)
-            if known is None or number not in known.progress:
+            if known is None or number not in known.replies:
                 return
             if reply is None:
-                del known.progress[number]
+                del known.replies[number]
             else:
-                known.progress[number] = reply
+                known.replies[number] = reply

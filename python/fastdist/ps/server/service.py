@@ -15,7 +15,7 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.link.stream import require_whole
-from fastdist.ps.server.deduplication import Deduplicator, Progress
+from fastdist.ps.server.deduplication import Deduplicator
 from fastdist.ps.server.registry import Registry
 from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds, sums_of
 from fastdist.ps.server.send_buffers import SendBuffers
@@ -119,19 +119,19 @@ class Service:
             if len(frames) > 3:
                 wanted = found, places, _ = self._wanted(frames[3])
                 _check_ids(found, places)
-            progress = self._deduplicator.begin(header.client, header.number, header.floor)
-            if progress is Progress.NEW:
-                progress = self._change(op, header, frames[1:3])
+            is_new, reply = self._deduplicator.begin(header.client, header.number, header.floor)
+            if is_new:
+                reply = self._change(op, header, frames[1:3])
             else:
                 self._increment("repeated")
-            if not isinstance(progress, bytes):
+            if reply is None:
                 raise BusyError(f"{op.name} is being applied")
             if wanted is not None:
                 try:
                     return _reply(header), self._read_values(header, wanted, buffers)
                 except MemoryError as error:  # it was applied, and may only be asked for again
                     raise BusyError(str(error)) from error
-            return _reply(header), progress or None
+            return _reply(header), reply or None
         except Exception as error:
             return _reply(header, status_of(error)), (str(error) or repr(error)).encode()
 

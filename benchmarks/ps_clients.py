@@ -60,7 +60,7 @@ def ask(addresses: list[str], seed: int, counts: Any, index: int, stop: Any) -> 
         while not stop.is_set():
             ids = rng.integers(0, ROWS, BATCH)
             table.pull(ids)
-            table.push(ids, gradients)
+            client.wait_all(client.begin_change(table.change(ids, gradients)))
             counts[index] += 1
 
 

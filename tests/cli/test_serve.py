@@ -18,10 +18,11 @@ from fastdist.cluster import TFConfigClusterResolver
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.sharded import ShardedVariable, commit_round, pull_together
+from fastdist.ps.client.sharded import commit_round, pull_together
 from held_ports import free_port
 from launched import wait_until
 from serving import BIAS, Servers, end, fill, read_json_until
+from sharded_things import ShardedVariable
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from fastdist.ps.client.checkpoint import (
 )
 from fastdist.ps.client.loading import load
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.wire.snapshot import save
 from full_disk import full_disk
 from ps_checkpoints import ADAM, IDS, Job, index_of, names_in, require_same
 from safetensors import safe_open
+from sharded_things import ShardedRows, ShardedVariable
 from torch import nn
 
 

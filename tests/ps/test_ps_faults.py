@@ -18,11 +18,11 @@ from fastdist.link.listener import Listener
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from fastdist.ps.server import service
 from fastdist.ps.wire.batches import PART_SIZE
 from fastdist.ps.wire.protocol import Op
 from launched import wait_until
+from sharded_things import ShardedRows, ShardedVariable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVE = (

@@ -14,8 +14,8 @@ import torch
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, SavedRows, Server
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from ps_checkpoints import index_of, rewrite_index
+from sharded_things import ShardedRows, ShardedVariable
 from torch import nn
 
 SGD = RuleSpec("SGD", {"lr": 1.0})

@@ -11,12 +11,13 @@ import pytest
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedVariable, commit_round, pull_together
+from fastdist.ps.client.sharded import commit_round, pull_together
 from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from hypothesis import given
 from hypothesis import strategies as st
 from row_tables import push_all
+from sharded_things import ShardedVariable
 
 SIZE = 2 * PART_SIZE + 77
 ADAM = RuleSpec("Adam", {"lr": 0.1})

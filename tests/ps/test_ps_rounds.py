@@ -12,17 +12,11 @@ from fastdist.errors import UnavailableError
 from fastdist.link.stream import Stream
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import (
-    ShardedRows,
-    ShardedVariable,
-    commit_round,
-    discard_rounds,
-    items_of,
-    pull_together,
-)
+from fastdist.ps.client.sharded import commit_round, discard_rounds, items_of, pull_together
 from fastdist.ps.server.rounds import DISCARDED, Rounds
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
 from raw_link import RawServer
+from sharded_things import ShardedRows, ShardedVariable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVERS = (0, 1)

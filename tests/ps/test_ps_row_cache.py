@@ -9,9 +9,9 @@ import pytest
 from fastdist.ps import Client, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.row_cache import RowCache
-from fastdist.ps.client.sharded import ShardedRows
 from hypothesis import given
 from hypothesis import strategies as st
+from sharded_things import ShardedRows
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 

@@ -21,9 +21,9 @@ from fastdist.ps.client.partition import (
     RoundRobin,
     piece_bounds,
 )
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from hypothesis import given
 from hypothesis import strategies as st
+from sharded_things import ShardedRows, ShardedVariable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 

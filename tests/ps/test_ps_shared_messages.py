@@ -11,16 +11,10 @@ import numpy as np
 import pytest
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import (
-    Pulled,
-    ShardedRows,
-    ShardedVariable,
-    commit_round,
-    items_of,
-    pull_together,
-)
+from fastdist.ps.client.sharded import Pulled, commit_round, items_of, pull_together
 from fastdist.ps.wire.batches import IDS, PART_SIZE, SMALL_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
+from sharded_things import ShardedRows, ShardedVariable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SHAPES = [(), (3,), (7, 5), (0,), (SMALL_SIZE,), (SMALL_SIZE + 2,), (2, PART_SIZE)]

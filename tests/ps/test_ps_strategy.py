@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fastdist.ps.client.partition import FixedShards
+from fastdist.ps.client.sharded import begin_assign
 from ps_cluster import PsCluster
 from served_net import F, adagrad, batches, make, reference, same, sgd, step
 from torch import nn
@@ -138,7 +139,8 @@ def test_values_that_the_last_step_has_not_brought(one_worker: PsCluster, tmp_pa
 
     coordinator.schedule(step_of_one)
     wait_until(began)
-    strategy._models[0].sharded[1].assign(np.full((1, 2), 7.0))  # as another worker would
+    items = strategy._models[0].sharded[1].assignment(np.full((1, 2), 7.0))
+    strategy.client.wait_all(begin_assign(strategy.client, items))  # as another worker would
     seen = coordinator.schedule(lambda: models[1].weight.tolist())
     go_on.touch()
     assert coordinator.fetch(seen) == [[7, 7]]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fastdist.ps.client.sharded import pull_together
+from fastdist.ps.client.sharded import begin_assign, pull_together
 from ps_cluster import PsCluster
 from served_net import sgd
 from torch import nn
@@ -51,7 +51,8 @@ def test_a_buffer_keeps_its_value_until_the_new_one_is_stored(cluster: PsCluster
     (model,) = strategy._models
     assert module.running_mean is not None
     served = model.buffers.all["0/running_mean"]
-    served.sharded.assign(np.full(3, 7.0))
+    items = served.sharded.assignment(np.full(3, 7.0))
+    strategy.client.wait_all(begin_assign(strategy.client, items))
     (pulled,) = pull_together(strategy.client, [served.sharded.lookup(served.out())])
     assert not served.tensor.any()
     served.store(pulled)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable, commit_round
+from fastdist.ps.client.sharded import commit_round
 from fastdist.ps.wire.batches import PART_SIZE
+from sharded_things import ShardedRows, ShardedVariable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 WIRES = ["float32", "bfloat16", "float16", "int8"]

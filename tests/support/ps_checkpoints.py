@@ -11,7 +11,7 @@ import numpy as np
 from fastdist.checkpoints import files
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
+from sharded_things import ShardedRows, ShardedVariable
 
 ADAM = RuleSpec("Adam", {"lr": 0.1})
 SHAPES: list[tuple[int, ...]] = [(10, 3), (), (7,), (4, 2, 2)]

@@ -19,8 +19,8 @@ import numpy as np
 from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import ShardedRows, ShardedVariable
 from launched import wait_until
+from sharded_things import ShardedRows, ShardedVariable
 from unreliable import Unreliable
 
 ADD = RuleSpec("SGD", {"lr": 1.0})

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.sharded import ShardedVariable, pull_together
+from fastdist.ps.client.sharded import pull_together
+from sharded_things import ShardedVariable
 
 RULE = RuleSpec("SGD", {"lr": 0.5})
 BIAS = DenseSpec("bias", (3,), RULE)

@@ -85,19 +85,6 @@ class ShardedVariable:
             for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
 
-    def pull(self, out: Array | None = None) -> Array:
-        """Return the value: float32, of the whole shape."""
-        (pulled,) = pull_together(self._client, [self.lookup(out)])
-        return pulled.value
-
-    def push(self, gradient: Any, lr: float | None = None) -> None:
-        """Apply a gradient of the whole shape."""
-        self._client.wait_all(self._client.begin_change(self.change(gradient, lr)))
-
-    def assign(self, value: Any) -> None:
-        """Set the value, of the whole shape."""
-        self._client.wait_all(begin_assign(self._client, self.assignment(value)))
-
     def lookup(self, out: Array | None = None) -> Lookup:
         """Return what to read for the value, into `out`, if given: float32, of the whole shape."""
         shape = self.spec.shape
@@ -126,7 +113,7 @@ class ShardedVariable:
         return [part for item in items for part in item.cut()]
 
     def assignment(self, value: Any) -> list[Item]:
-        """Return what to send for a value of the whole shape; see `begin_assign`."""
+        """Return what to send by `begin_assign` for a value of the whole shape."""
         return [part for item in self._split(self._to_array(value)) for part in item.cut()]
 
     def _to_array(self, values: Any) -> Array:
@@ -187,10 +174,6 @@ class ShardedRows:
         """Return rows, float32 [ids, dim], in the order of the ids; repeated ids are sent once."""
         (pulled,) = pull_together(self.client, [self.lookup(ids)])
         return pulled.value
-
-    def push(self, ids: Any, gradients: Any, lr: float | None = None) -> None:
-        """Apply gradients, [ids, dim]; gradients of equal ids are added up."""
-        self.client.wait_all(self.client.begin_change(self.change(ids, gradients, lr)))
 
     def assign(self, ids: Any, values: Any) -> None:
         """Set rows, [ids, dim]; the last of equal ids wins."""

@@ -15,7 +15,7 @@ from fastdist.checkpoints import files
 from fastdist.checkpoints.agreement import Ranks, broadcast_result, run_on_all
 from fastdist.checkpoints.encoding import Encoder, decode
 from fastdist.checkpoints.files import PartFiles
-from fastdist.checkpoints.keepers import Keeper, keeper_of
+from fastdist.checkpoints.keepers import keeper_of
 from fastdist.checkpoints.matching import require_match, require_same_tensors
 from fastdist.collectives.communicator import Communicator
 from fastdist.recorder.phases import Phase, phase
@@ -147,7 +147,7 @@ class Checkpoint:
         return list(self._parts)
 
     @property
-    def keeper(self) -> Keeper | None:
+    def keeper(self) -> Any:
         """The one keeper of the values of modules and optimizers, which writes its own files."""
         found = [keeper for part in self._parts.values() if (keeper := keeper_of(part)) is not None]
         if any(keeper is not found[0] for keeper in found):

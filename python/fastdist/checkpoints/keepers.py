@@ -4,36 +4,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-
-class Keeper(Protocol):
-    """Keeps the values of modules and optimizers, and writes its own files into checkpoints."""
-
-    def write_files(self, directory: Path) -> Any:
-        """Write files into the directory of a checkpoint; return what its index says of them."""
-
-    def check_files(self, directory: Path) -> None:
-        """Check every byte of the files in a checkpoint."""
-
-    def read_files(self, directory: Path) -> None:
-        """Restore the values from a checkpoint that `check_files` has accepted."""
+_keepers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-_keepers: weakref.WeakKeyDictionary[Any, weakref.ref[Keeper]] = weakref.WeakKeyDictionary()
+def keep(parts: Iterable[nn.Module | torch.optim.Optimizer], keeper: Any) -> None:
+    """Record the keeper of the values of modules and optimizers.
 
-
-def keep(parts: Iterable[nn.Module | torch.optim.Optimizer], keeper: Keeper) -> None:
-    """Record the keeper of the values of modules and optimizers."""
+    Its methods `write_files`, `check_files` and `read_files` take a checkpoint's directory.
+    """
     for part in parts:
         _keepers[part] = weakref.ref(keeper)
 
 
-def keeper_of(part: Any) -> Keeper | None:
+def keeper_of(part: Any) -> Any:
     """Return the keeper of a part's values; None if the part has them itself."""
     if not isinstance(part, nn.Module | torch.optim.Optimizer):
         return None

@@ -126,7 +126,7 @@ class Strategy(ABC):
     # --- making things --------------------------------------------------------------------------
 
     @final
-    def scope(self) -> Scope[Strategy]:
+    def scope(self) -> contextlib.AbstractContextManager[Strategy]:
         """Return a context manager: modules and optimizers made inside belong to this strategy.
 
         At its end all replicas get the chief's initial values. Every worker must make the same

@@ -3,56 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Generic, Protocol, TypeVar
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from fastdist.replicas.context import Replicas, state
+from fastdist.replicas.context import state
 from fastdist.training.metrics import watch_metrics
 from fastdist.training.modules import ModuleRecorder
 from fastdist.training.patched import watch_made
 
-
-class Adopting(Replicas, Protocol):
-    """A strategy as its scope sees it."""
-
-    def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None: ...
+extensions: list[Any] = []
+"""Adapt the models of other frameworks: by the methods of `keras.extension.KerasExtension`."""
 
 
-S = TypeVar("S", bound=Adopting)
-
-
-class ScopeExtension(Protocol):
-    """Adapts the models of another framework to strategies."""
-
-    def watch(self, scope: Scope[Any]) -> AbstractContextManager[None]:
-        """Return a context manager that is active while a scope is open."""
-
-    def adopt(self, strategy: Any, roots: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        """Adapt modules that the strategy is about to adopt, perhaps not for the first time.
-
-        Returns:
-            The objects that the strategy adopts now.
-        """
-
-
-extensions: list[ScopeExtension] = []
-
-
-class Scope(Generic[S]):
+class Scope:
     """The context manager that `Strategy.scope` returns."""
 
-    def __init__(self, strategy: S) -> None:
+    def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
         self._stack = ExitStack()
         self._recorder: ModuleRecorder | None = None
         self._made: list[Any] = []
 
-    def __enter__(self) -> S:
+    def __enter__(self) -> Any:
         if state.replica is not None:
             raise RuntimeError("a scope cannot be opened inside run")
         nested = bool(state.scopes)

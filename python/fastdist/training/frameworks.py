@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
-
-class Framework(Protocol):
-    """Describes the modules of a framework; returns nothing for other modules."""
-
-    def inner(self, module: nn.Module) -> Iterable[nn.Module]:
-        """Return the modules inside a module, at any depth."""
-
-    def state(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the tensors of this module alone that forward may write, besides buffers."""
-
-    def moving_averages(self, module: nn.Module) -> list[torch.Tensor]:
-        """Return the tensors of `state` that are means over batches."""
-
-
-frameworks: list[Framework] = []
-"""Those that are known; each appends itself."""
+frameworks: list[Any] = []
+"""Those that are known; each appends itself, with the methods of `keras.layers.KerasLayers`."""
 
 
 def inner_modules(root: nn.Module) -> Iterator[nn.Module]:

@@ -15,23 +15,19 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.replicas.context import Replicas, state
+from fastdist.replicas.context import state
 from fastdist.training.metric_states import join_states
 from fastdist.training.patched import replaced, watch_calls
 
 _STRATEGY = "_fastdist_strategy"
 _GROUPED = "_fastdist_grouped"
 _classes: dict[type, type] = {}
-
-
-class _Strategy(Replicas, Protocol):
-    def run(self, fn: Callable[[], Any]) -> Any: ...
 
 
 class _ThreadState(threading.local):
@@ -102,7 +98,7 @@ def _keep_lists(metric: Any) -> None:
             setattr(metric, name, [value])
 
 
-def adopt_metrics(roots: Sequence[nn.Module], strategy: _Strategy) -> None:
+def adopt_metrics(roots: Sequence[nn.Module], strategy: Any) -> None:
     """Adapt the metrics inside modules to a strategy of several replicas."""
     for module in metrics_in(roots):
         if _STRATEGY not in module.__dict__:
@@ -115,7 +111,7 @@ def metrics_in(roots: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for root in roots for module in root.modules() if isinstance(module, kinds)]
 
 
-def _adopt(metric: Any, strategy: _Strategy) -> None:
+def _adopt(metric: Any, strategy: Any) -> None:
     kind = type(metric)
     if kind not in _classes:
         is_collection = issubclass(kind, sys.modules["torchmetrics"].MetricCollection)

@@ -24,10 +24,10 @@ on_servers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionar
 
 
 class KerasExtension:
-    """Adapts Keras models to strategies (a `ScopeExtension`)."""
+    """Adapts Keras models to strategies: one of the `extensions` of their scopes."""
 
     @contextlib.contextmanager
-    def watch(self, scope: Scope[Any]) -> Iterator[None]:
+    def watch(self, scope: Scope) -> Iterator[None]:
         """Return a context manager: layers made inside belong to the scope, models get trainers.
 
         Keras calls `Layer.__new__` for every layer and model; it is replaced while this is open.
@@ -68,7 +68,8 @@ class KerasExtension:
     def adopt(self, strategy: Strategy, roots: Sequence[nn.Module]) -> Sequence[nn.Module]:
         """Attach trainers to Keras models that have none, and adapt random layers.
 
-        The values of models go to parameter servers with their first fit, when they are built.
+        Returns the modules that the strategy adopts now. The values of models go to parameter
+        servers with their first fit, when they are built.
         """
         keras: Any = sys.modules.get("keras")
         layers = [] if keras is None else [r for r in roots if isinstance(r, keras.layers.Layer)]
@@ -120,7 +121,7 @@ def _own_models_alone(model_class: Any, strategy: Strategy) -> Iterator[None]:
         yield
 
 
-def _note_all(scope: Scope[Any]) -> None:
+def _note_all(scope: Scope) -> None:
     """Record the models that were made in a scope in which Keras was imported first."""
     keras: Any = sys.modules["keras"]
     for thing in gc.get_objects():

@@ -17,7 +17,7 @@ _SEED_STEP = 7919  # between the seeds of replicas
 
 
 class KerasLayers:
-    """Describes Keras layers to `fastdist.training` (a `Framework`)."""
+    """Describes Keras layers to `training.frameworks`; returns nothing for other modules."""
 
     def inner(self, module: nn.Module) -> Iterable[nn.Module]:
         """Return the layers inside a layer or model; Keras does not register them with torch."""

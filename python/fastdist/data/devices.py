@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,28 +25,14 @@ class Shipment:
     arrivals: tuple[tuple[torch.device, torch.cuda.Event], ...] = ()
 
 
-class BatchCopy(Protocol):
-    """Copies parts to the devices of the replicas."""
-
-    @property
-    def to_cpu_only(self) -> bool:
-        """True if all replicas compute on the CPU, so that copying ahead saves nothing."""
-
-    def send(self, part: Part) -> Shipment:
-        """Start the copies. Any thread may call."""
-
-    def receive(self, shipment: Shipment) -> Part:
-        """Return the part, ready for use by the calling thread."""
-
-    def join(self, part: Part, origin: Origin | None) -> Any:
-        """Make the batch that the training loop gets from a part."""
-
-
 class DeviceCopy:
     """Copies the batch of each local replica to its device.
 
     Copies to CUDA devices use pinned memory and a separate stream, so that they overlap with
     computation; `receive` makes the current streams wait for the copy, not the host.
+
+    Attributes:
+        to_cpu_only: True if all replicas compute on the CPU, so that copying ahead saves nothing.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from fastdist.data.agreement import Agreement
-from fastdist.data.devices import BatchCopy, DeviceCopy
+from fastdist.data.devices import DeviceCopy
 from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Batches, Part, Pipeline
@@ -90,7 +90,7 @@ class DistributedDataset(Generic[B]):
         self.epochs: ShuffledEpochs | None = None
         self._rebuild = rebuild
         self.pipeline = pipeline
-        self._copy: BatchCopy = DeviceCopy(layout.devices)
+        self._copy: Any = DeviceCopy(layout.devices)
         if layout.make_copy is not None:
             size = pipeline.equal_size
             self._copy = layout.make_copy(size is not None and size % layout.num_replicas == 0)
@@ -264,7 +264,8 @@ class DistributedDataset(Generic[B]):
         if batches is None:
             return None
         none = (0,) * len(batches)
-        return self._copy.receive(self._copy.send(Part(batches, none, none))).batches
+        spare: Part = self._copy.receive(self._copy.send(Part(batches, none, none)))
+        return spare.batches
 
 
 def _require_outside_run() -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-
-from fastdist.data.devices import BatchCopy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -27,8 +26,9 @@ class InputLayout:
             ids. All workers call it, with the same number of ints. It is called only if the number
             of steps is unknown or the workers' data may differ, always from the thread that
             iterates, and never in a job of one worker.
-        make_copy: a function that makes the `BatchCopy` of one dataset; its argument is True if all
-            replicas have the same number of examples in all batches. None: `DeviceCopy`.
+        make_copy: a function that makes, in place of a `DeviceCopy`, an object with its methods for
+            one dataset; its argument is True if all replicas have the same number of examples in
+            all batches.
 
     Raises:
         ValueError: the numbers contradict each other.
@@ -47,7 +47,7 @@ class InputLayout:
     worker: int
     devices: tuple[torch.device, ...]
     all_gather_ints: Callable[[Sequence[int]], list[list[int]]]
-    make_copy: Callable[[bool], BatchCopy] | None = None
+    make_copy: Callable[[bool], Any] | None = None
 
     def __post_init__(self) -> None:
         first = self.local_replicas[0] if self.local_replicas else -1

@@ -24,7 +24,6 @@ from fastdist.data import (
     distribute_dataset,
     distribute_datasets_from_function,
 )
-from fastdist.data.devices import BatchCopy
 from fastdist.data.pipelines import ArrayPipeline
 from fastdist.data.repeated import ShuffledDatasets
 from fastdist.data.request import DatasetOptions
@@ -90,7 +89,7 @@ class Strategy(ABC):
     """
 
     has_servers = False
-    _make_copy: Callable[[bool], BatchCopy] | None = None  # see InputLayout
+    _make_copy: Callable[[bool], Any] | None = None  # see InputLayout
 
     def __init__(
         self, devices: Sequence[torch.device], *, worker: int = 0, workers: int = 1

@@ -94,7 +94,7 @@ def _padded_to(tensor: torch.Tensor, length: int, everyone: Sequence[torch.Tenso
 
 
 class MeshCopy:
-    """Copies the parts of a dataset's batches to the devices (a `fastdist.data` BatchCopy).
+    """Copies the parts of a dataset's batches to the devices (in place of `DeviceCopy`).
 
     Batches are padded to the length of the longest part so far, so that one program serves all of
     them. With one process, the thread that reads ahead copies a batch. With several processes,

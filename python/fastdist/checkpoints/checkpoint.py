@@ -20,7 +20,7 @@ from fastdist.checkpoints.matching import require_match, require_same_tensors
 from fastdist.collectives.communicator import Communicator
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import state
-from fastdist.training.digests import recorded_steps, set_recorded_steps
+from fastdist.training.digests import StepDigests
 from fastdist.training.metrics import note_updates, with_metric_states
 
 _RANDOM = "random_generator"
@@ -388,8 +388,8 @@ def _put(part: Any, value: Any) -> Any:
 def _random_state() -> dict[str, Any]:
     """Return torch's generators' states; the CPU's gives the streams of all replicas in `run`."""
     generators: dict[str, Any] = {"cpu": torch.get_rng_state()}
-    if (steps := recorded_steps()) > 0:
-        generators["steps"] = steps
+    if StepDigests.steps > 0:
+        generators["steps"] = StepDigests.steps
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
     return generators
@@ -397,6 +397,6 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(generators: Mapping[str, Any]) -> None:
     torch.set_rng_state(generators["cpu"])
-    set_recorded_steps(generators.get("steps", recorded_steps()))
+    StepDigests.steps = generators.get("steps", StepDigests.steps)
     if "cuda" in generators and torch.cuda.is_available():
         torch.cuda.set_rng_state(generators["cuda"])

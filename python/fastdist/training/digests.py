@@ -27,22 +27,6 @@ from fastdist.training.graphed import is_capturing
 from fastdist.training.modules import bytes_of
 
 
-class _Steps:
-    """The steps of this process: runs in which an optimizer has stepped."""
-
-    count = 0
-
-
-def recorded_steps() -> int:
-    """Return the number of steps so far, for checkpoints."""
-    return _Steps.count
-
-
-def set_recorded_steps(count: int) -> None:
-    """Go on from a checkpoint's step."""
-    _Steps.count = count
-
-
 @dataclass(frozen=True, slots=True)
 class _Digests:
     """The digests of one replica."""
@@ -58,7 +42,12 @@ class StepDigests:
     Args:
         recording: what is recorded.
         has_all_states: True if each replica has all states of the optimizers.
+
+    Attributes:
+        steps: the steps of this process: runs in which an optimizer has stepped.
     """
+
+    steps = 0
 
     def __init__(self, recording: Recording, has_all_states: bool) -> None:
         self._recording = recording
@@ -82,7 +71,7 @@ class StepDigests:
         self._parameters = list(parameters)
         self._has_several_models = len({reduced.model for reduced in parameters}) > 1
         self._is_exact = is_exact
-        _Steps.count = int(workers.broadcast(np.array([_Steps.count]))[0])
+        StepDigests.steps = int(workers.broadcast(np.array([self.steps]))[0])
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         for reduced in self._parameters:
@@ -92,7 +81,7 @@ class StepDigests:
 
     @property
     def _is_due(self) -> bool:
-        return (_Steps.count + 1) % self._recording.every == 0 and not is_capturing()
+        return (self.steps + 1) % self._recording.every == 0 and not is_capturing()
 
     def note_own(self, gradients: Iterable[torch.Tensor]) -> None:
         """Hash gradients of this replica that are about to be reduced."""
@@ -119,7 +108,7 @@ class StepDigests:
         if not self._has_stepped:
             return
         is_due = self._is_due
-        _Steps.count += 1
+        StepDigests.steps += 1
         own, gradients = self._own, self._gradients
         self._has_stepped, self._own, self._gradients = False, 0, {}
         if not is_due:
@@ -129,7 +118,7 @@ class StepDigests:
         digests = _Digests(socket.gethostname(), own, parameters | states)
         everyone = workers.all_gather_object(digests)
         if workers.rank == 0:
-            record = {"step": _Steps.count, "replicas": [f"{each.own:08x}" for each in everyone]}
+            record = {"step": self.steps, "replicas": [f"{each.own:08x}" for each in everyone]}
             kinds = {"gradients": gradients, "parameters": parameters, "states": states}
             for kind, values in kinds.items():
                 record[kind] = {name: f"{digest:08x}" for name, digest in values.items()}
@@ -163,7 +152,7 @@ class StepDigests:
         whose = " and ".join(f"{replica} (on {everyone[replica].host})" for replica in others)
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         said = (
-            f"after step {_Steps.count}, {differing[0]}{more} is not the same on all replicas: "
+            f"after step {self.steps}, {differing[0]}{more} is not the same on all replicas: "
             f"replica{'s' * (len(others) > 1)} {whose} differ{'s' * (len(others) == 1)}"
             f"{'' if len(others) == len(values) else f' from the {count} others'}"
         )

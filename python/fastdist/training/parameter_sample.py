@@ -130,13 +130,11 @@ class ParameterSample:
 
     def elements(self) -> list[Element]:
         """Return the elements of the last sample."""
-        found = []
-        for reduced, key, ref, index in self._last:
-            tensor = ref()
-            if tensor is None:
-                continue
-            found.append(element_of(reduced, key, tensor, index))
-        return found
+        return [
+            element_of(reduced, key, tensor, index)
+            for reduced, key, ref, index in self._last
+            if (tensor := ref()) is not None
+        ]
 
 
 def element_of(reduced: ReducedParameter, key: str, tensor: torch.Tensor, index: int) -> Element:

@@ -16,6 +16,7 @@ from fastdist.replicas.per_replica import VALUES, PerReplica, select
 CrossReplicaOp = Literal["sum", "mean", "min", "max"]
 Axes = int | tuple[int, ...] | None
 Weight: TypeAlias = float | torch.Tensor | PerReplica[Any] | None
+_EXTREMES = {"min": (torch.minimum, torch.amin), "max": (torch.maximum, torch.amax)}
 
 
 def reduce_values(
@@ -35,22 +36,34 @@ def reduce_values(
     """
     tensors = [_to_tensor("reduce", value) for value in values]
     axes = None if axis is None else _axes(axis, tensors)
-    if op in ("min", "max"):
-        return _extreme(workers, op, tensors, axes)
     if op == "mean":
         tensors = [as_floating(tensor) for tensor in tensors]
-    if op == "mean" and axes is None:
-        return _mean(workers, tensors, weights)
+    combine, along = _EXTREMES.get(op, (torch.add, torch.sum))
     count = float(len(tensors))
     if axes is not None:
         count = float(sum(prod(tensor.shape[i] for i in axes) for tensor in tensors))
-        tensors = [tensor.sum(axes) for tensor in tensors]
-    total = _sum(tensors)
-    if workers is not None:
-        counts = torch.tensor(count, dtype=torch.float64, device=total.device)
-        workers.all_reduce([total, counts])
+        tensors = [along(tensor, axes) for tensor in tensors]
+    elif op == "mean" and weights is not None:
+        # A replica without examples has no mean; its value, often NaN, must not count.
+        tensors = [
+            tensor * weight if weight else torch.zeros_like(tensor)
+            for tensor, weight in zip(tensors, weights, strict=True)
+        ]
+    result = tensors[0].clone(memory_format=torch.contiguous_format)
+    if result.dtype == torch.bool and op == "sum":
+        result = result.long()  # as in torch.sum
+    for tensor in tensors[1:]:
+        result = combine(result, tensor.to(result.device))
+    if workers is not None and (op in _EXTREMES or (op == "mean" and axes is None)):
+        workers.all_reduce(result, op if op in _EXTREMES else "sum")
+        count *= workers.world_size
+    elif workers is not None:  # a sum too: it then differs from the collectives inside of run
+        counts = torch.tensor(count, dtype=torch.float64, device=result.device)
+        workers.all_reduce([result, counts])
         count = float(counts)
-    return total / count if op == "mean" else total
+    if op != "mean" or (axes is None and weights is not None):
+        return result
+    return result / count
 
 
 def weights_of(weight: Weight, workers: Communicator | None) -> tuple[float, ...] | None:
@@ -92,43 +105,6 @@ def gather_values(
     return joined if workers is None else all_gather(workers, joined, axis)
 
 
-def _mean(
-    workers: Communicator | None,
-    tensors: Sequence[torch.Tensor],
-    weights: Sequence[float] | None,
-) -> torch.Tensor:
-    if weights is not None:
-        # A replica without examples has no mean; its value, often NaN, must not count.
-        tensors = [
-            tensor * weight if weight else torch.zeros_like(tensor)
-            for tensor, weight in zip(tensors, weights, strict=True)
-        ]
-    total = _sum(tensors)
-    if workers is not None:
-        workers.all_reduce(total)
-    if weights is not None:
-        return total
-    return total / (len(tensors) * (1 if workers is None else workers.world_size))
-
-
-def _extreme(
-    workers: Communicator | None,
-    op: Literal["min", "max"],
-    tensors: Sequence[torch.Tensor],
-    axes: tuple[int, ...] | None,
-) -> torch.Tensor:
-    pick = torch.minimum if op == "min" else torch.maximum
-    if axes is not None:
-        along = torch.amin if op == "min" else torch.amax
-        tensors = [along(tensor, axes) for tensor in tensors]
-    result = tensors[0].clone(memory_format=torch.contiguous_format)
-    for tensor in tensors[1:]:
-        result = pick(result, tensor.to(result.device))
-    if workers is not None:
-        workers.all_reduce(result, op)
-    return result
-
-
 def _to_tensor(call: str, value: object) -> torch.Tensor:
     if not isinstance(value, VALUES):
         hint = "; fastdist.all_gather_object(value) gathers other objects"
@@ -146,12 +122,3 @@ def _axes(axis: int | tuple[int, ...], tensors: Sequence[torch.Tensor]) -> tuple
                 f"reduce: axis {axis} is out of range for a value of shape {tuple(tensor.shape)}"
             )
     return axes
-
-
-def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    total = tensors[0].clone(memory_format=torch.contiguous_format)
-    if total.dtype == torch.bool:
-        total = total.long()  # as in torch.sum
-    for tensor in tensors[1:]:
-        total += tensor.to(total.device)
-    return total

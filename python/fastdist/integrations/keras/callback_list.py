@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partialmethod
 from typing import Any
 
 import keras
@@ -102,11 +103,6 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         super().on_test_batch_end(batch, self._read(logs, self._reads_test))
         self._end_step(self._draws_test)
 
-    def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Call the callbacks."""
-        super().on_predict_batch_end(batch, logs)
-        self._agree()
-
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Call the callbacks; the chief's may have changed the learning rate."""
         super().on_epoch_end(epoch, logs)
@@ -114,20 +110,15 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             self._share_rate()
         self._agree()
 
-    def on_train_end(self, logs: Any = None) -> None:
+    def _end(self, call: str, *args: Any, **options: Any) -> None:
         """Call the callbacks, and wait until the callbacks of all replicas have ended."""
-        super().on_train_end(logs)
+        getattr(super(), call)(*args, **options)
         self._agree()
 
-    def on_test_end(self, logs: Any = None) -> None:
-        """Call the callbacks, as at the end of `fit`."""
-        super().on_test_end(logs)
-        self._agree()
-
-    def on_predict_end(self, logs: Any = None) -> None:
-        """Call the callbacks, as at the end of `fit`."""
-        super().on_predict_end(logs)
-        self._agree()
+    on_predict_batch_end = partialmethod(_end, "on_predict_batch_end")
+    on_train_end = partialmethod(_end, "on_train_end")
+    on_test_end = partialmethod(_end, "on_test_end")
+    on_predict_end = partialmethod(_end, "on_predict_end")
 
     def _read(self, logs: Any, are_read: bool) -> Any:
         """Return the logs of all replicas, if a callback reads them or the bar is due."""

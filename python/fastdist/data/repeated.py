@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Hashable
-from typing import Any
 
 _Key = tuple[Hashable, ...]
 
@@ -38,28 +36,3 @@ class ShuffledEpochs:
     def end(self) -> None:
         """Count an epoch that has ended."""
         self._finished[self._key] = self._finished.get(self._key, 0) + 1
-
-
-class ShuffledDatasets:
-    """The shuffled datasets that one strategy has made."""
-
-    def __init__(self) -> None:
-        self._of_arrays: dict[_Key, int] = {}
-        self._of_source: weakref.WeakKeyDictionary[Any, dict[_Key, int]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def epochs(self, source: Any, sample: int | None, settings: _Key) -> ShuffledEpochs | None:
-        """Return the epochs of a dataset; None if it cannot be told from others.
-
-        Args:
-            source: the source of examples.
-            sample: a hash of some of its rows, if these are arrays; None: the object itself counts.
-            settings: names and values of the dataset's arguments.
-        """
-        if sample is not None:
-            return ShuffledEpochs(self._of_arrays, (sample, *settings))
-        try:
-            return ShuffledEpochs(self._of_source.setdefault(source, {}), settings)
-        except TypeError:  # such as a list, which may be an equal one's copy
-            return None

@@ -25,7 +25,7 @@ from fastdist.data import (
     distribute_datasets_from_function,
 )
 from fastdist.data.pipelines import ArrayPipeline
-from fastdist.data.repeated import ShuffledDatasets
+from fastdist.data.repeated import ShuffledEpochs
 from fastdist.data.request import DatasetOptions
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
@@ -95,7 +95,7 @@ class Strategy(ABC):
         self, devices: Sequence[torch.device], *, worker: int = 0, workers: int = 1
     ) -> None:
         self.devices = tuple(devices)
-        self._shuffled = ShuffledDatasets()
+        self._finished_epochs = weakref.WeakKeyDictionary[Any, dict[Any, int]]()  # by their data
         self._datasets: weakref.WeakSet[DistributedDataset[Any]] = weakref.WeakSet()
         self._take_place(worker, workers)
 
@@ -219,10 +219,13 @@ class Strategy(ABC):
         )
         self._datasets.add(made)
         if ("shuffle", True) in made.settings:
-            arrays = made.pipeline if isinstance(made.pipeline, ArrayPipeline) else None
             data = source.dataset if isinstance(source, DataLoader) else source
-            sample = None if arrays is None else arrays.sampled_rows
-            made.epochs = self._shuffled.epochs(data, sample, made.settings)
+            key: tuple[Any, ...] = made.settings
+            if isinstance(made.pipeline, ArrayPipeline):  # arrays of equal rows are the same data
+                data, key = self, (made.pipeline.sampled_rows, *key)
+            with contextlib.suppress(TypeError):  # of a list, which may be an equal one's copy
+                finished = self._finished_epochs.setdefault(data, {})
+                made.epochs = ShuffledEpochs(finished, key)
         return made
 
     @final

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fastdist.cluster as cluster
 from fastdist._config import RECORD_VARIABLES, REPLACE_VARIABLE, REPLACEABLE
@@ -112,6 +112,43 @@ examples:
   fastdist run --min 2 --max 4 train.py
   fastdist run --workers 4 --ps 2 --evaluator train.py
 """
+_HELP = {
+    "--nnodes": "number of machines, each of which starts -n ranks; needs --node-rank and --rdzv. "
+    "MIN:MAX: an elastic job, whose machines may come and go",
+    "--node-rank": "number of this machine, from 0",
+    "--rdzv": "address of the machine with --node-rank 0; rank 0 listens there, or this command if "
+    "the job is elastic",
+    "--hosts": "start -n ranks on each of these machines, by ssh without a password; rank 0 is on "
+    "the first one, at its name or at --rdzv",
+    "--ends-with-stdin": argparse.SUPPRESS,
+    "--min": "ranks may come and go; with fewer than N the job waits, or fails if no restarts are "
+    "left; needs --max",
+    "--max": "number of ranks to start; needs --min",
+    "--keep": "ranks may be lost, and are started again on the machines that are left, so that "
+    "there are N",
+    "--workers": "number of workers; needs --ps",
+    "--ps": "number of parameter servers; needs --workers",
+    "--evaluator": "also start an evaluator; needs --workers",
+    "--max-restarts": "how often to start all ranks again when a rank has failed (default: 0); "
+    f"with --min, how often a rank, in total (default: {_MAX_RESTARTS} for each); with --workers, "
+    "the number of restarts, in total, of workers, parameter servers and the evaluator that fail "
+    f"(default: {_MAX_RESTARTS})",
+    "--grace-s": "seconds that ranks have to end after Ctrl-C or SIGTERM, to save a checkpoint for "
+    f"example, until they are killed (default: {GRACE_S:g})",
+    "--env": "set a variable in every process's environment; may be repeated",
+    "--replace": "programs that ask torch.distributed for this backend, or for none on a machine "
+    "without GPUs, get fastdist, unchanged",
+    "--no-prefix": "do not begin each line of output with the name of its rank or task",
+    "--trace": "write a trace of the ranks: collectives, and phases of a strategy's steps; "
+    "fastdist trace and https://ui.perfetto.dev show it. On several machines each writes its own: "
+    "FILE's name gets the machine's number",
+    "--record": "write digests of a strategy's gradients, parameters and optimizers' states, and "
+    "fail if replicas differ; fastdist compare-runs compares two files. The same on all machines; "
+    "that of rank 0 has the file",
+    "--record-every": "steps between two records (default: 100)",
+    "-m": "run a module, as `python -m` does",
+    "command": "a Python script, a module after -m, or a program; then its arguments",
+}
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -126,162 +163,41 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
+    ranks = f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})"
+    torchrun = ("--nproc-per-node", "--nproc_per_node")
     parser.add_argument(
-        "-n",
-        "--ranks",
-        "--nproc-per-node",  # torchrun's names
-        "--nproc_per_node",
-        dest="ranks",
-        metavar="N",
-        type=_count("ranks"),
-        help=f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})",
+        "-n", "--ranks", *torchrun, dest="ranks", metavar="N", type=_count("ranks"), help=ranks
     )
-    _add_machines(parser)
-    _add_elastic(parser)
-    _add_roles(parser)
-    parser.add_argument(
-        "--grace-s",
-        metavar="SECONDS",
-        type=_seconds,
-        default=GRACE_S,
-        help="seconds that ranks have to end after Ctrl-C or SIGTERM, to save a checkpoint for "
-        f"example, until they are killed (default: {GRACE_S:g})",
-    )
-    parser.add_argument(
-        "--env",
-        metavar="K=V",
-        type=_assignment,
-        action="append",
-        default=[],
-        help="set a variable in every process's environment; may be repeated",
-    )
-    parser.add_argument(
-        "--replace",
-        choices=REPLACEABLE,
-        help="programs that ask torch.distributed for this backend, or for none on a machine "
-        "without GPUs, get fastdist, unchanged",
-    )
-    parser.add_argument(
-        "--no-prefix",
-        dest="prefix",
-        action="store_false",
-        help="do not begin each line of output with the name of its rank or task",
-    )
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        type=Path,
-        help="write a trace of the ranks: collectives, and phases of a strategy's steps; fastdist "
-        "trace and https://ui.perfetto.dev show it. On several machines each writes its own: "
-        "FILE's name gets the machine's number",
-    )
-    parser.add_argument(
-        "--record",
-        metavar="FILE",
-        type=Path,
-        help="write digests of a strategy's gradients, parameters and optimizers' states, and fail "
-        "if replicas differ; fastdist compare-runs compares two files. The same on all machines; "
-        "that of rank 0 has the file",
-    )
-    parser.add_argument(
-        "--record-every",
-        metavar="K",
-        type=_count("steps"),
-        default=100,
-        help="steps between two records (default: 100)",
-    )
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="run a module, as `python -m` does"
-    )
+
+    def add(*names: str, **options: Any) -> None:
+        parser.add_argument(*names, help=_HELP[names[0]], **options)
+
+    add("--nnodes", metavar="M", type=_machines, default=(None, 1))
+    add("--node-rank", "--node_rank", metavar="I", type=_count("a machine", least=0))
+    rendezvous = ("--rdzv-endpoint", "--rdzv_endpoint")
+    add("--rdzv", *rendezvous, dest="rdzv", metavar="HOST:PORT", type=_address)
+    add("--hosts", metavar="A,B,...", type=_hosts)
+    add("--ends-with-stdin", action="store_true")
+    add("--min", metavar="N", type=_count("ranks"))
+    add("--max", metavar="N", type=_count("ranks"))
+    add("--keep", metavar="N", type=_count("ranks"))
+    add("--workers", metavar="W", type=_count("workers"))
+    add("--ps", metavar="P", type=_count("parameter servers"))
+    add("--evaluator", action="store_true")
+    add("--max-restarts", metavar="N", type=_count("restarts", least=0))
+    add("--grace-s", metavar="SECONDS", type=_seconds, default=GRACE_S)
+    add("--env", metavar="K=V", type=_assignment, action="append", default=[])
+    add("--replace", choices=REPLACEABLE)
+    add("--no-prefix", dest="prefix", action="store_false")
+    add("--trace", metavar="FILE", type=Path)
+    add("--record", metavar="FILE", type=Path)
+    add("--record-every", metavar="K", type=_count("steps"), default=100)
+    add("-m", dest="is_module", action="store_true")
     command = parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="command",
-        help="a Python script, a module after -m, or a program; then its arguments",
+        "command", nargs=argparse.REMAINDER, metavar="command", help=_HELP["command"]
     )
     # shtab.FILE, so that shells complete names of files.
     vars(command)["complete"] = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-
-
-def _add_machines(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--nnodes",
-        metavar="M",
-        type=_machines,
-        default=(None, 1),
-        help="number of machines, each of which starts -n ranks; needs --node-rank and --rdzv. "
-        "MIN:MAX: an elastic job, whose machines may come and go",
-    )
-    parser.add_argument(
-        "--node-rank",
-        "--node_rank",
-        dest="node_rank",
-        metavar="I",
-        type=_count("a machine", least=0),
-        help="number of this machine, from 0",
-    )
-    parser.add_argument(
-        "--rdzv",
-        "--rdzv-endpoint",
-        "--rdzv_endpoint",
-        dest="rdzv",
-        metavar="HOST:PORT",
-        type=_address,
-        help="address of the machine with --node-rank 0; rank 0 listens there, or this command if "
-        "the job is elastic",
-    )
-    parser.add_argument(
-        "--hosts",
-        metavar="A,B,...",
-        type=_hosts,
-        help="start -n ranks on each of these machines, by ssh without a password; rank 0 is on "
-        "the first one, at its name or at --rdzv",
-    )
-    parser.add_argument("--ends-with-stdin", action="store_true", help=argparse.SUPPRESS)
-
-
-def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--min",
-        metavar="N",
-        type=_count("ranks"),
-        help="ranks may come and go; with fewer than N the job waits, or fails if no restarts are "
-        "left; needs --max",
-    )
-    parser.add_argument(
-        "--max", metavar="N", type=_count("ranks"), help="number of ranks to start; needs --min"
-    )
-    parser.add_argument(
-        "--keep",
-        metavar="N",
-        type=_count("ranks"),
-        help="ranks may be lost, and are started again on the machines that are left, so that "
-        "there are N",
-    )
-
-
-def _add_roles(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers", metavar="W", type=_count("workers"), help="number of workers; needs --ps"
-    )
-    parser.add_argument(
-        "--ps",
-        metavar="P",
-        type=_count("parameter servers"),
-        help="number of parameter servers; needs --workers",
-    )
-    parser.add_argument(
-        "--evaluator", action="store_true", help="also start an evaluator; needs --workers"
-    )
-    parser.add_argument(
-        "--max-restarts",
-        metavar="N",
-        type=_count("restarts", least=0),
-        help="how often to start all ranks again when a rank has failed (default: 0); with --min, "
-        f"how often a rank, in total (default: {_MAX_RESTARTS} for each); with "
-        "--workers, the number of restarts, in total, of workers, parameter servers and the "
-        f"evaluator that fail (default: {_MAX_RESTARTS})",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:

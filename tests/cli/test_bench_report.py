@@ -37,7 +37,7 @@ from fastdist.cli.bench.summary import peer_sentences, unstable_titles
 from fastdist.cli.machine_facts import machine_facts
 from fastdist.cli.main import main
 
-has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+makes_pages = all(map(importlib.util.find_spec, ("matplotlib", "jinja2")))
 
 TIMES = {"fastdist": 1.0, "gloo": 8.0, "mpich": 2.0, "mpich-tuned": 0.5}
 
@@ -388,7 +388,7 @@ class Page(HTMLParser):
             self.texts.setdefault(self._open[-1], []).append(data)
 
 
-@pytest.mark.skipif(not has_matplotlib, reason="matplotlib is not installed")
+@pytest.mark.skipif(not makes_pages, reason="matplotlib or jinja2 is not installed")
 def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
     from fastdist.cli.bench.page import page
 
@@ -427,7 +427,7 @@ def test_a_sentence_per_peer_has_its_best_figures() -> None:
     assert open_ones
 
 
-@pytest.mark.skipif(not has_matplotlib, reason="matplotlib is not installed")
+@pytest.mark.skipif(not makes_pages, reason="matplotlib or jinja2 is not installed")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -443,7 +443,7 @@ def test_options_of_a_report_that_make_no_sense_are_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_matplotlib, reason="matplotlib is not installed")
+@pytest.mark.skipif(not makes_pages, reason="matplotlib or jinja2 is not installed")
 def test_a_report_is_measured_written_and_compared_with_the_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import statistics
 import sys
@@ -76,6 +77,8 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
     if out.suffix != ".html":
         raise ValueError(f"expected --out with the suffix .html, got {out}")
     check_plot(out.with_suffix(".svg"))
+    if importlib.util.find_spec("jinja2") is None:
+        raise ImportError("a report's page needs jinja2: pip install jinja2")
     out.parent.mkdir(parents=True, exist_ok=True)
     peers, missing = find_all_peers(ranks, options.peers_dir)
     return Plan(ranks, report_cases(ranks), _EFFORT, (fastdist_engine(ranks), *peers), missing), out

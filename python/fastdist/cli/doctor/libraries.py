@@ -30,6 +30,7 @@ _PURPOSES = {
     "cloudpickle": "functions that a coordinator schedules",
     "rich": "a progress bar in fastdist bench",
     "matplotlib": "fastdist bench --plot",
+    "jinja2": "the page of fastdist bench report",
 }
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x")}
 

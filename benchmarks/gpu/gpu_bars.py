@@ -53,7 +53,7 @@ class GpuBench:
 
     def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Row]]:
         """Measures cases side by side with torch's NCCL, if torch is installed."""
-        peer = find_package("torch")
+        peer = find_package("torch", _RANKS)
         engines = [fastdist_engine(_RANKS, "cuda")]
         if isinstance(peer, Engine):
             engines.append(peer)

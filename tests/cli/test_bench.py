@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,7 @@ def test_an_engine_that_cannot_start_is_named_with_the_rank_and_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    worker = (sys.executable, "-m", "fastdist.cli.bench.worker")
-    lost = Engine("lost", "no_such", worker, per_rank=True)
+    lost = replace(fastdist_engine(2), name="lost", driver="no_such")
     first = r"lost failed to start: KeyError: 'no_such'\n"
     expected = pytest.raises(EngineError, match=rf"^{first}rank [01] raised:\nTraceback")
     with expected, Session([lost], 2, Effort()):

@@ -78,16 +78,16 @@ def test_options_that_make_no_sense_on_gpus_are_refused_by_name(
 
 def test_a_missing_peer_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    peer = find_package("torch")
+    peer = find_package("torch", 2)
     assert isinstance(peer, MissingPeer)
     assert str(peer).endswith("pip install torch")
 
 
 @pytest.mark.skipif(not has_torch, reason="torch is not installed")
-def test_an_installed_peer_is_started_once_per_rank() -> None:
-    engine = find_package("torch")
+def test_an_installed_peer_is_started_by_fastdist_run() -> None:
+    engine = find_package("torch", 2)
     assert isinstance(engine, Engine)
-    assert (engine.driver, engine.per_rank) == ("torch_nccl", True)
+    assert (engine.driver, engine.command[2:6]) == ("torch_nccl", ("fastdist", "run", "-n", "2"))
 
 
 # Where ranks are
@@ -171,8 +171,8 @@ class OneRankOnAStream:
     def arrays(self, kind: str) -> Any:
         return self.gpu.arrays
 
-    def barrier_call(self) -> Any:
-        return lambda: None
+    def barrier(self) -> None:
+        pass
 
     def bind(self, case: Case, passes: Any, gets: Any) -> Any:
         def work() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -113,7 +113,4 @@ class StreamDevice:
             self.synchronize()
             return plain.read(flat, start, stop)
 
-        def copy_all(to: Sequence[Any], source: Sequence[Any]) -> None:
-            self.enqueue(lambda: plain.copy_all(to, source))
-
-        return ArrayLibrary(plain.make, plain.flat, filler, write, read, copy_all)
+        return ArrayLibrary(plain.make, plain.flat, filler, write, read)

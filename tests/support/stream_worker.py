@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import fastdist
@@ -24,18 +23,16 @@ Call = Callable[[], object]
 class StreamDriver(FastdistCalls):
     """A call enqueues its work; where `is_capturable` is False, capturing a call raises."""
 
-    def __init__(self, is_capturable: bool, folder: Path) -> None:
+    def __init__(self, is_capturable: bool) -> None:
         super().__init__(fastdist.init())
         self.gpu = StreamDevice()
         self.version = "streams on CPUs"
         self._is_capturable = is_capturable
-        self._flag = self.gpu.arrays.make((1,), "int32")
+        flag = self.gpu.arrays.make((1,), "int32")
+        self.barrier = partial(self.gpu.enqueue, partial(self._comm.all_reduce, flag))
 
     def arrays(self, kind: str) -> ArrayLibrary:
         return self.gpu.arrays
-
-    def barrier_call(self) -> Call:
-        return partial(self.gpu.enqueue, partial(self._comm.all_reduce, self._flag))
 
     def bind(self, case: Case, passes: Any, gets: Any) -> Call:
         return self._enqueued(super().bind(case, passes, gets))

@@ -7,9 +7,8 @@ ones; times mean nothing, since the runtime below keeps none.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter_ns
-from typing import Any
 
 import virtual_arrays as va
 from fastdist.cli.bench import gpu
@@ -49,7 +48,6 @@ class VirtualGpu:
             filler=lambda array: array.fill,
             write=lambda flat, start, block: flat[start : start + block.size].set(block),
             read=lambda flat, start, stop: flat[start:stop].numpy(),
-            copy_all=copy_all,
         )
 
     def event(self) -> VirtualEvent:
@@ -84,11 +82,6 @@ class VirtualGpu:
         with graph.capture(va.THREAD_LOCAL):
             call()
         return graph.launch
-
-
-def copy_all(to: Sequence[Any], source: Sequence[Any]) -> None:
-    for target, array in zip(to, source, strict=True):
-        target.copy_from(array)
 
 
 def stand_in_for_torch() -> None:

@@ -28,7 +28,6 @@ class ArrayLibrary:
     filler: Callable[[Array], Callable[[float], object]]  # the method that sets every element
     write: Callable[[Array, int, Block], None]  # copies a block into a flat array, from an index on
     read: Callable[[Array, int, int], Block]  # part of a flat array; float32 if numpy has no dtype
-    copy_all: Callable[[Sequence[Array], Sequence[Array]], object]  # to arrays, from arrays
 
 
 def _numpy_empty(shape: Sequence[int], dtype: str) -> Array:
@@ -41,11 +40,6 @@ def _write(flat: Array, start: int, block: Array) -> None:
     flat[start : start + len(block)] = block
 
 
-def _copy_each(to: Sequence[Array], source: Sequence[Array]) -> None:
-    for target, array in zip(to, source, strict=True):
-        target[...] = array
-
-
 def numpy_arrays(make: Make = _numpy_empty) -> ArrayLibrary:
     """Return the library of numpy arrays, from `np.empty` or an allocator like `comm.empty`."""
     return ArrayLibrary(
@@ -54,7 +48,6 @@ def numpy_arrays(make: Make = _numpy_empty) -> ArrayLibrary:
         filler=lambda array: array.fill,
         write=_write,
         read=lambda flat, start, stop: flat[start:stop],
-        copy_all=_copy_each,
     )
 
 
@@ -76,5 +69,4 @@ def torch_arrays(device: str = "cpu", make: Make | None = None) -> ArrayLibrary:
         filler=lambda array: array.fill_,
         write=lambda flat, start, block: _write(flat, start, torch.from_numpy(block)),
         read=read,
-        copy_all=torch._foreach_copy_,
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastdist.cli.bench.arrays import Array, ArrayLibrary
 from fastdist.cli.bench.cases import DTYPE_BYTES, Case
@@ -34,20 +34,22 @@ LIST_VARIANTS = {kind: variants for kind, (_, variants) in _DRIVERS.items()}
 
 
 class Driver(ABC):
-    """One rank's side of an engine."""
+    """One rank's side of an engine.
+
+    Attributes:
+        barrier: The engine's own barrier; on GPUs a call that makes their streams meet.
+        gpu: GPU on which the calls run, in the order of its stream; None for the CPU.
+    """
 
     rank: int
     world_size: int
     version: str
-    gpu: Gpu | None = None  # on which the calls run, in the order of its stream; None for the CPU
+    barrier: Call
+    gpu: Gpu | None = None
 
     @abstractmethod
     def arrays(self, kind: str) -> ArrayLibrary:
         """Return the arrays for this engine in a run where fastdist takes arrays of `kind`."""
-
-    @abstractmethod
-    def barrier_call(self) -> Call:
-        """Return the engine's own barrier; on GPUs a call that makes their streams meet."""
 
     @abstractmethod
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
@@ -81,37 +83,38 @@ class Driver(ABC):
         Even ranks send first and odd ranks receive first, to avoid a deadlock.
         """
         to, source = self.ring_neighbors()
+        first, second = partial(send, passes, to), partial(recv, gets, source)
+        if self.rank % 2:
+            first, second = second, first
 
-        def even() -> None:
-            send(passes, to)
-            recv(gets, source)
+        def ring() -> None:
+            first()
+            second()
 
-        def odd() -> None:
-            recv(gets, source)
-            send(passes, to)
-
-        return odd if self.rank % 2 else even
+        return ring
 
 
-def open_driver(kind: str, folder: Path) -> Driver:
-    """Start a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call.
-
-    Ranks may meet in files of the run's `folder`.
-    """
-    driver: Driver = pkgutil.resolve_name(f"fastdist.cli.bench.{_DRIVERS[kind][0]}")(folder)
+def open_driver(kind: str) -> Driver:
+    """Start a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call."""
+    driver: Driver = pkgutil.resolve_name(f"fastdist.cli.bench.{_DRIVERS[kind][0]}")()
     return driver
 
 
-class Bucket(NamedTuple):
-    """A flat array, its parts, and the gradients that are copied into and out of these."""
+def bucketed(
+    library: ArrayLibrary,
+    copy_all: Callable[[Sequence[Array], Sequence[Array]], object],
+    arrays: Sequence[Array],
+    dtype: str,
+    begin: Callable[[Array], Any],
+    overlap: bool = False,
+) -> Call:
+    """Return a call that reduces a list as DDP does, in buckets of 25 MB; what fills one closes it.
 
-    flat: Array
-    parts: list[Array]
-    arrays: list[Array]
-
-
-def buckets_of(library: ArrayLibrary, arrays: Sequence[Array], dtype: str) -> list[Bucket]:
-    """Split a list as DDP does: the array that fills a bucket of 25 MB closes it."""
+    Args:
+        copy_all: Copies to arrays, from arrays.
+        begin: Reduces a flat array; with `overlap`, begins to, and returns what to wait for.
+        overlap: Copy buckets while others are reduced.
+    """
     groups: list[list[Array]] = [[]]
     for array in map(library.flat, arrays):
         if sum(map(len, groups[-1])) * DTYPE_BYTES[dtype] >= _BUCKET_BYTES:
@@ -121,29 +124,18 @@ def buckets_of(library: ArrayLibrary, arrays: Sequence[Array], dtype: str) -> li
     for group in groups:
         ends = list(accumulate(map(len, group), initial=0))
         flat = library.make([ends[-1]], dtype)
-        buckets.append(Bucket(flat, [flat[start:end] for start, end in pairwise(ends)], group))
-    return buckets
-
-
-def one_after_the_other(
-    library: ArrayLibrary, buckets: Sequence[Bucket], all_reduce: Callable[[Array], object]
-) -> Call:
-    """Return a call that reduces one bucket after the other."""
+        buckets.append((flat, [flat[start:end] for start, end in pairwise(ends)], group))
 
     def reduce() -> None:
-        for bucket in buckets:
-            library.copy_all(bucket.parts, bucket.arrays)
-            all_reduce(bucket.flat)
-            library.copy_all(bucket.arrays, bucket.parts)
-
-    return reduce
-
-
-def one_by_one(arrays: Sequence[Array], all_reduce: Callable[[Array], object]) -> Call:
-    """Return a call that reduces one array after the other, without buckets."""
-
-    def reduce() -> None:
-        for array in arrays:
-            all_reduce(array)
+        works = []
+        for flat, parts, group in buckets:
+            copy_all(parts, group)
+            works.append(begin(flat))
+            if not overlap:
+                copy_all(group, parts)
+        if overlap:
+            for (_, parts, group), work in zip(buckets, works, strict=True):
+                work.wait()
+                copy_all(group, parts)
 
     return reduce

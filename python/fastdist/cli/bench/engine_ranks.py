@@ -57,25 +57,18 @@ class EngineRanks:
         self._workers: list[int] = []  # pidfds: a launcher's ranks need not be in its group
 
     def launch(self) -> None:
-        """Start the engine's processes; they connect to the socket."""
+        """Start the engine's launcher; its ranks connect to the socket."""
         self._listener.bind(str(self._socket_path))
         self._listener.listen(self._ranks)
         engine = self.engine
         worker = ["--driver", engine.driver, "--socket", str(self._socket_path)]
-        environments = [{**without_rank(os.environ), **engine.environment}]
-        if engine.per_rank:
-            environments = [
-                {**environments[0], "WORLD_SIZE": str(self._ranks), "RANK": str(rank)}
-                for rank in range(self._ranks)
-            ]
+        environment = {**without_rank(os.environ), **engine.environment}
         with self._log.open("wb") as log:
             output: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
-            for environment in environments:
-                try:
-                    command = [*engine.command, *worker]
-                    self._launched.start(engine.name, command, environment, **output)
-                except StartError as error:
-                    self._fail(f"cannot run {engine.command[0]}: {error.reason}")
+            try:
+                self._launched.start(engine.name, [*engine.command, *worker], environment, **output)
+            except StartError as error:
+                self._fail(f"cannot run {engine.command[0]}: {error.reason}")
 
     def connect(self, timeout_s: float, deadline: float) -> None:
         """Wait until every rank has connected, and has started the engine."""
@@ -84,12 +77,13 @@ class EngineRanks:
             if wait([self._listener], _POLL_S):
                 self._accept()
                 continue
-            for index, process in enumerate(self._launched.processes):
-                if (status := process.poll()) is not None:
-                    self._raise_sent_error()
-                    who = f"rank {index}" if self.engine.per_rank else self.engine.command[0]
-                    when = f"before all {self._ranks} ranks had started"
-                    self._fail(f"{who} ended with status {status} {when}", self._output())
+            (launcher,) = self._launched.processes
+            if (status := launcher.poll()) is not None:
+                self._raise_sent_error()
+                when = f"before all {self._ranks} ranks had started"
+                self._fail(
+                    f"{self.engine.command[0]} ended with status {status} {when}", self._output()
+                )
             if time.monotonic() > deadline:
                 started = f"{len(self._channels)} of {self._ranks} ranks started"
                 self._fail(f"{started} within {timeout_s:.0f} s", self._output())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import fastdist
@@ -31,6 +30,7 @@ class FastdistCalls(Driver):
         self._comm = comm
         self.rank = comm.rank
         self.world_size = comm.world_size
+        self.barrier = comm.barrier
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         comm = self._comm
@@ -59,7 +59,7 @@ class FastdistCalls(Driver):
 class FastdistDriver(FastdistCalls):
     """Calls go to the default communicator over all ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         super().__init__(fastdist.init())
         self.version = f"fastdist {fastdist.__version__}"
 
@@ -70,9 +70,6 @@ class FastdistDriver(FastdistCalls):
             return numpy_arrays(lambda shape, dtype: self._comm.empty(tuple(shape), dtype=dtype))
         return numpy_arrays()
 
-    def barrier_call(self) -> Call:
-        return self._comm.barrier
-
     def close(self) -> None:
         self._comm.close()
 
@@ -80,13 +77,13 @@ class FastdistDriver(FastdistCalls):
 class FastdistCudaDriver(FastdistCalls):
     """Calls go to the default communicator, in the order of torch's stream."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         launch = detect_launch()
         self.gpu = self._gpu = Gpu(gpu_of_rank(0 if launch is None else launch.local_rank))
         super().__init__(fastdist.init())
         nccl = nccl_library.load().version_text
         self.version = f"fastdist {fastdist.__version__} with NCCL {nccl}"
-        self._flag = self._gpu.arrays.make((1,), "int32")
+        self.barrier = partial(self._comm.all_reduce, self._gpu.arrays.make((1,), "int32"))
 
     def arrays(self, kind: str) -> ArrayLibrary:
         if kind != "empty":
@@ -98,9 +95,6 @@ class FastdistCudaDriver(FastdistCalls):
                 tuple(shape), dtype=getattr(torch, dtype), device=device
             )
         )
-
-    def barrier_call(self) -> Call:
-        return partial(self._comm.all_reduce, self._flag)
 
     def close(self) -> None:
         self._gpu.synchronize()

@@ -41,7 +41,7 @@ class BoundCase(ABC):
         self._driver = driver
         self._case = case
         self._library = driver.arrays(case.array)
-        self._barrier = driver.barrier_call()
+        self._barrier = driver.barrier
         self._gets: list[Array] = []
         if case.model:
             shapes: Sequence[tuple[int, ...]] = gradient_shapes(case.model)

@@ -9,21 +9,19 @@ import importlib
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+import fastdist
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cluster.address import reserve_port
 
 _HOST = "127.0.0.1"
-_PATIENCE_S = 30.0
 
 
 class _Place:
@@ -40,15 +38,22 @@ class _Place:
 class MlxDriver(Driver):
     """Calls go to MLX's global group; a call ends when its result has been computed."""
 
-    def __init__(self, folder: Path) -> None:
-        hosts = folder / f"mlx.hosts.{os.environ['RANK']}"
-        hosts.write_text(json.dumps(_addresses(folder)))
-        os.environ |= {"MLX_HOSTFILE": str(hosts), "MLX_RANK": os.environ["RANK"]}
+    def __init__(self) -> None:
+        comm = fastdist.init()
+        with reserve_port()[0] as holder:
+            ports = comm.all_gather_object(holder.getsockname()[1])
+        hosts = [[f"{_HOST}:{port}"] for port in ports]
+        file = os.memfd_create("hosts")
+        os.write(file, json.dumps(hosts).encode())
+        os.environ |= {"MLX_HOSTFILE": f"/proc/self/fd/{file}", "MLX_RANK": str(comm.rank)}
+        comm.close()
         self._mx: Any = importlib.import_module("mlx.core")
         self._mx.set_default_device(self._mx.cpu)
         self._group: Any = self._mx.distributed.init(strict=True, backend="ring")
         self.rank: int = self._group.rank()
         self.world_size: int = self._group.size()
+        one = self._mx.ones((1,))
+        self.barrier = lambda: self._mx.eval(self._mx.distributed.all_sum(one))
         self.version = f"MLX {self._mx.__version__}, its ring"
 
     def arrays(self, kind: str) -> ArrayLibrary:
@@ -72,16 +77,7 @@ class MlxDriver(Driver):
             part = place.value[start:stop]
             return np.array(part.astype(mx.float32) if part.dtype == mx.bfloat16 else part)
 
-        def copy_all(to: Sequence[_Place], source: Sequence[_Place]) -> None:
-            for target, place in zip(to, source, strict=True):
-                target.value = place.value
-
-        return ArrayLibrary(make, lambda place: place, filler, write, read, copy_all)
-
-    def barrier_call(self) -> Call:
-        mx, one = self._mx, self._mx.ones((1,))
-        mx.eval(one)
-        return lambda: mx.eval(mx.distributed.all_sum(one))
+        return ArrayLibrary(make, lambda place: place, filler, write, read)
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         mx = self._mx
@@ -131,20 +127,3 @@ class MlxDriver(Driver):
 
     def close(self) -> None:
         """Do nothing: the group ends with the process."""
-
-
-def _addresses(folder: Path) -> list[list[str]]:
-    """Return the address of every rank, once each has written its port."""
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    holder, port = reserve_port()
-    new = folder / f"mlx.port.{rank}.new"
-    new.write_text(str(port))
-    new.rename(folder / f"mlx.port.{rank}")
-    end_s = time.monotonic() + _PATIENCE_S
-    paths = [folder / f"mlx.port.{other}" for other in range(ranks)]
-    while not all(path.exists() for path in paths):
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"not all of {ranks} ranks have started in {_PATIENCE_S:.0f} s")
-        time.sleep(0.005)
-    holder.close()
-    return [[f"{_HOST}:{path.read_text()}"] for path in paths]

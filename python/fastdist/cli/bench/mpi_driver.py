@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,26 +15,28 @@ import numpy as np
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError, numpy_arrays
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import COLLECTIVES, ROOT
-from fastdist.cli.bench.driver import Call, Driver, buckets_of, one_after_the_other
+from fastdist.cli.bench.driver import Call, Driver, bucketed
+
+
+def _copy_all(to: Sequence[Array], source: Sequence[Array]) -> None:
+    for target, array in zip(to, source, strict=True):
+        target[...] = array
 
 
 class MpiDriver(Driver):
     """Calls go to COMM_WORLD."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
         self._comm: Any = self._mpi.COMM_WORLD
         self.rank: int = self._comm.rank
         self.world_size: int = self._comm.size
+        self.barrier = self._comm.Barrier
         vendor, numbers = self._mpi.get_vendor()
         self.version = f"{vendor} {'.'.join(map(str, numbers))}"
 
     def arrays(self, kind: str) -> ArrayLibrary:
         return numpy_arrays()
-
-    def barrier_call(self) -> Call:
-        call: Call = self._comm.Barrier
-        return call
 
     def _redop(self, case: Case) -> Any:
         if COLLECTIVES[case.collective].reduces and case.dtype == "float16":
@@ -68,9 +69,11 @@ class MpiDriver(Driver):
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
         all_reduce, in_place, redop = self._comm.Allreduce, self._mpi.IN_PLACE, self._redop(case)
-        library = numpy_arrays()
-        buckets = buckets_of(library, arrays, case.dtype)
-        return one_after_the_other(library, buckets, lambda flat: all_reduce(in_place, flat, redop))
+
+        def reduce(flat: Array) -> None:
+            all_reduce(in_place, flat, redop)
+
+        return bucketed(numpy_arrays(), _copy_all, arrays, case.dtype, reduce)
 
     def close(self) -> None:
         self._mpi.Finalize()

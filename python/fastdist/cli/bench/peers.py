@@ -26,16 +26,13 @@ class Engine:
 
     Attributes:
         driver: Key of `LIST_VARIANTS`.
-        command: Command that starts the ranks; the worker's arguments are appended.
-        per_rank: Run the command once per rank with RANK and WORLD_SIZE set; else the command is
-            a launcher.
+        command: Launcher and program of the ranks; the worker's arguments are appended.
     """
 
     name: str
     driver: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-    per_rank: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,29 +98,31 @@ def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def _launched(ranks: int) -> tuple[str, ...]:
+    """Return the command of an engine whose ranks `fastdist run` starts."""
+    return (sys.executable, "-m", "fastdist", "run", "-n", str(ranks), *_WORKER)
+
+
 def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False) -> Engine:
-    """Return fastdist, started by its own launcher, or as a backend of torch.distributed."""
-    if through_torch:
-        command = (sys.executable, *_WORKER)
-        return Engine("fastdist", "fastdist_torch", command, _ONE_THREAD, per_rank=True)
-    launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
-    driver = "fastdist" if device == "cpu" else "fastdist_cuda"
-    return Engine("fastdist", driver, (*launcher, *_WORKER), _ONE_THREAD)
+    """Return fastdist, itself or as a backend of torch.distributed."""
+    on_device = "fastdist" if device == "cpu" else "fastdist_cuda"
+    driver = "fastdist_torch" if through_torch else on_device
+    return Engine("fastdist", driver, _launched(ranks), _ONE_THREAD)
 
 
-def find_package(name: str) -> Engine | MissingPeer:
+def find_package(name: str, ranks: int) -> Engine | MissingPeer:
     """Find a peer that is a Python package, on CPUs or GPUs."""
     driver, module, wanted = _PACKAGES[name]
     if importlib.util.find_spec(module) is None:
         return MissingPeer(name, f"pip install {wanted}")
     environment = _ONE_THREAD | ({"GLOO_SOCKET_IFNAME": "lo"} if name == "gloo" else {})
-    return Engine(name, driver, (sys.executable, *_WORKER), environment, per_rank=True)
+    return Engine(name, driver, _launched(ranks), environment)
 
 
 def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
     """Find a peer of `PEER_NAMES` or `CUDA_PEER_NAMES` for a number of ranks."""
     if name in _PACKAGES:
-        return find_package(name)
+        return find_package(name, ranks)
     package, signature, prefix_variable = _MPIS[name]
     prefix = peers_dir / name
     site_packages = _site_packages(prefix)

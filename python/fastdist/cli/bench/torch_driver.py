@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,7 @@ import fastdist._core as _core
 from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError, torch_arrays
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.collectives import ROOT
-from fastdist.cli.bench.driver import (
-    Bucket,
-    Call,
-    Driver,
-    buckets_of,
-    one_after_the_other,
-    one_by_one,
-)
+from fastdist.cli.bench.driver import Call, Driver, bucketed
 from fastdist.cli.bench.gpu import Gpu, gpu_of_rank
 from fastdist.collectives.engines.nccl_library import allow_sharing
 
@@ -41,15 +34,12 @@ class TorchCalls(Driver):
         self._overlap = overlap
         self.rank: int = self._dist.get_rank()
         self.world_size: int = self._dist.get_world_size()
+        self.barrier = self._dist.barrier
+        if self.gpu is not None:
+            self.barrier = partial(self._dist.all_reduce, library.make((1,), "int32"))
 
     def arrays(self, kind: str) -> ArrayLibrary:
         return self._library
-
-    def barrier_call(self) -> Call:
-        if self.gpu is None:
-            barrier: Call = self._dist.barrier
-            return barrier
-        return partial(self._dist.all_reduce, self._library.make((1,), "int32"))
 
     def _redop(self, case: Case) -> Any:
         names = {"": "SUM", "sum": "SUM", "mean": "AVG", "prod": "PRODUCT"}
@@ -96,25 +86,10 @@ class TorchCalls(Driver):
         if variant == "coalesced":
             return partial(self._dist.all_reduce_coalesced, list(arrays), redop)
         if variant == "one by one":
-            return one_by_one(arrays, lambda array: all_reduce(array, redop))
-        buckets = buckets_of(self._library, arrays, case.dtype)
-        if self._overlap:
-            return self._overlapped(buckets, redop)
-        return one_after_the_other(self._library, buckets, lambda flat: all_reduce(flat, redop))
-
-    def _overlapped(self, buckets: Sequence[Bucket], redop: Any) -> Call:
-        all_reduce, copy_all = self._dist.all_reduce, self._library.copy_all
-
-        def bucketed() -> None:
-            works = []
-            for bucket in buckets:
-                copy_all(bucket.parts, bucket.arrays)
-                works.append(all_reduce(bucket.flat, redop, async_op=True))
-            for bucket, work in zip(buckets, works, strict=True):
-                work.wait()
-                copy_all(bucket.arrays, bucket.parts)
-
-        return bucketed
+            return partial(_each, lambda array: all_reduce(array, redop), arrays)
+        begin = partial(all_reduce, op=redop, async_op=self._overlap)
+        copy_all = importlib.import_module("torch")._foreach_copy_
+        return bucketed(self._library, copy_all, arrays, case.dtype, begin, self._overlap)
 
     def close(self) -> None:
         if self.gpu is not None:
@@ -122,21 +97,18 @@ class TorchCalls(Driver):
         self._dist.destroy_process_group()
 
 
-def _init_process_group(backend: str, store: Path, **options: Any) -> None:
-    dist: Any = importlib.import_module("torch.distributed")
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(
-        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, **options
-    )
+def _each(call: Callable[[Array], object], arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        call(array)
 
 
 class TorchHostDriver(TorchCalls):
     """Calls go to torch.distributed's default process group on the CPU."""
 
-    def __init__(self, backend: str, folder: Path) -> None:
+    def __init__(self, backend: str) -> None:
         torch: Any = importlib.import_module("torch")
         torch.set_num_threads(1)
-        _init_process_group(backend, folder / f"{type(self).__name__}.{backend}.store")
+        torch.distributed.init_process_group(backend)
         super().__init__(torch_arrays(), overlap=False)
         self.version = f"{backend} of torch {torch.__version__.partition('+')[0]}"
         if backend == "fastdist":
@@ -150,14 +122,14 @@ FastdistTorchDriver = partial(TorchHostDriver, "fastdist")
 class TorchNcclDriver(TorchCalls):
     """Calls go to torch.distributed's default process group, in the order of torch's stream."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         torch: Any = importlib.import_module("torch")
         major, minor, patch = torch.cuda.nccl.version()[:3]
         if int(os.environ["WORLD_SIZE"]) > len(_core.cuda_devices()):
             allow_sharing(10000 * major + 100 * minor + patch)  # as fastdist's engine does
         self.gpu = Gpu(gpu_of_rank(int(os.environ["RANK"])))
         device = torch.device("cuda", torch.cuda.current_device())
-        _init_process_group("nccl", folder / "nccl.store", device_id=device)
+        torch.distributed.init_process_group("nccl", device_id=device)
         super().__init__(self.gpu.arrays, overlap=True)
         self.version = (
             f"torch.distributed {torch.__version__.partition('+')[0]} with NCCL "
@@ -171,12 +143,9 @@ class DeepSpeedDriver(TorchHostDriver):
     Its kernel is compiled when first used.
     """
 
-    def __init__(self, folder: Path) -> None:
-        # The kernel names its memory by these, and needs no such address.
-        os.environ |= {"MASTER_ADDR": folder.name, "MASTER_PORT": "0"}
+    def __init__(self) -> None:
         os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]
-        self._folder = folder
-        super().__init__("gloo", folder)
+        super().__init__("gloo")
         deepspeed: Any = importlib.import_module("deepspeed")
         builders: Any = importlib.import_module("deepspeed.ops.op_builder.cpu.comm")
         builders.ShareMemCommBuilder().load().initialize(self.world_size, self.rank)
@@ -190,7 +159,7 @@ class DeepSpeedDriver(TorchHostDriver):
 
     def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
         self._require_sum(case)
-        return one_by_one(arrays, self._all_reduce)
+        return partial(_each, self._all_reduce, arrays)
 
     def _require_sum(self, case: Case) -> None:
         known = ("float32", "float16", "bfloat16")
@@ -200,5 +169,6 @@ class DeepSpeedDriver(TorchHostDriver):
     def close(self) -> None:
         """Leave, and remove this job's memory, which the kernel leaves behind."""
         super().close()
-        for path in Path("/dev/shm").glob(f"deepspeed_*{self._folder.name}*"):
+        name = f"deepspeed_*_{os.getuid()}_*_{os.environ['MASTER_PORT']}_*"
+        for path in Path("/dev/shm").glob(name):
             path.unlink(missing_ok=True)

@@ -78,7 +78,7 @@ class Worker:
         return {"times_ns": self._copies_ns(message["iterations"])}
 
     def _bind_copies(self, nbytes: int) -> Callable[[int], list[int]]:
-        barrier = self._driver.barrier_call()
+        barrier = self._driver.barrier
         if self._lead is not None:
             lead, copy = self._lead, self._lead.gpu.copy_call(nbytes)
             return lambda count: Batches(lead, count).work_ns([barrier] * count, copy)
@@ -106,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch = detect_launch()
         channel.send({"rank": 0 if launch is None else launch.rank})
-        driver = open_driver(options.driver, options.socket.parent)
+        driver = open_driver(options.driver)
         worker = Worker(driver)
         channel.send({"ready": driver.version})
         # While it waits it takes no processor time from the engine that is measured.

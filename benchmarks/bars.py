@@ -21,13 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import Case, array_cases, list_case
-from fastdist.cli.bench.peers import (
-    MPI_NAMES,
-    Engine,
-    cache_dir,
-    fastdist_engine,
-    find_peer,
-)
+from fastdist.cli.bench.peers import MPI_NAMES, cache_dir, fastdist_engine, find_peers
 from fastdist.cli.bench.report import row_lines, row_object
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
@@ -97,12 +91,10 @@ class Bench:
         self, ranks: int, peers: Sequence[str], cases: Sequence[Case]
     ) -> Iterator[tuple[Case, Row]]:
         """Measures cases side by side with the installed peers."""
-        found = [find_peer(name, ranks, self._peers_dir) for name in peers]
-        for peer in found:
-            if not isinstance(peer, Engine):
-                print(f"# {peer}")
-        engines = [fastdist_engine(ranks), *(peer for peer in found if isinstance(peer, Engine))]
-        with Session(engines, ranks, self._effort) as session:
+        engines, missing = find_peers(peers, ranks, self._peers_dir)
+        for name, install in missing.items():
+            print(f"# {name} is not installed here; to compare with it: {install}")
+        with Session([fastdist_engine(ranks), *engines], ranks, self._effort) as session:
             if session.failures:
                 raise session.failures[0]
             self.engines.update(session.versions)

@@ -27,7 +27,12 @@ from fastdist import _core  # noqa: E402
 from fastdist.cli.bench.cases import Case, array_cases, list_case  # noqa: E402
 from fastdist.cli.bench.collectives import COLLECTIVES  # noqa: E402
 from fastdist.cli.bench.gpu import Placement, place_ranks  # noqa: E402
-from fastdist.cli.bench.peers import Engine, fastdist_engine, find_package  # noqa: E402
+from fastdist.cli.bench.peers import (  # noqa: E402
+    CUDA_PEER_NAMES,
+    cache_dir,
+    fastdist_engine,
+    find_peers,
+)
 from fastdist.cli.bench.report import list_lines, row_lines, row_object  # noqa: E402
 from fastdist.cli.bench.results import Row  # noqa: E402
 from fastdist.cli.bench.session import Effort, Session  # noqa: E402
@@ -53,12 +58,10 @@ class GpuBench:
 
     def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Row]]:
         """Measures cases side by side with torch's NCCL, if torch is installed."""
-        peer = find_package("torch", _RANKS)
-        engines = [fastdist_engine(_RANKS, "cuda")]
-        if isinstance(peer, Engine):
-            engines.append(peer)
-        else:
-            print(f"# {peer}")
+        peers, missing = find_peers(CUDA_PEER_NAMES, _RANKS, cache_dir("peers"))
+        for name, install in missing.items():
+            print(f"# {name} is not installed here; to compare with it: {install}")
+        engines = [fastdist_engine(_RANKS, "cuda"), *peers]
         with Session(engines, _RANKS, self._effort, self._placement) as session:
             if session.failures:
                 raise session.failures[0]

@@ -18,7 +18,7 @@ from fastdist.cli.bench.arrays import torch_arrays
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
 from fastdist.cli.bench.gpu import Placement, nvlink_gb_per_s, pcie_link
 from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
-from fastdist.cli.bench.peers import Engine, MissingPeer, find_package
+from fastdist.cli.bench.peers import Engine, find_peers
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Measurement, Report, Row, link_us, median_us
 from fastdist.cli.bench.session import Effort, Session
@@ -78,15 +78,12 @@ def test_options_that_make_no_sense_on_gpus_are_refused_by_name(
 
 def test_a_missing_peer_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    peer = find_package("torch", 2)
-    assert isinstance(peer, MissingPeer)
-    assert str(peer).endswith("pip install torch")
+    assert find_peers(["torch"], 2, Path()) == ([], {"torch": "pip install torch"})
 
 
 @pytest.mark.skipif(not has_torch, reason="torch is not installed")
 def test_an_installed_peer_is_started_by_fastdist_run() -> None:
-    engine = find_package("torch", 2)
-    assert isinstance(engine, Engine)
+    (engine,), _ = find_peers(["torch"], 2, Path())
     assert (engine.driver, engine.command[2:6]) == ("torch_nccl", ("fastdist", "run", "-n", "2"))
 
 

@@ -25,8 +25,7 @@ from fastdist.cli.bench.measured_call import MeasuredCall
 from fastdist.cli.bench.models import gradient_shapes
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
-    MissingPeer,
-    find_peer,
+    find_peers,
     parse_peers,
 )
 from fastdist.cli.bench.results import (
@@ -454,6 +453,5 @@ def test_a_missing_peer_is_named_with_its_pip_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    peer = find_peer(name, 2, tmp_path)
-    assert isinstance(peer, MissingPeer)
-    assert f"pip install --ignore-installed --prefix {tmp_path / name} " in str(peer)
+    _, missing = find_peers([name], 2, tmp_path)
+    assert f"pip install --ignore-installed --prefix {tmp_path / name} " in missing[name]

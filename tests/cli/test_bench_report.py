@@ -25,9 +25,9 @@ from fastdist.cli.bench.full_report import last_run, measure, recorded_object, r
 from fastdist.cli.bench.intervals import median_interval, ratio_interval
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
+    PEER_NAMES,
     Engine,
-    MissingPeer,
-    find_all_peers,
+    find_peers,
     peer_of,
     tuned_settings,
 )
@@ -269,7 +269,7 @@ def test_mpis_are_measured_at_their_best_too(tmp_path: Path) -> None:
         (tmp_path / name / "lib" / version / "site-packages" / "mpi4py").mkdir(parents=True)
         (tmp_path / name / "bin").mkdir()
         (tmp_path / name / "bin" / "mpiexec").touch()
-    engines, _ = find_all_peers(2, tmp_path)
+    engines, _ = find_peers(PEER_NAMES, 2, tmp_path, tuned=True)
     found = {e.name: e for e in engines if peer_of(e.name) in MPI_NAMES}
     assert [name for name in found if name != "mpich"] == ["openmpi", "openmpi-tuned", "impi"]
     settings = tuned_settings("openmpi-tuned")
@@ -449,9 +449,9 @@ def test_a_report_is_measured_written_and_compared_with_the_last(
 ) -> None:
     worker = (sys.executable, "-m", "fastdist", "run", "-n", "2", "-m", "fastdist.cli.bench.worker")
     peers = (Engine("mpich", "fastdist", worker), Engine("impi", "mpi", ("/no/such/mpiexec",)))
-    missing = (MissingPeer("gloo", "pip install torch"),)
+    missing = {"gloo": "pip install torch"}
     cases = report_cases(2)[1:3]
-    monkeypatch.setattr(full_report, "find_all_peers", lambda *_: (peers, missing))
+    monkeypatch.setattr(full_report, "find_peers", lambda *_, **__: (peers, missing))
     monkeypatch.setattr(full_report, "report_cases", lambda ranks: cases)
     monkeypatch.setattr(full_report, "_EFFORT", Effort(iterations=2, warmup=1, rounds=1))
     write(tmp_path / "before.json", a_report(1))

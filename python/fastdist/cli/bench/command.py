@@ -10,14 +10,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import fastdist._core as _core
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.gpu import Placement, place_ranks
-from fastdist.cli.bench.peers import Engine, MissingPeer, fastdist_engine, find_peer, parse_peers
+from fastdist.cli.bench.peers import Engine, fastdist_engine, find_peers, parse_peers
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
@@ -28,7 +27,6 @@ from fastdist.cli.sizes import parse_sizes
 from fastdist.processes.terminal import fitted, note, show, width_of
 
 _FAILED = 1
-_USAGE = 2
 _INTERRUPTED = 130
 _MOST_ITERATIONS = 1_000_000
 
@@ -40,37 +38,32 @@ class Plan:
     ranks: int
     cases: tuple[Case, ...]
     effort: Effort
-    engines: tuple[Engine, ...]
-    missing: tuple[MissingPeer, ...]
+    engines: list[Engine]
+    missing: dict[str, str]  # pip command by peer that is not installed
     placement: Placement | None = None
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Measure one collective; return an exit code as `run_planned` does."""
+    """Measure one collective; return an exit code as `run_measured` does."""
+    plan = make_plan(options)
 
-    def run(plan: Plan) -> bool:
+    def measure() -> bool:
         report = _measure(options, plan)
         _write_files(options, report)
         return not (report.wrong or report.failed)
 
-    return run_planned(lambda: make_plan(options), run)
+    return run_measured(measure)
 
 
-def run_planned(make: Callable[[], Any], run: Callable[[Any], bool]) -> int:
-    """Make a plan of the options and run it. SIGTERM is handled like Ctrl-C.
+def run_measured(measure: Callable[[], bool]) -> int:
+    """Run a measurement. SIGTERM is handled like Ctrl-C.
 
     Returns:
-        0; 1 if `run` returned False or failed; 2 if `make` raised ValueError or ImportError; 130 if
-        interrupted.
+        0; 1 if `measure` returned False or failed; 130 if interrupted.
     """
-    try:
-        plan = make()
-    except (ValueError, ImportError) as error:
-        note(f"fastdist bench: {error}")
-        return _USAGE
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves no rank running
     try:
-        return 0 if run(plan) else _FAILED
+        return 0 if measure() else _FAILED
     except (EngineError, OSError) as error:
         note(f"fastdist bench: {error}")
         return _FAILED
@@ -158,13 +151,11 @@ def _effort(options: argparse.Namespace) -> Effort:
     )
 
 
-def _engines(options: argparse.Namespace) -> tuple[tuple[Engine, ...], tuple[MissingPeer, ...]]:
+def _engines(options: argparse.Namespace) -> tuple[list[Engine], dict[str, str]]:
     ranks = _ranks(options)
     names = parse_peers(options.vs, options.device) if options.vs else ()
-    found = [find_peer(name, ranks, options.peers_dir) for name in names]
-    ours = fastdist_engine(ranks, options.device, options.through == "torch")
-    missing = tuple(peer for peer in found if isinstance(peer, MissingPeer))
-    return (ours, *(peer for peer in found if isinstance(peer, Engine))), missing
+    peers, missing = find_peers(names, ranks, options.peers_dir)
+    return [fastdist_engine(ranks, options.device, options.through == "torch"), *peers], missing
 
 
 def _placement(options: argparse.Namespace) -> Placement | None:
@@ -211,7 +202,7 @@ def _measure(options: argparse.Namespace, plan: Plan) -> Report:
             plan.ranks,
             machine_facts() | (gpu_facts() if plan.placement else {}),
             session.versions,
-            {peer.name: peer.install for peer in plan.missing},
+            plan.missing,
             placement=plan.placement,
             failed={error.engine: error.reason for error in session.failures},
             busy_cores=busy,

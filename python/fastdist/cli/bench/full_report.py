@@ -22,16 +22,17 @@ from typing import Any
 from fastdist._version import __version__
 from fastdist.cli.bench.cases import Case, array_cases, list_case
 from fastdist.cli.bench.collectives import COLLECTIVES
-from fastdist.cli.bench.command import Plan, run_planned
+from fastdist.cli.bench.command import Plan, run_measured
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.intervals import LEAST_SAMPLES
 from fastdist.cli.bench.page import page
 from fastdist.cli.bench.peers import (
+    PEER_NAMES,
     Engine,
     cache_dir,
     fastdist_engine,
-    find_all_peers,
+    find_peers,
     tuned_settings,
 )
 from fastdist.cli.bench.progress import Progress, shown_progress
@@ -52,8 +53,9 @@ _EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Measure and write the page and the JSON; return an exit code as `run_planned` does."""
-    return run_planned(lambda: _plan(options), lambda planned: _run(options, *planned))
+    """Measure and write the page and the JSON; return an exit code as `run_measured` does."""
+    plan, out = _plan(options)
+    return run_measured(lambda: _run(options, plan, out))
 
 
 def report_cases(ranks: int) -> tuple[Case, ...]:
@@ -80,15 +82,15 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
     if importlib.util.find_spec("jinja2") is None:
         raise ImportError("a report's page needs jinja2: pip install jinja2")
     out.parent.mkdir(parents=True, exist_ok=True)
-    peers, missing = find_all_peers(ranks, options.peers_dir)
-    return Plan(ranks, report_cases(ranks), _EFFORT, (fastdist_engine(ranks), *peers), missing), out
+    peers, missing = find_peers(PEER_NAMES, ranks, options.peers_dir, tuned=True)
+    return Plan(ranks, report_cases(ranks), _EFFORT, [fastdist_engine(ranks), *peers], missing), out
 
 
 def _run(options: argparse.Namespace, plan: Plan, out: Path) -> bool:
     began = time.monotonic()
     with shown_progress(sys.stderr, PASSES * len(plan.cases)) as progress:
         report = measure(plan.engines, plan.ranks, plan.cases, PASSES, plan.effort, progress)
-    report.missing = {peer.name: peer.install for peer in plan.missing}
+    report.missing = plan.missing
     recorded = recorded_object(report, time.monotonic() - began)
     json_path = out.with_suffix(".json")
     before = last_run(json_path.parent, recorded)

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,17 +34,6 @@ class Engine:
     driver: str
     command: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class MissingPeer:
-    """A peer that is not installed, and the command that installs it."""
-
-    name: str
-    install: str
-
-    def __str__(self) -> str:
-        return f"{self.name} is not installed here; to compare with it: {self.install}"
 
 
 # What pip installs, a part of what `mpiexec --version` prints, the variable for the prefix.
@@ -110,19 +100,41 @@ def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False
     return Engine("fastdist", driver, _launched(ranks), _ONE_THREAD)
 
 
-def find_package(name: str, ranks: int) -> Engine | MissingPeer:
-    """Find a peer that is a Python package, on CPUs or GPUs."""
+def find_peers(
+    names: Sequence[str], ranks: int, peers_dir: Path, tuned: bool = False
+) -> tuple[list[Engine], dict[str, str]]:
+    """Find peers of `PEER_NAMES` or `CUDA_PEER_NAMES` for a number of ranks.
+
+    Args:
+        tuned: Also return the engines with the settings of `tuned_settings`.
+
+    Returns:
+        The engines of the installed peers, and the pip command of each other peer.
+    """
+    engines: list[Engine] = []
+    missing: dict[str, str] = {}
+    for name in names:
+        found = (_find_package if name in _PACKAGES else _find_mpi)(name, ranks, peers_dir)
+        if isinstance(found, str):
+            missing[name] = found
+            continue
+        engines.append(found)
+        if tuned and (settings := tuned_settings(f"{name}-tuned")):
+            environment = found.environment | settings
+            engines.append(replace(found, name=f"{name}-tuned", environment=environment))
+    return engines, missing
+
+
+def _find_package(name: str, ranks: int, peers_dir: Path) -> Engine | str:
+    """Find a Python package; return the engine, or the command that installs it."""
     driver, module, wanted = _PACKAGES[name]
     if importlib.util.find_spec(module) is None:
-        return MissingPeer(name, f"pip install {wanted}")
+        return f"pip install {wanted}"
     environment = _ONE_THREAD | ({"GLOO_SOCKET_IFNAME": "lo"} if name == "gloo" else {})
     return Engine(name, driver, _launched(ranks), environment)
 
 
-def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
-    """Find a peer of `PEER_NAMES` or `CUDA_PEER_NAMES` for a number of ranks."""
-    if name in _PACKAGES:
-        return find_package(name, ranks)
+def _find_mpi(name: str, ranks: int, peers_dir: Path) -> Engine | str:
     package, signature, prefix_variable = _MPIS[name]
     prefix = peers_dir / name
     site_packages = _site_packages(prefix)
@@ -141,8 +153,7 @@ def find_peer(name: str, ranks: int, peers_dir: Path) -> Engine | MissingPeer:
         and signature in output_of(installed, "--version")
     ):
         return _mpi_engine(name, installed, ranks, {})
-    install = f"pip install --ignore-installed --prefix {prefix} {package} mpi4py"
-    return MissingPeer(name, install)
+    return f"pip install --ignore-installed --prefix {prefix} {package} mpi4py"
 
 
 def _site_packages(prefix: Path) -> Path | None:
@@ -168,23 +179,6 @@ def _mpi_engine(name: str, mpiexec: str, ranks: int, environment: dict[str, str]
         environment |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     command = (mpiexec, *options, "-n", str(ranks), sys.executable, *_WORKER)
     return Engine(name, "mpi", command, environment)
-
-
-def find_all_peers(
-    ranks: int, peers_dir: Path
-) -> tuple[tuple[Engine, ...], tuple[MissingPeer, ...]]:
-    """Find every installed peer, at its defaults and with the settings of `tuned_settings`."""
-    engines: list[Engine] = []
-    missing: list[MissingPeer] = []
-    for peer in (find_peer(name, ranks, peers_dir) for name in PEER_NAMES):
-        if isinstance(peer, MissingPeer):
-            missing.append(peer)
-            continue
-        engines.append(peer)
-        tuned = f"{peer.name}-tuned"
-        if settings := tuned_settings(tuned):
-            engines.append(replace(peer, name=tuned, environment=peer.environment | settings))
-    return tuple(engines), tuple(missing)
 
 
 def tuned_settings(engine: str) -> dict[str, str]:

@@ -137,7 +137,7 @@ def changes_of(slower: float, spread: float = 0.02) -> Comparison:
 def test_a_shift_is_told_in_percent_with_its_interval() -> None:
     comparison = changes_of(1.25)
     assert all(change.is_slower for change in comparison.changes)
-    covered = sum(c.factor.low <= 1.25 <= c.factor.high for c in comparison.changes)
+    covered = sum(c.percent.low <= 25 <= c.percent.high for c in comparison.changes)
     assert covered >= len(comparison.changes) - 3
     (change,) = changes_of(1.07, 0.0).changes[3:4]
     assert str(change) == "all_reduce 1 MiB: 7 % slower, 95 %: 7 to 7"

@@ -22,10 +22,6 @@ _MACHINE = ("processor", "cores", "cache", "memory")
 _CHANCE = 0.05
 
 
-class RunFileError(UsageError):
-    """A file cannot be compared."""
-
-
 class RecordedRun:
     """The JSON of a report."""
 
@@ -36,14 +32,12 @@ class RecordedRun:
         self.machine: dict[str, str] = {key: recorded["machine"][key] for key in _MACHINE}
         self.engines: dict[str, str] = dict(recorded["engines"])
         self.ranks = int(recorded["ranks"])
-        self.cases: dict[Case, list[float]] = {}  # fastdist's samples
-        self.peers: dict[Case, dict[str, list[float]]] = {}  # those of each other engine
+        self.samples: dict[Case, dict[str, list[float]]] = {}  # of each engine
         for row in recorded["rows"]:
             case = Case(**{name: row[name] for name in Case.__slots__})
-            self.cases[case] = _samples(row)
-            self.peers[case] = {
+            self.samples[case] = {
                 engine: _samples(figures)
-                for engine, figures in row["peers"].items()
+                for engine, figures in {"fastdist": row, **row["peers"]}.items()
                 if "unsupported" not in figures
             }
 
@@ -53,13 +47,13 @@ class RecordedRun:
         try:
             recorded = json.loads(path.read_text())
         except OSError as error:
-            raise RunFileError(f"cannot read {path}: {error.strerror}") from None
+            raise UsageError(f"cannot read {path}: {error.strerror}") from None
         except ValueError as error:
-            raise RunFileError(f"{path} is not JSON: {error}") from None
+            raise UsageError(f"{path} is not JSON: {error}") from None
         try:
             return cls(str(path), recorded)
         except (KeyError, TypeError, ValueError) as error:
-            raise RunFileError(
+            raise UsageError(
                 f"{path} is not the JSON file of `fastdist bench report`: "
                 f"{'no ' if isinstance(error, KeyError) else ''}{error}"
             ) from None
@@ -87,29 +81,23 @@ class Change:
     """The change of one case."""
 
     case: Case
-    factor: Interval  # the new time divided by the old time
+    percent: Interval  # of the old time
     unstable: bool  # True if the time is unstable in either run
 
     @property
     def is_slower(self) -> bool:
-        """True if the whole interval is above 1."""
-        return self.factor.low > 1
+        """True if the whole interval is above 0."""
+        return self.percent.low > 0
 
     @property
     def is_faster(self) -> bool:
-        """True if the whole interval is below 1."""
-        return self.factor.high < 1
-
-    @property
-    def percent(self) -> Interval:
-        """The change in percent of the old time."""
-        factor = self.factor
-        return Interval(*(100 * (x - 1) for x in (factor.estimate, factor.low, factor.high)))
+        """True if the whole interval is below 0."""
+        return self.percent.high < 0
 
     def __str__(self) -> str:
-        percent = self.percent
-        estimate, low, high = (f"{x:.0f}" for x in (percent.estimate, percent.low, percent.high))
-        less, least, most = (f"{-x:.0f}" for x in (percent.estimate, percent.high, percent.low))
+        percents = (self.percent.estimate, self.percent.low, self.percent.high)
+        estimate, low, high = (f"{percent:.0f}" for percent in percents)
+        less, most, least = (f"{-percent:.0f}" for percent in percents)
         if self.is_slower:
             found = f"{estimate} % slower, 95 %: {low} to {high}"
         elif self.is_faster:
@@ -135,7 +123,7 @@ class Comparison:
         for name, version in self.old.engines.items():
             if name == "fastdist" or self.new.engines.get(name) != version:
                 continue
-            pairs = [(self.old.peers[c.case], self.new.peers[c.case]) for c in self.changes]
+            pairs = [(self.old.samples[c.case], self.new.samples[c.case]) for c in self.changes]
             factors = [
                 statistics.median(new[name]) / statistics.median(old[name])
                 for old, new in pairs
@@ -155,7 +143,7 @@ class Comparison:
     def notes(self) -> Iterator[str]:
         """Yield what to keep in mind about the changes."""
         for run, other in ((self.old, self.new), (self.new, self.old)):
-            if alone := [case.title for case in run.cases if case not in other.cases]:
+            if alone := [case.title for case in run.samples if case not in other.samples]:
                 more = f", and {len(alone) - 3} more" if len(alone) > 3 else ""
                 yield f"only in {run.name}: {', '.join(alone[:3])}{more}"
         if control := [f"{name} {100 * (x - 1):+.0f} %" for name, x in self.control()]:
@@ -189,10 +177,13 @@ class Comparison:
 def compare(old: RecordedRun, new: RecordedRun) -> Comparison:
     """Compare fastdist's time in every case that both runs have."""
     changes = []
-    for case, before in old.cases.items():
-        if after := new.cases.get(case):
-            unstable = any(median_interval(samples).is_unstable for samples in (before, after))
-            changes.append(Change(case, ratio_interval(before, after), unstable))
+    for case in old.samples:
+        if case in new.samples:
+            samples = [run.samples[case]["fastdist"] for run in (old, new)]
+            factor = ratio_interval(*samples)
+            percents = (100 * (x - 1) for x in (factor.estimate, factor.low, factor.high))
+            unstable = any(median_interval(times).is_unstable for times in samples)
+            changes.append(Change(case, Interval(*percents), unstable))
     return Comparison(old, new, tuple(changes))
 
 
@@ -200,17 +191,17 @@ def run_compare(options: argparse.Namespace) -> int:
     """Compare two files; return 1 if a case is slower than `--fail-slower` allows."""
     old, new = RecordedRun.read(options.old), RecordedRun.read(options.new)
     if (differences := old.other_machine(new)) and not options.force:
-        raise RunFileError(
+        raise UsageError(
             f"{old.name} and {new.name} are from different machines, whose times cannot tell what "
             f"changed in fastdist: {differences}; --force compares them nevertheless"
         )
     if old.ranks != new.ranks:
-        raise RunFileError(
+        raise UsageError(
             f"{old.name} has {old.ranks} ranks and {new.name} has {new.ranks}; expected the same"
         )
     comparison = compare(old, new)
     if not comparison.changes:
-        raise RunFileError(f"{old.name} and {new.name} have no case in common")
+        raise UsageError(f"{old.name} and {new.name} have no case in common")
     if options.json:
         show(json.dumps(comparison.to_json(), indent=1) + "\n")
     else:

@@ -23,7 +23,7 @@ from fastdist._version import __version__
 from fastdist.cli.bench.cases import Case, array_cases, list_case
 from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.command import Plan, run_measured
-from fastdist.cli.bench.comparison import Comparison, RecordedRun, RunFileError, compare
+from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.intervals import LEAST_SAMPLES
 from fastdist.cli.bench.page import page
@@ -40,6 +40,7 @@ from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.bench.summary import peer_sentences, unstable_titles
+from fastdist.cli.command import UsageError
 from fastdist.cli.machine_facts import busy_cores, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size, parse_sizes
@@ -201,8 +202,9 @@ def last_run(folder: Path, recorded: dict[str, Any]) -> RecordedRun | None:
     """Return the latest report in a folder that was measured on the machine of `recorded`."""
     runs = []
     for path in folder.glob("*.json"):
-        with contextlib.suppress(RunFileError):  # results of another kind
+        with contextlib.suppress(UsageError):  # results of another kind
             runs.append(RecordedRun.read(path))
     this = RecordedRun("", recorded)
-    same = [run for run in runs if not run.other_machine(this) and run.cases.keys() & this.cases]
+    runs = [run for run in runs if not run.other_machine(this)]
+    same = [run for run in runs if run.samples.keys() & this.samples]
     return max(same, key=lambda run: run.when, default=None)

@@ -105,7 +105,7 @@ class BoundCase(ABC):
         collective, rank = self._case.collective, self._driver.rank
         if collective == "reduce" and rank != ROOT:
             return 0  # only the root has a result
-        results = self._passes if COLLECTIVES[collective].in_place else self._gets
+        results = self._gets if COLLECTIVES[collective].gets else self._passes
         return sum(
             verify.count_wrong(self._library, array, collective, rank, inputs, phase)
             for array, phase in _with_phases(results)

@@ -94,7 +94,7 @@ def test_the_package_is_found_without_an_import(nccl: Path) -> None:
 
 
 def test_doctor_says_which_library_and_why_no_gpu() -> None:
-    facts = {fact.key: fact for fact in build_section().facts}
+    facts = {fact.key: fact for fact in build_section()}
     if not _core.cuda_is_built():
         assert "FASTDIST_CUDA=on" in facts["cuda"].text
         assert "nccl" not in facts

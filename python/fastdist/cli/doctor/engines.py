@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from fastdist.cli.doctor.facts import Fact, Section, State
+from fastdist.cli.doctor.facts import Fact, State
 from fastdist.cli.doctor.libraries import version_of
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.nccl_library import why_unusable
@@ -20,53 +20,44 @@ _CALLS = 500
 _TIMEOUT_S = 10.0
 
 
-def engines_section() -> Section:
+def engines_section() -> list[Fact]:
     """Return all engines, available or not."""
-    return Section(
-        "engines",
-        (
-            _engine("local", "any array, world of one"),
-            _engine("host", "CPU arrays, ranks of one machine"),
-            _engine("nccl", "arrays on GPUs", why_unusable()),
-            _engine("net", "CPU arrays across machines, by TCP"),
-            _engine("xla", "XLA tensors in TPUStrategy", _why_missing("torch_xla")),
-        ),
-    )
+    return [
+        _engine("local", "any array, world of one"),
+        _engine("host", "CPU arrays, ranks of one machine"),
+        _engine("nccl", "arrays on GPUs", why_unusable()),
+        _engine("net", "CPU arrays across machines, by TCP"),
+        _engine("xla", "XLA tensors in TPUStrategy", _why_missing("torch_xla")),
+    ]
 
 
-def arrays_section() -> Section:
+def arrays_section() -> list[Fact]:
     """Return the engine for each kind of array between the ranks of one machine."""
     why = why_unusable()
-    return Section(
-        "arrays",
-        (
-            Fact("numpy", "host", "host", State.GOOD),
-            _used("host", "ml_dtypes", "numpy_bfloat16_float8", "numpy bfloat16, float8"),
-            _used("host", "torch", "torch_cpu", "torch on CPU"),
-            Fact("other_dlpack_cpu", "host", "host", State.GOOD, "other DLPack on CPU"),
-            Fact("buffer_protocol", "host", "host", State.GOOD),
-            _used("nccl", "torch", "torch_cuda", "torch on GPU", why),
-            _used("nccl", "cupy", "cupy", "cupy", why),
-            _used("nccl", None, "other_cuda", "other arrays on GPU", why),
-        ),
-    )
+    return [
+        Fact("numpy", "host", "host", State.GOOD),
+        _used("host", "ml_dtypes", "numpy_bfloat16_float8", "numpy bfloat16, float8"),
+        _used("host", "torch", "torch_cpu", "torch on CPU"),
+        Fact("other_dlpack_cpu", "host", "host", State.GOOD, "other DLPack on CPU"),
+        Fact("buffer_protocol", "host", "host", State.GOOD),
+        _used("nccl", "torch", "torch_cuda", "torch on GPU", why),
+        _used("nccl", "cupy", "cupy", "cupy", why),
+        _used("nccl", None, "other_cuda", "other arrays on GPU", why),
+    ]
 
 
-def check_section() -> Section:
+def check_section() -> list[Fact]:
     """Check result and latency of an all_reduce between two threads of this process."""
     try:
         latencies_us = _all_reduce_between_threads()
     except Exception as error:  # any failure belongs into the report
         text = f"failed: {type(error).__name__}: {error}"
-        return Section("check", (Fact("all_reduce", False, text, State.BAD),))
+        return [Fact("all_reduce", False, text, State.BAD)]
     p50_us = statistics.median(latencies_us)
-    return Section(
-        "check",
-        (
-            Fact("all_reduce", True, f"right on {_RANKS} ranks (threads)", State.GOOD),
-            Fact("p50_us", round(p50_us, 2), f"{p50_us:.1f} µs for 8 bytes", label="latency, p50"),
-        ),
-    )
+    return [
+        Fact("all_reduce", True, f"right on {_RANKS} ranks (threads)", State.GOOD),
+        Fact("p50_us", round(p50_us, 2), f"{p50_us:.1f} µs for 8 bytes", label="latency, p50"),
+    ]
 
 
 def _engine(engine: str, serves: str, why: str = "") -> Fact:

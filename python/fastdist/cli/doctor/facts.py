@@ -1,4 +1,4 @@
-"""Facts of the doctor's report, in sections, as text and as JSON."""
+"""Facts of the doctor's report, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -33,19 +33,6 @@ class Fact:
     text: str
     state: State = State.PLAIN
     label: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """Facts under a title."""
-
-    title: str
-    facts: tuple[Fact, ...]
-
-    @property
-    def is_well(self) -> bool:
-        """False where a fact is bad."""
-        return all(fact.state is not State.BAD for fact in self.facts)
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import fastdist._core as _core
 from fastdist._version import __version__
-from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
+from fastdist.cli.doctor.facts import Fact, State, format_bytes
 from fastdist.cluster import detect_launch
 from fastdist.collectives.engines.nccl_library import load
 from fastdist.errors import ClusterConfigError, UnsupportedError
@@ -35,24 +35,21 @@ _PURPOSES = {
 _DISTRIBUTIONS = {"cupy": ("cupy", "cupy-cuda12x", "cupy-cuda13x")}
 
 
-def build_section() -> Section:
+def build_section() -> list[Fact]:
     """Return the version, the Python interpreter and the engines of this build."""
     python = f"{platform.python_version()} ({platform.python_implementation()})"
     loops = _core.instruction_set()
-    return Section(
-        "fastdist",
-        (
-            Fact("version", __version__, __version__),
-            Fact("python", platform.python_version(), python),
-            Fact("host_engine", True, "built in", State.GOOD),
-            Fact("instruction_set", loops, loops),
-            _cuda(),
-            *_nccl(),
-        ),
-    )
+    return [
+        Fact("version", __version__, __version__),
+        Fact("python", platform.python_version(), python),
+        Fact("host_engine", True, "built in", State.GOOD),
+        Fact("instruction_set", loops, loops),
+        _cuda(),
+        *_nccl(),
+    ]
 
 
-def libraries_section() -> Section:
+def libraries_section() -> list[Fact]:
     """Return the versions of installed libraries, and the speed of reading torch tensors."""
     facts = []
     for name in _PURPOSES:
@@ -61,30 +58,27 @@ def libraries_section() -> Section:
         facts.append(Fact(name, version, version or "not installed", state, label=name))
         if name == "torch" and version is not None:
             facts.append(_exchange_table())
-    return Section("libraries", tuple(facts))
+    return facts
 
 
-def launcher_section() -> Section:
+def launcher_section() -> list[Fact]:
     """Return the launcher and the rank of this process."""
     try:
         launch = detect_launch()
     except ClusterConfigError as error:
-        return Section("launcher", (Fact("error", str(error), str(error), State.BAD),))
+        return [Fact("error", str(error), str(error), State.BAD)]
     if launch is None:
-        return Section("launcher", (Fact("launcher", None, "none: a world of one"),))
-    return Section(
-        "launcher",
-        (
-            Fact("launcher", launch.launcher, launch.launcher),
-            Fact("rank", launch.rank, f"{launch.rank} of {launch.world_size}"),
-            Fact(
-                "local_rank",
-                launch.local_rank,
-                f"{launch.local_rank} of {launch.local_world_size} on this machine",
-            ),
-            *_shared_gpus(launch.local_world_size),
+        return [Fact("launcher", None, "none: a world of one")]
+    return [
+        Fact("launcher", launch.launcher, launch.launcher),
+        Fact("rank", launch.rank, f"{launch.rank} of {launch.world_size}"),
+        Fact(
+            "local_rank",
+            launch.local_rank,
+            f"{launch.local_rank} of {launch.local_world_size} on this machine",
         ),
-    )
+        *_shared_gpus(launch.local_world_size),
+    ]
 
 
 def _shared_gpus(ranks: int) -> list[Fact]:
@@ -95,15 +89,14 @@ def _shared_gpus(ranks: int) -> list[Fact]:
     return [Fact("gpus_shared", ranks, text, label="GPUs shared")]
 
 
-def install_section() -> Section:
+def install_section() -> list[Fact]:
     """Return the commands that install missing libraries, with their purposes."""
-    facts = (
+    return [
         Fact(command, purpose, purpose, label=command)
         for name, purpose in _PURPOSES.items()
         if purpose and version_of(name) is None
         for command in [f"pip install {name}"]
-    )
-    return Section("install for more", tuple(facts))
+    ]
 
 
 def _cuda() -> Fact:
@@ -118,14 +111,14 @@ def _cuda() -> Fact:
     return Fact("cuda", True, text, State.GOOD)
 
 
-def gpus_section() -> Section:
+def gpus_section() -> list[Fact]:
     """Return the GPUs that this process sees."""
     facts = []
     for number, gpu in enumerate(_core.cuda_devices()):
         chip = f"compute capability {gpu.major}.{gpu.minor}, {gpu.multiprocessors} multiprocessors"
         text = f"{gpu.name}, {format_bytes(gpu.bytes)}, {chip}"
         facts.append(Fact(f"cuda:{number}", gpu.name, text, State.GOOD))
-    return Section("GPUs", tuple(facts))
+    return facts
 
 
 def _nccl() -> list[Fact]:

@@ -8,47 +8,41 @@ import platform
 import resource
 from pathlib import Path
 
-from fastdist.cli.doctor.facts import Fact, Section, State, format_bytes
+from fastdist.cli.doctor.facts import Fact, State, format_bytes
 from fastdist.processes.cgroups import Cgroups, read_text
 from fastdist.processes.proc import processor
 
 _SHMEM_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
-def machine_section(cgroups: Cgroups | None = None) -> Section:
+def machine_section(cgroups: Cgroups | None = None) -> list[Fact]:
     """Return the processor, and this process's share of it."""
     quota = (cgroups or Cgroups()).cpu_limit()
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota_text = "none" if quota is None else f"{quota:g} cores' worth of time"
-    return Section(
-        "machine",
-        (
-            Fact("processor", processor(), processor()),
-            Fact("cores", usable, f"{usable} usable of {present}"),
-            Fact("cpu_quota", quota, quota_text),
-            Fact("kernel", platform.release(), platform.release()),
-        ),
-    )
+    return [
+        Fact("processor", processor(), processor()),
+        Fact("cores", usable, f"{usable} usable of {present}"),
+        Fact("cpu_quota", quota, quota_text),
+        Fact("kernel", platform.release(), platform.release()),
+    ]
 
 
-def memory_section(cgroups: Cgroups | None = None) -> Section:
+def memory_section(cgroups: Cgroups | None = None) -> list[Fact]:
     """Report memory, and limits for shared memory."""
     limit = (cgroups or Cgroups()).memory_limit_bytes()
     total, available = _memory_bytes("MemTotal"), _memory_bytes("MemAvailable")
     memory = f"{format_bytes(total)}, {format_bytes(available)} available"
     huge_pages = _huge_pages()
-    return Section(
-        "memory",
-        (
-            Fact("memory", total, memory),
-            Fact("cgroup_limit", limit, "none" if limit is None else format_bytes(limit)),
-            _address_space(total),
-            _open_files(),
-            _memfd(),
-            Fact("dev_shm", False, "not needed"),
-            Fact("shared_huge_pages", huge_pages, huge_pages or "not in this kernel"),
-        ),
-    )
+    return [
+        Fact("memory", total, memory),
+        Fact("cgroup_limit", limit, "none" if limit is None else format_bytes(limit)),
+        _address_space(total),
+        _open_files(),
+        _memfd(),
+        Fact("dev_shm", False, "not needed"),
+        Fact("shared_huge_pages", huge_pages, huge_pages or "not in this kernel"),
+    ]
 
 
 def _address_space(memory_bytes: int) -> Fact:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from itertools import zip_longest
 
 from fastdist.cli.command import has_colour
 from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
-from fastdist.cli.doctor.facts import Fact, Section, State
+from fastdist.cli.doctor.facts import Fact, State
 from fastdist.cli.doctor.libraries import (
     build_section,
     gpus_section,
@@ -20,6 +19,8 @@ from fastdist.cli.doctor.libraries import (
 )
 from fastdist.cli.doctor.machine import machine_section, memory_section
 from fastdist.processes.terminal import broken, show, width_of
+
+Sections = dict[str, list[Fact]]  # by title
 
 _RESET = "\033[0m"
 _BOLD = "\033[1m"
@@ -37,44 +38,49 @@ def run(options: argparse.Namespace) -> int:
     width = width_of(sys.stdout)
     colour = width is not None and has_colour()
     show(to_json(sections) if options.json else to_text(sections, colour=colour, width=width))
-    return 0 if all(section.is_well for section in sections) else 1
+    return 0 if is_well(sections) else 1
 
 
-def examine() -> list[Section]:
+def examine() -> Sections:
     """Collect all sections, in less than a second; leave no files or processes behind."""
-    return [
-        build_section(),
-        machine_section(),
-        memory_section(),
-        gpus_section(),
-        libraries_section(),
-        launcher_section(),
-        engines_section(),
-        arrays_section(),
-        check_section(),
-        install_section(),
-    ]
+    return {
+        "fastdist": build_section(),
+        "machine": machine_section(),
+        "memory": memory_section(),
+        "GPUs": gpus_section(),
+        "libraries": libraries_section(),
+        "launcher": launcher_section(),
+        "engines": engines_section(),
+        "arrays": arrays_section(),
+        "check": check_section(),
+        "install for more": install_section(),
+    }
 
 
-def to_json(sections: Sequence[Section]) -> str:
+def is_well(sections: Sections) -> bool:
+    """Return False if a fact is bad."""
+    return all(fact.state is not State.BAD for facts in sections.values() for fact in facts)
+
+
+def to_json(sections: Sections) -> str:
     """Format one object per section, and `well`, which is false if a fact is bad."""
     report: dict[str, object] = {
-        section.title.replace(" ", "_"): {fact.key: fact.value for fact in section.facts}
-        for section in sections
+        title.replace(" ", "_"): {fact.key: fact.value for fact in facts}
+        for title, facts in sections.items()
     }
-    report["well"] = all(section.is_well for section in sections)
+    report["well"] = is_well(sections)
     return json.dumps(report, indent=2) + "\n"
 
 
-def to_text(sections: Sequence[Section], *, colour: bool, width: int | None = None) -> str:
+def to_text(sections: Sections, *, colour: bool, width: int | None = None) -> str:
     """Format aligned lines of at most `width` columns; omit sections without facts."""
-    shown = [section for section in sections if section.facts]
-    labels = max(len(_label(fact)) for section in shown for fact in section.facts)
+    labels = max(len(_label(fact)) for facts in sections.values() for fact in facts)
     room = None if width is None else width - labels - 4
     lines = []
-    for section in shown:
-        lines.append(f"{_BOLD}{section.title}{_RESET}" if colour else section.title)
-        for fact in section.facts:
+    for title, facts in sections.items():
+        if facts:
+            lines.append(f"{_BOLD}{title}{_RESET}" if colour else title)
+        for fact in facts:
             style = _COLOURS[fact.state] if colour else ""
             parts = broken(fact.text, room, indent="")
             for label, part in zip_longest([_label(fact)], parts, fillvalue=""):

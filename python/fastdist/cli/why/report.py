@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fastdist.cli.why.picture import check_plot, to_text, write_plot
 from fastdist.processes.terminal import fitted, show
@@ -19,23 +19,6 @@ from fastdist.recorder.words import columns, names, seconds, short
 _TERMINAL = Path("-")
 _STATES = {"R": "running", "S": "asleep", "D": "in the kernel", "I": "idle"}
 _TITLES = ("rank", "host", "pid", "state", "phase", "last call", "since", "stack")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A row of the table of ranks. `since_s`: seconds in its call, or since its last call."""
-
-    rank: int
-    task: str
-    host: str
-    pid: int
-    state: str
-    phase: str
-    call: str
-    site: str
-    is_in_call: bool
-    since_s: float
-    stack: str
 
 
 def run(options: argparse.Namespace) -> None:
@@ -62,26 +45,26 @@ def run(options: argparse.Namespace) -> None:
         write_plot(diagnosis, plot)
 
 
-def rows(diagnosis: Diagnosis) -> Iterator[Row]:
-    """Yield what the table shows of each rank."""
+def _rows(diagnosis: Diagnosis) -> Iterator[dict[str, Any]]:
+    """Yield what the table shows of each rank, by the names of JSON."""
     now_s = diagnosis.observation.at_s
     for each in diagnosis.observation.ranks:
         call = each.last_call
         is_in_call = call is not None and call.is_running and not each.is_dead
         began_s = call.entered_s if call is not None and is_in_call else each.idle_since_s
-        yield Row(
-            each.rank,
-            each.records.task,
-            each.records.host,
-            each.records.pid,
-            _state(each),
-            str(each.records.phase.name.lower()),
-            "" if call is None else str(call.signature),
-            "" if call is None else call.site,
-            is_in_call,
-            now_s - began_s,
-            each.line or (each.ending.line if each.ending else ""),
-        )
+        yield {
+            "rank": each.rank,
+            "task": each.records.task,
+            "host": each.records.host,
+            "pid": each.records.pid,
+            "state": _state(each),
+            "phase": each.records.phase.name.lower(),
+            "call": "" if call is None else str(call.signature),
+            "site": "" if call is None else call.site,
+            "is_in_call": is_in_call,
+            "since_s": now_s - began_s,  # in its call, or since its last call
+            "stack": each.line or (each.ending.line if each.ending else ""),
+        }
 
 
 def _state(rank: ObservedRank) -> str:
@@ -109,7 +92,7 @@ def _missing(diagnosis: Diagnosis) -> list[str]:
 
 
 def _to_text(diagnosis: Diagnosis, unseen: list[str]) -> str:
-    table = [_TITLES, *(_cells(row) for row in rows(diagnosis))]
+    table = [_TITLES, *(_cells(row) for row in _rows(diagnosis))]
     if len({each.records.host for each in diagnosis.observation.ranks}) == 1:
         table = [(rank, *rest) for rank, _, *rest in table]
     sentence = diagnosis.sentence[0].upper() + diagnosis.sentence[1:] + "."
@@ -119,12 +102,13 @@ def _to_text(diagnosis: Diagnosis, unseen: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    call = f"{row.call} {short(row.site)}".strip()
-    since = f"in it for {seconds(row.since_s)}" if row.is_in_call else seconds(row.since_s)
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    call = f"{row['call']} {short(row['site'])}".strip()
+    since = seconds(row["since_s"])
     return (
-        *(row.task or str(row.rank), row.host, str(row.pid), row.state, row.phase),
-        *(call or "none", since, short(row.stack)),
+        *(row["task"] or str(row["rank"]), row["host"], str(row["pid"]), row["state"]),
+        *(row["phase"], call or "none"),
+        *(f"in it for {since}" if row["is_in_call"] else since, short(row["stack"])),
     )
 
 
@@ -139,7 +123,7 @@ def _to_json(diagnosis: Diagnosis, unseen: list[str]) -> str:
                 "sentence": diagnosis.sentence,
                 "ranks": diagnosis.ranks,
                 "line": diagnosis.line,
-                "table": [asdict(row) for row in rows(diagnosis)],
+                "table": list(_rows(diagnosis)),
                 "not_seen": unseen,
             },
             indent=2,

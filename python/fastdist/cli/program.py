@@ -1,11 +1,11 @@
 """Finds the program of a job without starting or importing it."""
 
 import os
-import pkgutil
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import PathFinder
+from typing import Any
 
 from fastdist.cli.command import UsageError
 
@@ -57,32 +57,17 @@ def _check_module(name: str, environment: Mapping[str, str]) -> None:
     """Raise UsageError if `python -m name` would fail to find the module; import nothing."""
     extra = environment.get("PYTHONPATH", "").split(os.pathsep)
     places: Sequence[str] | None = [os.getcwd(), *filter(None, extra), *sys.path]
+    finders: Sequence[Any] = sys.meta_path
     sought = ""
     for part in name.split("."):
         if places is None:
             raise UsageError(f"no module named {name}: {sought} is not a package")
         sought = f"{sought}.{part}" if sought else part
-        spec = _find_spec(sought, places) if part else None
+        specs = (finder.find_spec(part, places) for finder in finders) if part else ()
+        spec = next(filter(None, specs), None)
         if spec is None:
             raise UsageError(f"no module named {sought}")
-        places = spec.submodule_search_locations
-    if places is not None and _find_spec(f"{name}.__main__", places) is None:
+        # By its last part: of its whole name, a namespace package would look for its parent.
+        places, finders = spec.submodule_search_locations, [PathFinder]
+    if places is not None and PathFinder.find_spec("__main__", places) is None:
         raise UsageError(f"no module named {name}.__main__: {name} is a package without one")
-
-
-def _find_spec(name: str, places: Sequence[str]) -> ModuleSpec | None:
-    """Find a module as the import statement does, without importing its package."""
-    if "." not in name:
-        specs = (finder.find_spec(name, places) for finder in sys.meta_path)
-        return next((spec for spec in specs if spec is not None), None)
-    parts: list[str] = []
-    for place in places:
-        importer = pkgutil.get_importer(place)
-        spec = importer.find_spec(name) if importer is not None else None
-        if spec is not None and spec.loader is not None:
-            return spec
-        if spec is not None:
-            parts += spec.submodule_search_locations or []
-    namespace = ModuleSpec(name, None, is_package=True)
-    namespace.submodule_search_locations = parts
-    return namespace if parts else None

@@ -200,7 +200,7 @@ def test_a_machine_without_a_launcher(records: Path) -> None:
     """The answer says where to ask, as for ranks of torchrun."""
     found = next(place.record_paths())
     machines = (Machine((0,), "10.0.0.1", "10.0.0.1:9"), Machine((1,), "10.0.0.2", ""))
-    write(found.machines, Machines.of_job("key", machines))
+    write(found.beside("machines"), Machines.of_job("key", machines))
     (job,) = jobs_here()[0]
     seen = elsewhere.observe_everywhere(job, 0.01)
     assert [each.why for each in seen.unreached] == [
@@ -208,7 +208,7 @@ def test_a_machine_without_a_launcher(records: Path) -> None:
     ]
     assert (seen.missing, seen.unreached[0].is_cut) == ((1,), False)
     lost = replace(machines[1], launcher="192.0.2.1:9")  # an address for documents
-    write(found.machines, Machines.of_job("key", (machines[0], lost)))
+    write(found.beside("machines"), Machines.of_job("key", (machines[0], lost)))
     began_s = time.monotonic()
     seen = elsewhere.observe_everywhere(job, 0.01)
     assert time.monotonic() - began_s < 20

@@ -242,7 +242,7 @@ def test_ranks_that_take_no_signals_are_told(
 ) -> None:
     monkeypatch.setattr(stacks, "_py_spy", lambda: None)
     place = RecordPath(tmp_path / "rank.calls", 0, 0)
-    path = place.stacks
+    path = place.beside("stacks")
     sleep = shutil.which("sleep")
     assert sleep is not None
     with subprocess.Popen([sleep, "60"]) as process:

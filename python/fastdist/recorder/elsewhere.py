@@ -160,7 +160,7 @@ def _ask(
 
 def _machines_of(job: str) -> Machines | None:
     own = (each for each in record_paths() if (who := identity(each.path)) and who.job == job)
-    return next((found for each in own if (found := read(Machines, each.machines))), None)
+    return next((found for each in own if (found := read(Machines, each.beside("machines")))), None)
 
 
 def _without_old_calls(rank: ObservedRank) -> ObservedRank:

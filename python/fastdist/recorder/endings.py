@@ -69,8 +69,8 @@ def note_end(pid: int, status: int) -> None:
     """
     how = f"killed by {_name(-status)}" if status < 0 else f"ended with exit code {status}"
     for found in record_paths():
-        if found.is_here and found.pid == pid and not found.ending.exists():
-            write(found.ending, Ending("", how, (), "", was_first=True))
+        if found.is_here and found.pid == pid and not found.beside("ending").exists():
+            write(found.beside("ending"), Ending("", how, (), "", was_first=True))
 
 
 def _name(number: int) -> str:

@@ -220,7 +220,7 @@ def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
     for each, before in zip(job.ranks, first, strict=True):
         now = _look(each, notes)
         if before is not None and now is not None:
-            ending = read(Ending, each.place.ending)
+            ending = read(Ending, each.place.beside("ending"))
             pair = now.records, before.records, now.process, before.process
             ranks.append(ObservedRank(each.place, *pair, ending, _starved(now, before)))
     return Observation(job, tuple(ranks), _missing(job, ranks), time.monotonic(), tuple(notes))

@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 _SUFFIX = ".calls"
+Kind = Literal["stacks", "asks", "answer", "ending", "machines", "ended"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,49 +29,32 @@ class RecordPath:
     namespace: int
     pid: int
 
-    @property
-    def stacks(self) -> Path:
-        """The file that the main thread's stack is written to on a signal."""
-        return self.path.with_suffix(".stacks")
+    def beside(self, kind: Kind) -> Path:
+        """Return another file of the process.
 
-    @property
-    def asks(self) -> Path:
-        """The pipe through which other processes ask for the stacks of all threads."""
-        return self.path.with_suffix(".asks")
-
-    @property
-    def answer(self) -> Path:
-        """The file that holds the last answer, an `AnsweredStacks`."""
-        return self.path.with_suffix(".answer")
-
-    @property
-    def ending(self) -> Path:
-        """The file that says which exception ended the process."""
-        return self.path.with_suffix(".ending")
-
-    @property
-    def machines(self) -> Path:
-        """The file that names the machines of the process's job, if there are several."""
-        return self.path.with_suffix(".machines")
+        Args:
+            kind: "stacks": the main thread's stack, which is written on a signal; "asks": the pipe
+                through which other processes ask for the stacks of all threads; "answer": the last
+                answer, an `AnsweredStacks`; "ending": the exception that ended the process;
+                "machines": those of its job, if there are several; "ended": made at its first
+                `seconds_ended`.
+        """
+        return self.path.with_suffix(f".{kind}")
 
     def remove(self) -> None:
         """Remove all files of the process."""
-        others = (self.stacks, self.asks, self.answer, self.ending, self.machines, self._ended)
-        for path in (*others, self.path):
+        for path in (*map(self.beside, get_args(Kind)), self.path):
             path.unlink(missing_ok=True)
 
     def seconds_ended(self) -> float:
         """Return the seconds since the first call, which notes that the process is dead."""
+        ended = self.beside("ended")
         with contextlib.suppress(FileExistsError):
-            self._ended.touch(exist_ok=False)
-        known_s = time.time() - self._ended.stat().st_mtime
+            ended.touch(exist_ok=False)
+        known_s = time.time() - ended.stat().st_mtime
         if not self.path.exists():  # another process has removed the records meanwhile
-            self._ended.unlink(missing_ok=True)
+            ended.unlink(missing_ok=True)
         return known_s
-
-    @property
-    def _ended(self) -> Path:
-        return self.path.with_suffix(".ended")
 
     @property
     def is_locked(self) -> bool:

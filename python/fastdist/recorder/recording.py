@@ -87,7 +87,7 @@ def record(
     if communicator.size > 1:
         _answer_others()
     if machines and _Own.place is not None and (is_first or is_job):
-        write(_Own.place.machines, Machines.of_job(key, machines))
+        write(_Own.place.beside("machines"), Machines.of_job(key, machines))
     communicator.record(
         int.from_bytes(digest.digest()[:8], "little"), engine.removesuffix("Engine").lower()
     )
@@ -137,7 +137,7 @@ def _start(rank: int, world_size: int, job: str, task: str = "") -> None:
         _Own.place = own
         _at_exit(own)
         _core.set_speaker(_stalled, _explain)
-        write_on_signal(own.stacks)
+        write_on_signal(own.beside("stacks"))
     except PermissionError as error:  # the folder may be another user's
         _log.warning("calls are not recorded, so fastdist why knows nothing of them: %s", error)
     except (OSError, ValueError) as error:
@@ -153,8 +153,9 @@ def _answer_others() -> None:
         return
     _Own.answers = True
     try:
-        os.mkfifo(_Own.place.asks, 0o600)
-        _core.answer_from_thread(str(_Own.place.asks), _answer)
+        asks = _Own.place.beside("asks")
+        os.mkfifo(asks, 0o600)
+        _core.answer_from_thread(str(asks), _answer)
     except (OSError, RuntimeError) as error:
         _log.info("stacks are not told: %s", error)
 
@@ -163,7 +164,7 @@ def _answer() -> None:
     if (own := _Own.place) is not None and own.pid == os.getpid():
         from fastdist.recorder.stacks import answered_stacks
 
-        write(own.answer, answered_stacks())
+        write(own.beside("answer"), answered_stacks())
 
 
 def _at_exit(own: RecordPath) -> None:
@@ -199,7 +200,7 @@ def _end(own: RecordPath) -> None:
     else:
         from fastdist.recorder.endings import write_ending  # only when it is needed
 
-        write_ending(own.ending, error)
+        write_ending(own.beside("ending"), error)
 
 
 def _dropped_by_multiprocessing() -> BaseException | None:

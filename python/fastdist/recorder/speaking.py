@@ -76,7 +76,7 @@ def _quote() -> str:
     own = _core.recorded_job()
     found = []
     for place in record_paths():
-        ending = read(Ending, place.ending)
+        ending = read(Ending, place.beside("ending"))
         if ending is None or ending.error == PeerFailureError.__name__:
             continue
         who = identity(place.path)

@@ -50,7 +50,7 @@ def stacks_of(
     end_s = time.monotonic() + timeout_s
     found = _by_asking(places, time.monotonic() + timeout_s / 2)
     found |= _by_py_spy(places.keys() - found.keys(), end_s)
-    rest = {pid: place.stacks for pid, place in places.items() if pid not in found}
+    rest = {pid: place.beside("stacks") for pid, place in places.items() if pid not in found}
     signalled, missing = _by_signal(rest, may_signal, max(end_s, time.monotonic() + timeout_s / 2))
     return found | signalled, missing
 
@@ -87,12 +87,12 @@ def _frames(frame: FrameType | None) -> Iterator[Frame]:
 
 def _by_asking(places: Mapping[int, RecordPath], end_s: float) -> dict[int, list[Stack]]:
     since_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    asked = {pid: place for pid, place in places.items() if _ask(place.asks)}
+    asked = {pid: place for pid, place in places.items() if _ask(place.beside("asks"))}
     found: dict[int, list[Stack]] = {}
     while asked.keys() - found.keys() and time.monotonic() < end_s:
         time.sleep(0.005)
         for pid in asked.keys() - found.keys():
-            answer = read(AnsweredStacks, asked[pid].answer)
+            answer = read(AnsweredStacks, asked[pid].beside("answer"))
             if answer is not None and answer.at_s >= since_s:
                 found[pid] = list(answer.stacks)
     return found

@@ -273,13 +273,11 @@ def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
 
 def gpu_row(others: tuple[Measurement, ...] = (), floor_us: float = 5.0) -> Row:
     case = array_case("all_reduce", 1 << 20, 2, "float32", "sum", "torch")
-    ours = Measurement(
-        "fastdist", 10.0, 20.0, 1.0, 1.0, 5, 0, host_us=2.0, host_p99_us=3.0, graph_us=9.0
-    )
-    return Row(case, floor_us, ours, others)
+    ours = Measurement("fastdist", 10.0, 20.0, 5, 0, host_us=2.0, host_p99_us=3.0, graph_us=9.0)
+    return Row(case, 2, floor_us, ours, others)
 
 
-TORCH = Measurement("torch", 30.0, 31.0, 1.0, 1.0, 5, 0, host_us=8.0, no_graph="not captured: x")
+TORCH = Measurement("torch", 30.0, 31.0, 5, 0, host_us=8.0, no_graph="not captured: x")
 
 
 def gpu_report(placement: Placement, *rows: Row) -> Report:
@@ -303,7 +301,9 @@ def test_host_and_graph_have_columns_of_their_own() -> None:
     names, units = text.column_lines(["torch", "second"], on_gpu=True)
     (line,) = text.row_lines(row)
     assert names.split()[-5:] == ["floor", "host", "graph", "torch", "second"]
-    cells = "1048576 262144 float32 sum 10.00 20.00 1.00 1.00 0 50 2.00 9.00 30.00 3.00x 8.00 n/a -"
+    cells = (
+        "1048576 262144 float32 sum 10.00 20.00 104.86 104.86 0 50 2.00 9.00 30.00 3.00x 8.00 n/a -"
+    )
     assert " ".join(line.split()) == cells
     for name, cell in (("host", "2.00 "), ("graph", "9.00")):
         end = names.index(name) + len(name)
@@ -371,7 +371,7 @@ def test_json_and_plot_hold_what_is_measured_on_gpus(tmp_path: Path) -> None:
 def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
     names, _ = text.column_lines(["gloo"])
     assert names.split()[-2:] == ["floor", "gloo"]
-    ours = Measurement("fastdist", 10.0, 20.0, 1.0, 1.0, 5, 0)
+    ours = Measurement("fastdist", 10.0, 20.0, 5, 0)
     assert text.row_lines(replace(gpu_row(), ours=ours))[0].split()[-1] == "50"
     assert "host_us" not in text.row_object(replace(gpu_row(), ours=ours))
 

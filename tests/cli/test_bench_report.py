@@ -43,7 +43,7 @@ TIMES = {"fastdist": 1.0, "gloo": 8.0, "mpich": 2.0, "mpich-tuned": 0.5}
 
 
 def measured(name: str, us: float) -> Measurement:
-    return Measurement(name, us, 2 * us, 1.0, 1.0, 10, 0)
+    return Measurement(name, us, 2 * us, 10, 0)
 
 
 def a_pass(factor: Callable[[], float]) -> list[Row]:
@@ -62,7 +62,7 @@ def a_pass(factor: Callable[[], float]) -> list[Row]:
             ours, *others = (measured(name, us[name]) for name in TIMES)
         if case.collective == "barrier":
             others[-1] = Measurement("mpich-tuned", unsupported="has <none>")
-        rows.append(Row(case, 1.0, ours, tuple(others), fits_caches=case.bytes < 1 << 20))
+        rows.append(Row(case, 2, 1.0, ours, tuple(others), fits_caches=case.bytes < 1 << 20))
     return rows
 
 
@@ -73,7 +73,7 @@ def a_report(seed: int, spread: float = 0.0, slower: float = 1.0) -> Report:
         return float(slower * np.exp(spread * generator.standard_normal()))
 
     passes = [a_pass(factor) for _ in range(full_report.PASSES)]
-    rows = [combined(rows, 2) for rows in zip(*passes, strict=True)]
+    rows = [combined(rows) for rows in zip(*passes, strict=True)]
     engines = {name: f"{name} 1" for name in TIMES}
     return Report(2, machine_facts(), engines, {"impi": "pip install </script>"}, 50.0, rows)
 
@@ -323,7 +323,7 @@ def test_a_peer_that_fails_is_left_out_of_the_passes_after(
             if len(started) == 2:
                 raise EngineError("", "impi", "too late")
             ours, *others = (measured(name, len(started)) for name in self._names)
-            return Row(case, 1.0, ours, tuple(others))
+            return Row(case, 2, 1.0, ours, tuple(others))
 
     monkeypatch.setattr(full_report, "Session", Session)
     engines = [Engine(name, "mpi", ()) for name in ("fastdist", "gloo", "impi", "mpich")]

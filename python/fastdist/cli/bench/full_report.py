@@ -158,7 +158,7 @@ def measure(
             report.failed[error.engine] = error.reason
             left = [engine for engine in left if engine.name != error.engine]
     report.copy_gb_per_s = statistics.median(copies)
-    report.rows = [combined(rows, ranks) for rows in zip(*done, strict=True)]
+    report.rows = [combined(rows) for rows in zip(*done, strict=True)]
     return report
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.peers import peer_of, tuned_settings
-from fastdist.cli.bench.results import Measurement, Report, Row, busbw, floor_us
+from fastdist.cli.bench.results import Measurement, Report, Row, floor_us
 from fastdist.cli.bench.summary import format_time
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size
@@ -150,7 +150,7 @@ def _draw_engine(report: Report, axes: Any, column: tuple[Measurement, ...], fig
     name = column[0].engine
     ours = name == "fastdist"
     points = [
-        (row.case.bytes, getattr(measured, figure))
+        (row.case.bytes, _value(row, measured.p50_us, figure))
         for row, measured in zip(report.rows, column, strict=True)
         if not measured.unsupported
     ]
@@ -171,9 +171,11 @@ def _floor(report: Report, row: Row, figure: str) -> float:
     least_us = row.floor_us
     if not _is_link(report):  # by the copies of all rows: a straight line
         least_us = floor_us(row.case, report.ranks, report.copy_gb_per_s)
-    if figure == "p50_us" or not least_us:
-        return least_us
-    return busbw(row.case, report.ranks, 1e3 * least_us)
+    return _value(row, least_us, figure) if least_us else 0.0
+
+
+def _value(row: Row, time_us: float, figure: str) -> float:
+    return time_us if figure == "p50_us" else row.busbw(time_us)
 
 
 def _floor_name(report: Report) -> str:

@@ -139,8 +139,8 @@ def _cells(row: Row, measured: Measurement) -> dict[str, str]:
     return {
         "p50": _time(measured.p50_us),
         "p99": _time(measured.p99_us),
-        "algbw": f"{measured.algbw:.2f}" if moves else "-",
-        "busbw": f"{measured.busbw:.2f}" if moves else "-",
+        "algbw": f"{row.algbw(measured.p50_us):.2f}" if moves else "-",
+        "busbw": f"{row.busbw(measured.p50_us):.2f}" if moves else "-",
         "wrong": "-" if measured.wrong is None else str(measured.wrong),
         "floor": f"{100 * row.floor_us / measured.p50_us:.0f}" if row.has_floor else "-",
         "host": _time(measured.host_us),
@@ -210,12 +210,12 @@ def _floor_lines(report: Report) -> list[str]:
     ]
 
 
-def _figures(measured: Measurement) -> dict[str, Any]:
+def _figures(row: Row, measured: Measurement) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "p50_us": round(measured.p50_us, 3),
         "p99_us": round(measured.p99_us, 3),
-        "algbw_gb_per_s": round(measured.algbw, 4),
-        "busbw_gb_per_s": round(measured.busbw, 4),
+        "algbw_gb_per_s": round(row.algbw(measured.p50_us), 4),
+        "busbw_gb_per_s": round(row.busbw(measured.p50_us), 4),
         "iterations": measured.iterations,
         "wrong": measured.wrong,
     }
@@ -232,7 +232,7 @@ def _peer_figures(row: Row, other: Measurement) -> dict[str, Any]:
     ratio, host_ratio = row.times_as_fast(other), row.host_times_as_fast(other)
     if ratio is None:
         return {"unsupported": other.unsupported}
-    figures = _figures(other) | {"times_as_fast": round(ratio, 3)}
+    figures = _figures(row, other) | {"times_as_fast": round(ratio, 3)}
     return figures | ({"host_times_as_fast": round(host_ratio, 3)} if host_ratio else {})
 
 
@@ -240,7 +240,7 @@ def row_object(row: Row) -> dict[str, Any]:
     """Convert a row for JSON."""
     return {
         **asdict(row.case),
-        **_figures(row.ours),
+        **_figures(row, row.ours),
         "floor_us": round(row.floor_us, 3),
         "floor_percent": round(row.floor_percent, 1) if row.has_floor else None,
         "peers": {other.engine: _peer_figures(row, other) for other in row.others},

@@ -20,13 +20,11 @@ _MOST_BUSY_CORES = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One engine's figures for one case: times in µs of the slowest rank, bandwidths in GB/s."""
+    """One engine's figures for one case: times in µs of the slowest rank."""
 
     engine: str  # or `engine: variant` for one of several ways to reduce a list
     p50_us: float = 0.0
     p99_us: float = 0.0
-    algbw: float = 0.0  # bytes / p50
-    busbw: float = 0.0  # algbw times the collective's bus factor
     iterations: int = 0
     wrong: int | None = None  # wrong elements over all ranks; None if nothing was checked
     unsupported: str = ""  # reason for missing figures, which are then 0
@@ -46,6 +44,7 @@ class Row:
     """
 
     case: Case
+    ranks: int
     floor_us: float
     ours: Measurement
     others: tuple[Measurement, ...]  # peers, and fastdist's other ways to reduce a list
@@ -65,6 +64,14 @@ class Row:
     def floor_percent(self) -> float:
         """fastdist's speed as a percentage of the floor's."""
         return 100 * self.floor_us / self.ours.p50_us
+
+    def algbw(self, time_us: float) -> float:
+        """Return the bytes of a call divided by its time, in GB/s."""
+        return self.case.bytes / time_us / 1e3
+
+    def busbw(self, time_us: float) -> float:
+        """Return the bus bandwidth of a call as in nccl-tests, in GB/s."""
+        return self.algbw(time_us) * COLLECTIVES[self.case.collective].bus_factor(self.ranks)
 
     def times_as_fast(self, other: Measurement) -> float | None:
         """Return another engine's time divided by fastdist's; None without figures."""
@@ -151,53 +158,22 @@ def p99_ns(times_ns: Sequence[int]) -> int:
     return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
 
 
-def measurement(
-    engine: str,
-    case: Case,
-    world_size: int,
-    times_ns: Sequence[int],
-    wrong: int | None,
-    host_ns: Sequence[int] = (),
-    graph_ns: Sequence[int] = (),
-    no_graph: str = "",
-) -> Measurement:
-    """Compute the figures of one engine from the slowest rank's times."""
-    p50_ns = statistics.median(times_ns)
-    return Measurement(
-        engine=engine,
-        p50_us=p50_ns / 1e3,
-        p99_us=p99_ns(times_ns) / 1e3,
-        algbw=case.bytes / p50_ns,
-        busbw=busbw(case, world_size, p50_ns),
-        iterations=len(times_ns),
-        wrong=wrong,
-        host_us=median_us(host_ns),
-        host_p99_us=p99_ns(host_ns) / 1e3 if host_ns else None,
-        graph_us=median_us(graph_ns),
-        no_graph=no_graph,
-    )
-
-
-def combined(rows: Sequence[Row], world_size: int) -> Row:
+def combined(rows: Sequence[Row]) -> Row:
     """Combine the rows of one case from several passes: medians, and the sums of counts.
 
     Engines that the last row lacks are left out.
     """
-    case = rows[-1].case
 
     def combine(name: str) -> Measurement:
         passes = [way for row in rows for way in row.measurements if way.engine == name]
         if unsupported := next((way for way in passes if way.unsupported), None):
             return unsupported
         samples_us = tuple(way.p50_us for way in passes)
-        p50_us = statistics.median(samples_us)
         checked = [way.wrong for way in passes if way.wrong is not None]
         return Measurement(
             engine=name,
-            p50_us=p50_us,
+            p50_us=statistics.median(samples_us),
             p99_us=statistics.median(way.p99_us for way in passes),
-            algbw=case.bytes / p50_us / 1e3,
-            busbw=busbw(case, world_size, 1e3 * p50_us),
             iterations=sum(way.iterations for way in passes),
             wrong=sum(checked) if checked else None,
             samples_us=samples_us,
@@ -206,11 +182,6 @@ def combined(rows: Sequence[Row], world_size: int) -> Row:
     ours, *others = (combine(way.engine) for way in rows[-1].measurements)
     floor_us = statistics.median(row.floor_us for row in rows)
     return replace(rows[-1], floor_us=floor_us, ours=ours, others=tuple(others))
-
-
-def busbw(case: Case, world_size: int, time_ns: float) -> float:
-    """Return the bus bandwidth of a call as in nccl-tests, in GB/s."""
-    return case.bytes / time_ns * COLLECTIVES[case.collective].bus_factor(world_size)
 
 
 def median_us(times_ns: Sequence[int]) -> float | None:

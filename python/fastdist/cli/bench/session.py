@@ -114,12 +114,21 @@ class _Contender:
         """Count the wrong elements of all ranks."""
         self.wrong = sum(int(reply["wrong"]) for reply in self.command("check"))
 
-    def measurement(self, case: Case, world_size: int) -> Measurement:
+    def measurement(self) -> Measurement:
         """Return the figures of all turns."""
         if self.unsupported:
             return Measurement(self.name, unsupported=self.unsupported)
-        times = (self.times_ns, self.wrong, self.host_ns, self.graph_ns, self.no_graph)
-        return results.measurement(self.name, case, world_size, *times)
+        return Measurement(
+            self.name,
+            p50_us=statistics.median(self.times_ns) / 1e3,
+            p99_us=results.p99_ns(self.times_ns) / 1e3,
+            iterations=len(self.times_ns),
+            wrong=self.wrong,
+            host_us=results.median_us(self.host_ns),
+            host_p99_us=results.p99_ns(self.host_ns) / 1e3 if self.host_ns else None,
+            graph_us=results.median_us(self.graph_ns),
+            no_graph=self.no_graph,
+        )
 
 
 class Session:
@@ -240,9 +249,9 @@ class Session:
         for engine in self._engines:
             engine.command({"command": "release"}, self._effort.timeout_s)
         self._copies_ns += copies_ns
-        ours, *others = (contender.measurement(case, self._ranks) for contender in contenders)
+        ours, *others = (contender.measurement() for contender in contenders)
         floor = self._floor_us(case, copies_ns or self._copies_ns)
-        return Row(case, floor, ours, tuple(others), fits_caches)
+        return Row(case, self._ranks, floor, ours, tuple(others), fits_caches)
 
     def _time_copies(self) -> list[int]:
         message = {"command": "copy", "bytes": self._copy_bytes, "iterations": _COPIES}

@@ -207,127 +207,72 @@ void multiply_complex(std::byte* dst, std::byte* also, const std::byte* const* s
   }
 }
 
+// The tables have an entry for each enumerator, in order; null if the operation is not defined.
+static_assert(kDTypeCount == 17 && kReduceOpCount == 8);
+
 template <class Format>
-ReduceFunction floating(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return add<Format, 1, false>;
-    case ReduceOp::kMean:
-      return add<Format, 1, true>;
-    case ReduceOp::kProd:
-      return multiply<Format>;
-    case ReduceOp::kMin:
-      return reduce_exact<Format, Min>;
-    case ReduceOp::kMax:
-      return reduce_exact<Format, Max>;
-    case ReduceOp::kAnd:
-    case ReduceOp::kOr:
-    case ReduceOp::kXor:
-      return nullptr;
-  }
-  return nullptr;
-}
+constexpr ReduceFunction kFloating[kReduceOpCount] = {
+    add<Format, 1, false>,      // sum
+    add<Format, 1, true>,       // mean
+    multiply<Format>,           // prod
+    reduce_exact<Format, Min>,  // min
+    reduce_exact<Format, Max>,  // max
+};
 
 // `Ordered` is the element type; operations that ignore the sign use `Unsigned`.
 template <class Ordered, class Unsigned>
-ReduceFunction integral(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return reduce_exact<Native<Unsigned>, Sum>;
-    case ReduceOp::kProd:
-      return reduce_exact<Native<Unsigned>, Prod>;
-    case ReduceOp::kMin:
-      return reduce_exact<Native<Ordered>, Min>;
-    case ReduceOp::kMax:
-      return reduce_exact<Native<Ordered>, Max>;
-    case ReduceOp::kAnd:
-      return reduce_exact<Native<Unsigned>, And>;
-    case ReduceOp::kOr:
-      return reduce_exact<Native<Unsigned>, Or>;
-    case ReduceOp::kXor:
-      return reduce_exact<Native<Unsigned>, Xor>;
-    case ReduceOp::kMean:
-      return nullptr;
-  }
-  return nullptr;
-}
+constexpr ReduceFunction kIntegral[kReduceOpCount] = {
+    reduce_exact<Native<Unsigned>, Sum>,   // sum
+    nullptr,                               // mean
+    reduce_exact<Native<Unsigned>, Prod>,  // prod
+    reduce_exact<Native<Ordered>, Min>,    // min
+    reduce_exact<Native<Ordered>, Max>,    // max
+    reduce_exact<Native<Unsigned>, And>,   // and
+    reduce_exact<Native<Unsigned>, Or>,    // or
+    reduce_exact<Native<Unsigned>, Xor>,   // xor
+};
 
 // As in numpy, the sum of bools is their or, and the product their and.
-ReduceFunction boolean(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kMax:
-    case ReduceOp::kOr:
-      return reduce_exact<Native<std::uint8_t>, Or>;
-    case ReduceOp::kProd:
-    case ReduceOp::kMin:
-    case ReduceOp::kAnd:
-      return reduce_exact<Native<std::uint8_t>, And>;
-    case ReduceOp::kXor:
-      return reduce_exact<Native<std::uint8_t>, Xor>;
-    case ReduceOp::kMean:
-      return nullptr;
-  }
-  return nullptr;
-}
+constexpr ReduceFunction kBoolean[kReduceOpCount] = {
+    reduce_exact<Native<std::uint8_t>, Or>,   // sum
+    nullptr,                                  // mean
+    reduce_exact<Native<std::uint8_t>, And>,  // prod
+    reduce_exact<Native<std::uint8_t>, And>,  // min
+    reduce_exact<Native<std::uint8_t>, Or>,   // max
+    reduce_exact<Native<std::uint8_t>, And>,  // and
+    reduce_exact<Native<std::uint8_t>, Or>,   // or
+    reduce_exact<Native<std::uint8_t>, Xor>,  // xor
+};
 
 template <class T>
-ReduceFunction complex(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return add<Native<T>, 2, false>;
-    case ReduceOp::kMean:
-      return add<Native<T>, 2, true>;
-    case ReduceOp::kProd:
-      return multiply_complex<T>;
-    case ReduceOp::kMin:
-    case ReduceOp::kMax:
-    case ReduceOp::kAnd:
-    case ReduceOp::kOr:
-    case ReduceOp::kXor:
-      return nullptr;
-  }
-  return nullptr;
-}
+constexpr ReduceFunction kComplex[kReduceOpCount] = {
+    add<Native<T>, 2, false>,  // sum
+    add<Native<T>, 2, true>,   // mean
+    multiply_complex<T>,       // prod
+};
+
+constexpr const ReduceFunction* kReductions[kDTypeCount] = {
+    kBoolean,
+    kIntegral<std::int8_t, std::uint8_t>,
+    kIntegral<std::int16_t, std::uint16_t>,
+    kIntegral<std::int32_t, std::uint32_t>,
+    kIntegral<std::int64_t, std::uint64_t>,
+    kIntegral<std::uint8_t, std::uint8_t>,
+    kIntegral<std::uint16_t, std::uint16_t>,
+    kIntegral<std::uint32_t, std::uint32_t>,
+    kIntegral<std::uint64_t, std::uint64_t>,
+    kFloating<Float16>,
+    kFloating<BFloat16>,
+    kFloating<Float8E4M3FN>,
+    kFloating<Float8E5M2>,
+    kFloating<Native<float>>,
+    kFloating<Native<double>>,
+    kComplex<float>,
+    kComplex<double>,
+};
 
 ReduceFunction find_reduce(DType dtype, ReduceOp op) {
-  switch (dtype) {
-    case DType::kBool:
-      return boolean(op);
-    case DType::kInt8:
-      return integral<std::int8_t, std::uint8_t>(op);
-    case DType::kInt16:
-      return integral<std::int16_t, std::uint16_t>(op);
-    case DType::kInt32:
-      return integral<std::int32_t, std::uint32_t>(op);
-    case DType::kInt64:
-      return integral<std::int64_t, std::uint64_t>(op);
-    case DType::kUInt8:
-      return integral<std::uint8_t, std::uint8_t>(op);
-    case DType::kUInt16:
-      return integral<std::uint16_t, std::uint16_t>(op);
-    case DType::kUInt32:
-      return integral<std::uint32_t, std::uint32_t>(op);
-    case DType::kUInt64:
-      return integral<std::uint64_t, std::uint64_t>(op);
-    case DType::kFloat16:
-      return floating<Float16>(op);
-    case DType::kBFloat16:
-      return floating<BFloat16>(op);
-    case DType::kFloat8E4M3FN:
-      return floating<Float8E4M3FN>(op);
-    case DType::kFloat8E5M2:
-      return floating<Float8E5M2>(op);
-    case DType::kFloat32:
-      return floating<Native<float>>(op);
-    case DType::kFloat64:
-      return floating<Native<double>>(op);
-    case DType::kComplex64:
-      return complex<float>(op);
-    case DType::kComplex128:
-      return complex<double>(op);
-  }
-  return nullptr;
+  return kReductions[static_cast<int>(dtype)][static_cast<int>(op)];
 }
 
 #if FASTDIST_VECTOR_BYTES == 64
@@ -418,70 +363,22 @@ void convert_loop(std::byte* dst_bytes, const std::byte* src_bytes, std::size_t 
 
 using ConvertLoop = void (*)(std::byte*, const std::byte*, std::size_t, float);
 
+// To each floating dtype, in order.
 template <class From>
-ConvertLoop convert_from(DType dst) {
-  switch (dst) {
-    case DType::kFloat16:
-      return convert_loop<Float16, From>;
-    case DType::kBFloat16:
-      return convert_loop<BFloat16, From>;
-    case DType::kFloat8E4M3FN:
-      return convert_loop<Float8E4M3FN, From>;
-    case DType::kFloat8E5M2:
-      return convert_loop<Float8E5M2, From>;
-    case DType::kFloat32:
-      return convert_loop<Native<float>, From>;
-    case DType::kFloat64:
-      return convert_loop<Native<double>, From>;
-    case DType::kBool:
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kUInt8:
-    case DType::kUInt16:
-    case DType::kUInt32:
-    case DType::kUInt64:
-    case DType::kComplex64:
-    case DType::kComplex128:
-      return nullptr;
-  }
-  return nullptr;
-}
-
-ConvertLoop find_convert(DType dst, DType src) {
-  switch (src) {
-    case DType::kFloat16:
-      return convert_from<Float16>(dst);
-    case DType::kBFloat16:
-      return convert_from<BFloat16>(dst);
-    case DType::kFloat8E4M3FN:
-      return convert_from<Float8E4M3FN>(dst);
-    case DType::kFloat8E5M2:
-      return convert_from<Float8E5M2>(dst);
-    case DType::kFloat32:
-      return convert_from<Native<float>>(dst);
-    case DType::kFloat64:
-      return convert_from<Native<double>>(dst);
-    case DType::kBool:
-    case DType::kInt8:
-    case DType::kInt16:
-    case DType::kInt32:
-    case DType::kInt64:
-    case DType::kUInt8:
-    case DType::kUInt16:
-    case DType::kUInt32:
-    case DType::kUInt64:
-    case DType::kComplex64:
-    case DType::kComplex128:
-      return nullptr;
-  }
-  return nullptr;
-}
+constexpr ConvertLoop kConvertFrom[] = {
+    convert_loop<Float16, From>,       convert_loop<BFloat16, From>,
+    convert_loop<Float8E4M3FN, From>,  convert_loop<Float8E5M2, From>,
+    convert_loop<Native<float>, From>, convert_loop<Native<double>, From>,
+};
+constexpr const ConvertLoop* kConversions[] = {
+    kConvertFrom<Float16>,    kConvertFrom<BFloat16>,      kConvertFrom<Float8E4M3FN>,
+    kConvertFrom<Float8E5M2>, kConvertFrom<Native<float>>, kConvertFrom<Native<double>>,
+};
 
 void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,
              std::size_t count, float scale) {
-  find_convert(dst_dtype, src_dtype)(dst, src, count, scale);
+  const auto at = [](DType d) { return static_cast<int>(d) - static_cast<int>(DType::kFloat16); };
+  kConversions[at(src_dtype)][at(dst_dtype)](dst, src, count, scale);
 }
 
 }  // namespace

@@ -103,6 +103,8 @@ class NcclCommunicator final : public GpuCommunicator {
                                                      const CallOptions& options);
 
   // native.cpp: must be called within a call.
+  void give(const std::byte* data, std::size_t bytes, int to, const CallOptions& options);
+  void take(std::byte* data, std::size_t bytes, int from, const CallOptions& options);
   void reduce_one(const TensorView& in, const TensorView& out, ReduceOp op, std::optional<int> root,
                   const CallOptions& options);
 

@@ -56,9 +56,7 @@ void NcclCommunicator::reduce_gathered(std::byte* gathered, std::size_t stride, 
 void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
                                        std::optional<int> root, const CallOptions& options) {
   const OutsideGroups outside(*this, options);
-  const abi::Functions& f = functions();
   const StreamHandle stream = stream_of(options);
-  const abi::Comm comm = handle_->get();
   const auto n = static_cast<std::size_t>(size_);
   ScratchUse scratch(*this, stream);
   std::byte* const gathered =
@@ -67,36 +65,21 @@ void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& o
     const std::size_t chunk = std::min(in.bytes() - done, kChunkBytes);
     const std::size_t part = round_up((chunk + n - 1) / n);
     const Range own = part_of(chunk, part, rank_);
-    Group give(*this, options);
+    Group inputs(*this, options);
     for (int p = 0; p < size_; ++p) {
       const Range range = part_of(chunk, part, p);
-      if (range.bytes != 0) {
-        handle_->check(
-            f.send(in.data + done + range.begin, range.bytes, abi::kUint8, p, comm, stream),
-            "ncclSend");
-      }
-      if (own.bytes != 0) {
-        handle_->check(f.recv(gathered + static_cast<std::size_t>(p) * part, own.bytes, abi::kUint8,
-                              p, comm, stream),
-                       "ncclRecv");
-      }
+      give(in.data + done + range.begin, range.bytes, p, options);
+      take(gathered + static_cast<std::size_t>(p) * part, own.bytes, p, options);
     }
-    give.end();
+    inputs.end();
     reduce_gathered(gathered, part, own.bytes, in.dtype, op, stream);
-    Group take(*this, options);
+    Group results(*this, options);
     for (int p = 0; p < size_; ++p) {
       const Range range = part_of(chunk, part, p);
-      if (own.bytes != 0 && (!root || p == *root)) {
-        handle_->check(f.send(gathered + n * part, own.bytes, abi::kUint8, p, comm, stream),
-                       "ncclSend");
-      }
-      if (range.bytes != 0 && (!root || rank_ == *root)) {
-        handle_->check(
-            f.recv(out.data + done + range.begin, range.bytes, abi::kUint8, p, comm, stream),
-            "ncclRecv");
-      }
+      if (!root || p == *root) give(gathered + n * part, own.bytes, p, options);
+      if (!root || rank_ == *root) take(out.data + done + range.begin, range.bytes, p, options);
     }
-    take.end();
+    results.end();
   }
   scratch.end();
 }
@@ -104,9 +87,7 @@ void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& o
 void NcclCommunicator::exchange_reduce_scatter(const TensorView& in, const TensorView& out,
                                                ReduceOp op, const CallOptions& options) {
   const OutsideGroups outside(*this, options);
-  const abi::Functions& f = functions();
   const StreamHandle stream = stream_of(options);
-  const abi::Comm comm = handle_->get();
   const auto n = static_cast<std::size_t>(size_);
   // Bytes of each rank's part per chunk; a multiple of 16 bytes, so whole elements of any dtype.
   const std::size_t step = std::max(round_up(kChunkBytes / n), cuda::kQuantumBytes);
@@ -115,16 +96,13 @@ void NcclCommunicator::exchange_reduce_scatter(const TensorView& in, const Tenso
   std::byte* const gathered = scratch->gathered((n + 1) * stride, options, checker_);
   for (std::size_t done = 0; done < out.bytes(); done += step) {
     const std::size_t bytes = std::min(out.bytes() - done, step);
-    Group give(*this, options);
+    Group inputs(*this, options);
     for (int p = 0; p < size_; ++p) {
       const auto rank = static_cast<std::size_t>(p);
-      handle_->check(
-          f.send(in.data + rank * out.bytes() + done, bytes, abi::kUint8, p, comm, stream),
-          "ncclSend");
-      handle_->check(f.recv(gathered + rank * stride, bytes, abi::kUint8, p, comm, stream),
-                     "ncclRecv");
+      give(in.data + rank * out.bytes() + done, bytes, p, options);
+      take(gathered + rank * stride, bytes, p, options);
     }
-    give.end();
+    inputs.end();
     reduce_gathered(gathered, stride, bytes, in.dtype, op, stream);
     FASTDIST_CUDA_CHECK(cudaMemcpyAsync(out.data + done, gathered + n * stride, bytes,
                                         cudaMemcpyDeviceToDevice, stream));

@@ -9,6 +9,21 @@
 
 namespace fastdist::nccl {
 
+void NcclCommunicator::give(const std::byte* data, std::size_t bytes, int to,
+                            const CallOptions& options) {
+  if (bytes == 0) return;
+  handle_->check(functions().send(data, bytes, abi::kUint8, to, handle_->get(), stream_of(options)),
+                 "ncclSend");
+}
+
+void NcclCommunicator::take(std::byte* data, std::size_t bytes, int from,
+                            const CallOptions& options) {
+  if (bytes == 0) return;
+  handle_->check(
+      functions().recv(data, bytes, abi::kUint8, from, handle_->get(), stream_of(options)),
+      "ncclRecv");
+}
+
 void NcclCommunicator::reduce_one(const TensorView& in, const TensorView& out, ReduceOp op,
                                   std::optional<int> root, const CallOptions& options) {
   if (in.count == 0) return;
@@ -67,12 +82,9 @@ void NcclCommunicator::gather(TensorView in, TensorView out, int root, const Cal
           f.gather(in.data, out.data, bytes, abi::kUint8, root, handle_->get(), stream_of(options)),
           "ncclGather");
     } else {
-      handle_->check(f.send(in.data, bytes, abi::kUint8, root, handle_->get(), stream_of(options)),
-                     "ncclSend");
+      give(in.data, bytes, root, options);
       for (int p = 0; p < size_ && rank_ == root; ++p) {
-        handle_->check(f.recv(out.data + static_cast<std::size_t>(p) * bytes, bytes, abi::kUint8, p,
-                              handle_->get(), stream_of(options)),
-                       "ncclRecv");
+        take(out.data + static_cast<std::size_t>(p) * bytes, bytes, p, options);
       }
     }
     group.end();
@@ -93,12 +105,9 @@ void NcclCommunicator::scatter(TensorView in, TensorView out, int root,
                      "ncclScatter");
     } else {
       for (int p = 0; p < size_ && rank_ == root; ++p) {
-        handle_->check(f.send(in.data + static_cast<std::size_t>(p) * bytes, bytes, abi::kUint8, p,
-                              handle_->get(), stream_of(options)),
-                       "ncclSend");
+        give(in.data + static_cast<std::size_t>(p) * bytes, bytes, p, options);
       }
-      handle_->check(f.recv(out.data, bytes, abi::kUint8, root, handle_->get(), stream_of(options)),
-                     "ncclRecv");
+      take(out.data, bytes, root, options);
     }
     group.end();
   }
@@ -142,16 +151,8 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
     for (std::size_t p = 0; p < n; ++p) {
       const std::size_t gives = (counts.empty() ? in.count / n : counts[r * n + p]) * item;
       const std::size_t takes = (counts.empty() ? in.count / n : counts[p * n + r]) * item;
-      if (gives != 0) {
-        handle_->check(f.send(in.data + sent, gives, abi::kUint8, static_cast<int>(p),
-                              handle_->get(), stream_of(options)),
-                       "ncclSend");
-      }
-      if (takes != 0) {
-        handle_->check(f.recv(out.data + received, takes, abi::kUint8, static_cast<int>(p),
-                              handle_->get(), stream_of(options)),
-                       "ncclRecv");
-      }
+      give(in.data + sent, gives, static_cast<int>(p), options);
+      take(out.data + received, takes, static_cast<int>(p), options);
       sent += gives;
       received += takes;
     }
@@ -165,9 +166,7 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
 void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNever);
   if (in.count != 0) {
-    handle_->check(functions().send(in.data, in.bytes(), abi::kUint8, lane_ ? 1 : dst,
-                                    handle_->get(), stream_of(options)),
-                   "ncclSend");
+    give(in.data, in.bytes(), lane_ ? 1 : dst, options);
     if (group_depth_ == 0) handle_->settle(options, "ncclSend");
   }
   call.end();
@@ -177,9 +176,7 @@ void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options)
   Call call(*this, signature_of(rooted(Op::kRecv, src), {&out, 1}), options,
             Call::Compared::kNever);
   if (out.count != 0) {
-    handle_->check(functions().recv(out.data, out.bytes(), abi::kUint8, lane_ ? 0 : src,
-                                    handle_->get(), stream_of(options)),
-                   "ncclRecv");
+    take(out.data, out.bytes(), lane_ ? 0 : src, options);
     if (group_depth_ == 0) handle_->settle(options, "ncclRecv");
   }
   call.end();

@@ -64,7 +64,7 @@ std::shared_ptr<Gpu> connect_gpu(const py::bytes& id, int rank, int size, int de
 
 // Device memory. Freeing it waits for the device.
 struct GpuMemory {
-  std::shared_ptr<nccl::Memory> memory;
+  std::shared_ptr<std::byte> memory;
   std::size_t bytes;
   int device;
 };
@@ -75,7 +75,7 @@ GpuMemory allocate(Gpu& self, std::size_t bytes, const py::object& timeout) {
   });
   auto* const made = memory.get();
   // Waiting for the device may mean waiting for another rank, whose thread may need the GIL.
-  const auto free = [memory = std::move(memory)](nccl::Memory*) mutable {
+  const auto free = [memory = std::move(memory)](std::byte*) mutable {
     const GilRelease release;
     memory.reset();
   };
@@ -103,7 +103,7 @@ GpuRegistration lend(Gpu& self, const py::object& arrays, const py::object& time
 // Version 3 of the CUDA array interface, which torch.as_tensor and cupy.asarray accept without a
 // copy.
 py::dict array_interface(const GpuMemory& memory) {
-  const auto data = reinterpret_cast<std::uintptr_t>(memory.memory->data());
+  const auto data = reinterpret_cast<std::uintptr_t>(memory.memory.get());
   return py::dict("shape"_a = py::make_tuple(memory.bytes), "typestr"_a = "|u1",
                   "data"_a = py::make_tuple(data, /*read_only=*/false), "strides"_a = py::none(),
                   "stream"_a = py::none(), "version"_a = 3);

@@ -198,11 +198,12 @@ std::shared_ptr<const Mark> NcclCommunicator::record(StreamHandle stream) {
 
 // All ranks wait for each other while NCCL creates a window, so this is a collective, but not in a
 // stream.
-std::shared_ptr<Memory> NcclCommunicator::allocate(std::size_t bytes, const CallOptions& options) {
+std::shared_ptr<std::byte> NcclCommunicator::allocate(std::size_t bytes,
+                                                      const CallOptions& options) {
   const Call call(*this, {.op = Op::kEmpty, .count = bytes}, options, Call::Compared::kNever);
   const auto memory = std::make_shared<NcclMemory>(handle_, bytes, options, checker_);
   // The caller may drop the memory while a call uses it, and NCCL does not wait.
-  return {memory.get(), [memory](Memory*) { memory->wait_for_device(); }};
+  return {memory->data(), [memory](std::byte*) { memory->wait_for_device(); }};
 }
 
 std::shared_ptr<void> NcclCommunicator::lend(std::byte* data, std::size_t bytes,

@@ -72,7 +72,7 @@ class NcclCommunicator final : public GpuCommunicator {
   void follow(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<const Mark> record(StreamHandle stream) override;
-  [[nodiscard]] std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) override;
+  [[nodiscard]] std::shared_ptr<std::byte> allocate(std::size_t bytes, const CallOptions&) override;
   [[nodiscard]] std::shared_ptr<void> lend(std::byte* data, std::size_t bytes,
                                            const CallOptions&) override;
   void share_failures(GpuCommunicator& other) override;

@@ -40,17 +40,6 @@ class Mark {
   virtual void make_wait(StreamHandle stream) const = 0;
 };
 
-// Memory that NCCL can use without a copy; freed with this object.
-class Memory {
- public:
-  Memory() = default;
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  virtual ~Memory() = default;
-
-  [[nodiscard]] virtual std::byte* data() const noexcept = 0;
-};
-
 // Compares the signatures of all collectives through the ranks' hosts, since NCCL does not.
 class Checker {
  public:
@@ -107,8 +96,9 @@ class GpuCommunicator : public Communicator {
   // Returns the point that the work on `stream` has reached.
   [[nodiscard]] virtual std::shared_ptr<const Mark> record(StreamHandle stream) = 0;
 
-  // Every rank must call, with the same `bytes`.
-  [[nodiscard]] virtual std::shared_ptr<Memory> allocate(std::size_t bytes, const CallOptions&) = 0;
+  // Returns memory that NCCL can use without a copy. Every rank must call, with the same `bytes`.
+  [[nodiscard]] virtual std::shared_ptr<std::byte> allocate(std::size_t bytes,
+                                                            const CallOptions&) = 0;
   // Registers the caller's memory with NCCL until the result is destroyed. One rank alone may call.
   [[nodiscard]] virtual std::shared_ptr<void> lend(std::byte* data, std::size_t bytes,
                                                    const CallOptions&) = 0;

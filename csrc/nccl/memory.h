@@ -32,15 +32,17 @@ class Registration {
   void* registration_ = nullptr;
 };
 
-class NcclMemory final : public Memory {
+class NcclMemory {
  public:
   // Every rank must call. The device must be current. `checker` may be null: then all ranks must
   // get a window, or none.
   NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, const CallOptions& options,
              Checker* checker);
-  ~NcclMemory() override;
+  NcclMemory(const NcclMemory&) = delete;
+  NcclMemory& operator=(const NcclMemory&) = delete;
+  ~NcclMemory();
 
-  [[nodiscard]] std::byte* data() const noexcept override { return data_.get(); }
+  [[nodiscard]] std::byte* data() const noexcept { return data_.get(); }
   // Waits until no enqueued work can use the memory.
   void wait_for_device() const noexcept;
 

@@ -24,11 +24,11 @@ enum class Kind : std::uint32_t {
 
 // Precedes each message; `bytes` bytes of text or of a FailureRecord follow.
 struct Head {
-  Kind kind;
-  std::uint32_t bytes;
-  std::uint64_t number;     // of the transfer, the question or the wait
-  std::uint64_t signature;  // of a mismatch, packed
-  std::uint64_t count;
+  Kind kind{};
+  std::uint32_t bytes = 0;
+  std::uint64_t number = 0;     // of the transfer, the question or the wait
+  std::uint64_t signature = 0;  // of a mismatch, packed
+  std::uint64_t count = 0;
 };
 
 constexpr std::size_t kLongestText = 4096;
@@ -41,7 +41,9 @@ bool is_valid(const Head& head) {
 
 constexpr int kWritePatienceMs = 200;
 
-std::vector<std::byte> compose(Head head, std::string_view text) {
+std::string_view cut(std::string_view text) { return text.substr(0, kLongestText); }
+
+std::vector<std::byte> compose(Head head, std::string_view text = {}) {
   head.bytes = static_cast<std::uint32_t>(text.size());
   std::vector<std::byte> message(sizeof(Head) + text.size());
   std::memcpy(message.data(), &head, sizeof(Head));
@@ -109,26 +111,6 @@ void AnswerReader::parse() {
   buffer_.erase(buffer_.begin(), buffer_.begin() + static_cast<std::ptrdiff_t>(at));
 }
 
-Acknowledgement AnswerReader::last() const {
-  const std::lock_guard lock(mutex_);
-  return last_;
-}
-
-bool AnswerReader::has_closed() const {
-  const std::lock_guard lock(mutex_);
-  return closed_;
-}
-
-bool AnswerReader::has_ended() const {
-  const std::lock_guard lock(mutex_);
-  return ended_;
-}
-
-std::optional<Failure> AnswerReader::failure() const {
-  const std::lock_guard lock(mutex_);
-  return failure_;
-}
-
 std::optional<std::uint64_t> AnswerReader::take_question() {
   const std::lock_guard lock(mutex_);
   return std::exchange(question_, std::nullopt);
@@ -147,47 +129,31 @@ std::optional<std::string> AnswerReader::deadlock_of(std::uint64_t id) const {
 }
 
 void AnswerWriter::acknowledge(const Acknowledgement& answer) noexcept {
-  Head head{};
-  head.kind = answer.is_mismatch ? Kind::kMismatch : Kind::kReceived;
-  head.number = answer.number;
-  head.signature = answer.signature.packed();
-  head.count = answer.signature.count;
-  write(compose(head, std::string_view(answer.site).substr(0, kLongestText)));
+  write(compose({.kind = answer.is_mismatch ? Kind::kMismatch : Kind::kReceived,
+                 .number = answer.number,
+                 .signature = answer.signature.packed(),
+                 .count = answer.signature.count},
+                cut(answer.site)));
 }
 
-void AnswerWriter::tell_closed() noexcept {
-  Head head{};
-  head.kind = Kind::kClosed;
-  write(compose(head, ""));
-}
+void AnswerWriter::tell_closed() noexcept { write(compose({.kind = Kind::kClosed})); }
 
 void AnswerWriter::tell_failure(const Failure& failure) noexcept {
-  Head head{};
-  head.kind = Kind::kFailure;
   FailureRecord record{};
   fastdist::write(failure, record);
-  write(compose(head, bytes_of(record)));
+  write(compose({.kind = Kind::kFailure}, bytes_of(record)));
 }
 
 void AnswerWriter::ask(std::uint64_t number) noexcept {
-  Head head{};
-  head.kind = Kind::kQuestion;
-  head.number = number;
-  write(compose(head, ""));
+  write(compose({.kind = Kind::kQuestion, .number = number}));
 }
 
 void AnswerWriter::tell_state(std::uint64_t number, const std::string& state) noexcept {
-  Head head{};
-  head.kind = Kind::kState;
-  head.number = number;
-  write(compose(head, std::string_view(state).substr(0, kLongestText)));
+  write(compose({.kind = Kind::kState, .number = number}, cut(state)));
 }
 
 void AnswerWriter::tell_deadlock(std::uint64_t id, const std::string& detail) noexcept {
-  Head head{};
-  head.kind = Kind::kDeadlock;
-  head.number = id;
-  write(compose(head, std::string_view(detail).substr(0, kLongestText)));
+  write(compose({.kind = Kind::kDeadlock, .number = id}, cut(detail)));
 }
 
 // A peer reads its answers whenever it waits, so the kernel's buffer has room for them.

@@ -32,13 +32,13 @@ class AnswerReader {
   // Reads what has arrived, without waiting.
   void poll();
   // Returns the latest answer to a transfer.
-  [[nodiscard]] Acknowledgement last() const;
+  [[nodiscard]] Acknowledgement last() const { return locked(last_); }
   // The peer has closed the communicator.
-  [[nodiscard]] bool has_closed() const;
+  [[nodiscard]] bool has_closed() const { return locked(closed_); }
   // The peer has closed the connection: it has closed the communicator, or has died.
-  [[nodiscard]] bool has_ended() const;
+  [[nodiscard]] bool has_ended() const { return locked(ended_); }
   // Returns why the peer gave up, if it did.
-  [[nodiscard]] std::optional<Failure> failure() const;
+  [[nodiscard]] std::optional<Failure> failure() const { return locked(failure_); }
   // Returns, once, the number of the peer's latest question about this rank's state.
   [[nodiscard]] std::optional<std::uint64_t> take_question();
   // Returns the peer's answer to question `number` or a later one, if it has arrived.
@@ -48,6 +48,11 @@ class AnswerReader {
 
  private:
   void parse();
+  template <class T>
+  T locked(const T& value) const {
+    const std::lock_guard lock(mutex_);
+    return value;
+  }
 
   int fd_;
   int ranks_;

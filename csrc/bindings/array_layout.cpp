@@ -24,43 +24,22 @@ bool is_row_major(const std::int64_t* shape, const std::int64_t* strides, int nd
 
 std::optional<DType> dlpack_dtype(const dlpack::DataType& type) {
   using enum DType;
-  if (type.lanes != 1) return std::nullopt;
-  const auto pick = [&](DType b8, DType b16, DType b32, DType b64) -> std::optional<DType> {
-    switch (type.bits) {
-      case 8:
-        return b8;
-      case 16:
-        return b16;
-      case 32:
-        return b32;
-      case 64:
-        return b64;
-      default:
-        return std::nullopt;
-    }
+  struct Known {
+    int code;
+    int bits;
+    DType dtype;
   };
-  switch (type.code) {
-    case 0:
-      return pick(kInt8, kInt16, kInt32, kInt64);
-    case 1:
-      return pick(kUInt8, kUInt16, kUInt32, kUInt64);
-    case 2:
-      if (type.bits == 8) return std::nullopt;
-      return pick(kBool, kFloat16, kFloat32, kFloat64);
-    case 4:
-      return type.bits == 16 ? std::optional(kBFloat16) : std::nullopt;
-    case 5:
-      if (type.bits == 64) return kComplex64;
-      return type.bits == 128 ? std::optional(kComplex128) : std::nullopt;
-    case 6:
-      return type.bits == 8 ? std::optional(kBool) : std::nullopt;
-    case 10:
-      return kFloat8E4M3FN;
-    case 12:
-      return kFloat8E5M2;
-    default:
-      return std::nullopt;
+  static constexpr Known kKnown[] = {
+      {2, 32, kFloat32},    {4, 16, kBFloat16},  {2, 16, kFloat16},     {2, 64, kFloat64},
+      {0, 64, kInt64},      {0, 32, kInt32},     {0, 16, kInt16},       {0, 8, kInt8},
+      {1, 8, kUInt8},       {1, 16, kUInt16},    {1, 32, kUInt32},      {1, 64, kUInt64},
+      {6, 8, kBool},        {5, 64, kComplex64}, {5, 128, kComplex128}, {10, 8, kFloat8E4M3FN},
+      {12, 8, kFloat8E5M2},
+  };
+  for (const Known& known : kKnown) {
+    if (known.code == type.code && known.bits == type.bits && type.lanes == 1) return known.dtype;
   }
+  return std::nullopt;
 }
 
 std::string type_name(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }

@@ -120,6 +120,18 @@ DType to_wire_dtype(py::handle name) {
   throw_unexpected("compress must be None, fp16, bf16 or fp8", name);
 }
 
+void check_compressible(const Arrays& arrays, ReduceOp op) {
+  if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
+    throw Error(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"" +
+                                       std::string(name_of(op)) + "\"");
+  }
+  for (const TensorView& a : arrays.views()) {
+    if (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64) continue;
+    throw Error(ErrorCode::kType, "compress works on float32 and float64 arrays, got " +
+                                      std::string(name_of(a.dtype)));
+  }
+}
+
 void refuse_tag_on_gpus(std::uint64_t tag) {
   if (tag == 0) return;
   throw Error(ErrorCode::kUnsupported,
@@ -265,6 +277,7 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
   check_arrays(ranks);
   if (!given.compress.is_none()) wire = to_wire_dtype(given.compress);
+  if (wire && op == Op::kAllReduce) check_compressible(*in, reduce_op);
   bucket_bytes = to_bucket_bytes(given);
 }
 

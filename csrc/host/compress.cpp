@@ -43,15 +43,6 @@ std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in, D
 
 void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorViews out, ReduceOp op,
                            DType wire, const CallOptions& caller_options) {
-  if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
-    throw Error(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"" +
-                                       std::string(name_of(op)) + "\"");
-  }
-  for (const TensorView& a : in) {
-    if (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64) continue;
-    throw Error(ErrorCode::kType, "compress works on float32 and float64 arrays, got " +
-                                      std::string(name_of(a.dtype)));
-  }
   const Signature whole =
       signature_of({.op = Op::kAllReduce, .reduce_op = op, .compress = wire}, in);
   CallOptions options = caller_options;

@@ -93,18 +93,6 @@ const float* NcclCommunicator::measure_all(const cuda::BucketPlan& plan, TensorV
 
 namespace {
 
-void check_compression(TensorViews arrays, ReduceOp op) {
-  if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
-    throw Error(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"" +
-                                       std::string(name_of(op)) + "\"");
-  }
-  for (const TensorView& a : arrays) {
-    if (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64) continue;
-    throw Error(ErrorCode::kType, "compress works on float32 and float64 arrays, got " +
-                                      std::string(name_of(a.dtype)));
-  }
-}
-
 // Returns true for means that are sent as sums, and divided when they are unpacked: NCCL sums in
 // NVLink's switches, but averages there in newer versions only. A sum of float16 could overflow.
 bool is_sent_as_sum(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16; }
@@ -118,7 +106,6 @@ bool is_eight_bit(DType dtype) {
 void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceOp op,
                                         std::optional<DType> wire, std::size_t bucket_bytes,
                                         const CallOptions& options) {
-  if (wire) check_compression(in, op);
   Signature signature = signature_of({.op = Op::kAllReduce, .reduce_op = op, .compress = wire}, in);
   // Ranks with different buckets would wait for each other forever.
   if (in.size() > 1 && bucket_bytes != kDefaultBucketBytes) {

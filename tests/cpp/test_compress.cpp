@@ -147,16 +147,5 @@ CASE(nan_and_infinity_stay_visible) {
   }
 }
 
-CASE(what_cannot_be_compressed_is_refused) {
-  Equals c(2);
-  const Array ints(DType::kInt32, 4);
-  const Array floats(DType::kFloat32, 4);
-  CHECK_THROWS(ErrorCode::kType, all_reduce_compressed(c, ints.views(), ints.views(),
-                                                       ReduceOp::kSum, DType::kFloat16, patient()));
-  CHECK_THROWS(ErrorCode::kValue,
-               all_reduce_compressed(c, floats.views(), floats.views(), ReduceOp::kMax,
-                                     DType::kFloat16, patient()));
-}
-
 }  // namespace
 }  // namespace fastdist::test

@@ -8,30 +8,12 @@
 namespace fastdist {
 namespace {
 
-struct DTypeInfo {
-  std::string_view name;
-  std::size_t bytes;
-};
-
-constexpr std::array<DTypeInfo, kDTypeCount> kDTypes{{
-    {"bool", 1},
-    {"int8", 1},
-    {"int16", 2},
-    {"int32", 4},
-    {"int64", 8},
-    {"uint8", 1},
-    {"uint16", 2},
-    {"uint32", 4},
-    {"uint64", 8},
-    {"float16", 2},
-    {"bfloat16", 2},
-    {"float8_e4m3fn", 1},
-    {"float8_e5m2", 1},
-    {"float32", 4},
-    {"float64", 8},
-    {"complex64", 8},
-    {"complex128", 16},
-}};
+constexpr std::array<std::string_view, kDTypeCount> kDTypes{
+    "bool",        "int8",    "int16",   "int32",     "int64",     "uint8",
+    "uint16",      "uint32",  "uint64",  "float16",   "bfloat16",  "float8_e4m3fn",
+    "float8_e5m2", "float32", "float64", "complex64", "complex128"};
+constexpr std::array<std::size_t, kDTypeCount> kDTypeBytes{1, 1, 2, 4, 8, 1, 2, 4, 8,
+                                                           2, 2, 1, 1, 4, 8, 8, 16};
 
 constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"sum", "mean", "prod", "min",
                                                                   "max", "and",  "or",   "xor"};
@@ -43,43 +25,37 @@ constexpr std::array<std::string_view, kOpCount> kOps{
 // The name of a number from another process that stands for nothing.
 constexpr std::string_view kUnknown = "unknown";
 
+template <class Enum, std::size_t kCount>
+std::string_view name_in(const std::array<std::string_view, kCount>& names, Enum value) {
+  const auto i = static_cast<std::size_t>(value);
+  return i < kCount ? names[i] : kUnknown;
+}
+
+template <class Enum, std::size_t kCount>
+std::optional<Enum> find_in(const std::array<std::string_view, kCount>& names,
+                            std::string_view name) {
+  const auto* found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) return std::nullopt;
+  return static_cast<Enum>(found - names.begin());
+}
+
 bool is_integer(DType dtype) { return dtype >= DType::kInt8 && dtype <= DType::kUInt64; }
 bool is_complex(DType dtype) { return dtype >= DType::kComplex64; }
 
 }  // namespace
 
-std::size_t size_of(DType dtype) noexcept { return kDTypes[static_cast<std::size_t>(dtype)].bytes; }
-std::string_view name_of(DType dtype) noexcept {
-  const auto i = static_cast<std::size_t>(dtype);
-  return i < kDTypes.size() ? kDTypes[i].name : kUnknown;
-}
-std::string_view name_of(ReduceOp op) noexcept {
-  const auto i = static_cast<std::size_t>(op);
-  return i < kReduceOps.size() ? kReduceOps[i] : kUnknown;
-}
-std::string_view name_of(Op op) noexcept {
-  const auto i = static_cast<std::size_t>(op);
-  return i < kOps.size() ? kOps[i] : kUnknown;
-}
+std::size_t size_of(DType dtype) noexcept { return kDTypeBytes[static_cast<std::size_t>(dtype)]; }
+std::string_view name_of(DType dtype) noexcept { return name_in(kDTypes, dtype); }
+std::string_view name_of(ReduceOp op) noexcept { return name_in(kReduceOps, op); }
+std::string_view name_of(Op op) noexcept { return name_in(kOps, op); }
 
 std::optional<DType> dtype_from_name(std::string_view name) noexcept {
-  for (std::size_t i = 0; i < kDTypes.size(); ++i) {
-    if (kDTypes[i].name == name) return static_cast<DType>(i);
-  }
-  return std::nullopt;
+  return find_in<DType>(kDTypes, name);
 }
-
 std::optional<ReduceOp> reduce_op_from_name(std::string_view name) noexcept {
-  const auto* found = std::find(kReduceOps.begin(), kReduceOps.end(), name);
-  if (found == kReduceOps.end()) return std::nullopt;
-  return static_cast<ReduceOp>(found - kReduceOps.begin());
+  return find_in<ReduceOp>(kReduceOps, name);
 }
-
-std::optional<Op> op_from_name(std::string_view name) noexcept {
-  const auto* found = std::find(kOps.begin(), kOps.end(), name);
-  if (found == kOps.end()) return std::nullopt;
-  return static_cast<Op>(found - kOps.begin());
-}
+std::optional<Op> op_from_name(std::string_view name) noexcept { return find_in<Op>(kOps, name); }
 
 void check_reducible(ReduceOp op, DType dtype) {
   const bool integer = is_integer(dtype);

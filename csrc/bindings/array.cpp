@@ -6,10 +6,6 @@
 #include <array>
 #include <atomic>
 #include <mutex>
-#include <numeric>
-#include <optional>
-#include <string>
-#include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/array_layout.h"

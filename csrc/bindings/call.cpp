@@ -2,12 +2,10 @@
 
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
 #include <string>
-#include <utility>
 
 #include "bindings/arguments.h"
 #include "core/error.h"

@@ -1,7 +1,6 @@
 #include "bindings/make_call.h"
 
 #include <memory>
-#include <string>
 
 #include "bindings/receive.h"
 #include "cuda/devices.h"

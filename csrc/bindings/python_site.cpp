@@ -2,12 +2,9 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <iterator>
-#include <string>
-#include <utility>
 #include <vector>
 
 #include "core/recorder.h"

@@ -1,10 +1,8 @@
 #include "core/inbox.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <set>
-#include <string>
 #include <thread>
 #include <utility>
 

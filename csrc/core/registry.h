@@ -1,7 +1,6 @@
 // The objects of a class that live in this process.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>

@@ -1,7 +1,6 @@
 // Owners of streams and events.
 #pragma once
 
-#include <chrono>
 #include <utility>
 
 struct CUstream_st;

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <vector>
 
 #include "core/error.h"
 #include "core/instruction_set.h"

@@ -1,10 +1,7 @@
 #include "nccl/communicator.h"
 
-#include <algorithm>
 #include <exception>
-#include <memory>
 #include <utility>
-#include <vector>
 
 #include "cuda/check.h"
 

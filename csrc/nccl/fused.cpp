@@ -12,8 +12,6 @@
 
 #include <algorithm>
 #include <functional>
-#include <utility>
-#include <vector>
 
 #include "cuda/check.h"
 #include "nccl/communicator.h"

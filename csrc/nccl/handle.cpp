@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <future>
-#include <thread>
 #include <utility>
 
 #include "core/failure.h"

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <thread>
-#include <vector>
 
 #include "cuda/check.h"
 #include "nccl/communicator.h"

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <thread>
-#include <utility>
 
 #include "net/communicator.h"
 

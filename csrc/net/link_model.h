@@ -1,8 +1,6 @@
 // The time that bytes take between machines, and the choices that follow from it.
 #pragma once
 
-#include <cstddef>
-
 namespace fastdist::net {
 
 // Equal on all ranks. Measured between the communicator's machines; the slowest link counts.

@@ -2,7 +2,8 @@
 """Refuses a wheel whose module needs a newer processor than the oldest one it is meant for.
 
 Loops for AVX2 and AVX-512 are chosen at run time; their files are called kernels_avx*.cpp. All
-other code must run everywhere, which a flag such as -march=native breaks unnoticed.
+other code must run everywhere, which a flag such as -march=native breaks unnoticed. Fused
+operations are refused everywhere, so that all processors give the same bits.
 
     .ci/instruction_sets.py WHEEL   # reads the linker's map in the build folder of the wheel
 
@@ -24,6 +25,8 @@ NEWER = re.compile(
     r"^(v(?!err|erw|m[a-z]*$)\w+|andn|bextr|bls\w+|bzhi|mulx|pdep|pext|rorx|sarx|shlx|shrx)\b"
     r"|\b[zp]\d+\.[bhsdq]\b"
 )
+# A product and a sum that are rounded once: the bits of a result would depend on the processor.
+FUSED = re.compile(r"^vfn?m(add|sub)")
 # A section of an input file: its name (on a line of its own if long), address, size and file.
 SECTION = re.compile(r"^ \.text\S*\s+0x([0-9a-f]+)\s+0x([0-9a-f]+) (\S+)$", re.MULTILINE)
 INSTRUCTION = re.compile(r"^\s*([0-9a-f]+):\t(.+)$", re.MULTILINE)
@@ -51,9 +54,10 @@ def main(wheel: Path) -> None:
     for address, instruction in INSTRUCTION.findall(code):
         if not NEWER.search(instruction):
             continue
+        is_fused = FUSED.match(instruction) is not None
         at = bisect.bisect(starts, int(address, 16)) - 1
         file = sections[at][2] if at >= 0 else "the C runtime"
-        if CHOSEN_AT_RUN_TIME.search(file):
+        if CHOSEN_AT_RUN_TIME.search(file) and not is_fused:
             chosen += 1
         else:
             wrong.setdefault(file, []).append(f"{address}: {instruction}")

@@ -199,7 +199,12 @@ struct Prod {
   }
   template <class T>
   static Complex<T> apply(const Complex<T>& a, const Complex<T>& b) {
-    return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+    T re = a.re * b.re - a.im * b.im;
+#if defined(__x86_64__)
+    // gcc 12 would compute both parts by fused operations, in spite of -ffp-contract=off.
+    asm("" : "+x"(re));
+#endif
+    return {re, a.re * b.im + a.im * b.re};
   }
 };
 // A NaN in any source gives NaN, as in numpy.minimum: `a != a` keeps a NaN in a; a NaN in b fails

@@ -71,7 +71,6 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
     }
     peers_.push_back(p);
   }
-  spin_ = tuning.spin;
   publish_window_and_cores();
   Registry<HostCommunicator>::add(*this);
 }
@@ -117,10 +116,11 @@ void HostCommunicator::publish_window_and_cores() noexcept {
   }
 }
 
-// Ranks may be bound to cores, so the number of cores is that of all ranks together. Called while
-// waiting, until every rank has published its cores.
-void HostCommunicator::choose_spin() noexcept {
-  int total = 0;
+// True if there are more ranks than cores. Ranks may be bound to cores, so the number of cores is
+// that of all ranks together; it is unknown until every rank has published its own.
+bool HostCommunicator::is_crowded() noexcept {
+  int total = cores_.load(std::memory_order_relaxed);
+  if (total != 0) return size() > total;
   std::array<std::uint64_t, std::tuple_size_v<decltype(Control::cores)>> all{};
   for (const Peer& p : peers_) {
     std::uint64_t any = 0;
@@ -129,11 +129,11 @@ void HostCommunicator::choose_spin() noexcept {
       any |= word;
       all[i] |= word;
     }
-    if (any == 0) return;
+    if (any == 0) return false;
   }
   for (const std::uint64_t word : all) total += std::popcount(word);
-  spin_.store(size() > total ? tuning_.spin_crowded : tuning_.spin, std::memory_order_relaxed);
-  has_chosen_spin_.store(true, std::memory_order_relaxed);
+  cores_.store(total, std::memory_order_relaxed);
+  return size() > total;
 }
 
 Header& HostCommunicator::announce(const Signature& signature, const CallOptions& options) {
@@ -245,9 +245,8 @@ void HostCommunicator::await_slowly(int p, const Counter& counter, std::uint64_t
   }
   wait.is_late = true;
   wait.options->caller->may_block();
-  if (!has_chosen_spin_.load(std::memory_order_relaxed)) choose_spin();
   // The peer may need this core: after `hold`, yield it.
-  const std::chrono::nanoseconds spin = spin_.load(std::memory_order_relaxed);
+  const std::chrono::nanoseconds spin = is_crowded() ? tuning_.spin_crowded : tuning_.spin;
   const auto start = Clock::now();
   for (auto now = start; now - start < spin; now = Clock::now()) {
     if (now - start > tuning_.hold) std::this_thread::yield();

@@ -172,7 +172,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void await_accesses();
   void await_access_end(int p, const Counter& accessing, std::uint64_t call);
   void publish_window_and_cores() noexcept;
-  void choose_spin() noexcept;
+  [[nodiscard]] bool is_crowded() noexcept;
   [[nodiscard]] int label(int p) const noexcept {
     return labels_.empty() ? p : labels_[static_cast<std::size_t>(p)];
   }
@@ -234,11 +234,12 @@ class HostCommunicator final : public BlockingCommunicator {
   // reduce.cpp
   void reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
                      const CallOptions& options);
-  void reduce_run(const ReduceCall& call, const Signature& signature, const CallOptions& options);
-  void reduce_announced(const ReduceCall& call, bool small);
+  void reduce_run(ReduceCall& call, const Signature& signature, const CallOptions& options);
+  void reduce_announced(ReduceCall& call, bool small);
   void reduce_payloads(const ReduceCall& call);
   void reduce_in_place(const ReduceCall& call);
-  void reduce_staged(const ReduceCall& call);
+  void reduce_staged(ReduceCall& call);
+  [[nodiscard]] std::size_t chunk_of_round(std::size_t bytes) noexcept;
   void expose_round(const ReduceCall& call, const Turn& turn, std::size_t round);
   void reduce_round(const ReduceCall& call, const Turn& turn, std::size_t round);
   void gather_round(const ReduceCall& call, const Turn& turn, std::size_t round);
@@ -271,9 +272,7 @@ class HostCommunicator final : public BlockingCommunicator {
   Tuning tuning_;
   Layout layout_;
   std::vector<Peer> peers_;
-  // How long to spin before sleeping; several threads may set it at once.
-  std::atomic<bool> has_chosen_spin_{false};
-  std::atomic<std::chrono::nanoseconds> spin_;
+  std::atomic<int> cores_{0};  // of all ranks, 0 if unknown; several threads may set it at once
   mutable std::atomic<std::uint64_t> mapped_bytes_{0};
   std::atomic<bool> is_closed_{false};
   int generation_ = process_generation();

@@ -42,10 +42,10 @@ struct HostCommunicator::ReduceCall {
   ReduceOp op;
   Results results;
   int root;
-  std::size_t chunk;  // bytes per round, of the run or of each rank's block of the run
-  std::size_t rounds;
-  bool stream;  // results bypass the caches
-  bool fetch;   // the input is not in the caches
+  bool stream;            // results bypass the caches
+  bool fetch;             // the input is not in the caches
+  std::size_t chunk = 0;  // bytes per round, of the run or of each rank's block of the run
+  std::size_t rounds = 0;
 
   [[nodiscard]] bool gathers(int rank) const noexcept {
     return results == Results::kEverywhere || (results == Results::kAtRoot && rank == root);
@@ -76,31 +76,23 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
     const Results results = name == Op::kAllReduce ? Results::kEverywhere
                             : name == Op::kReduce  ? Results::kAtRoot
                                                    : Results::kOwnSlice;
-    const auto n = static_cast<std::size_t>(size());
     const std::size_t bytes = inputs.bytes();
-    const std::size_t extent = results == Results::kOwnSlice ? bytes / n : bytes;
-    const std::size_t whole_chunk = chunk_for(bytes, layout_.least_chunk(), tuning_.chunk_bytes);
-    const std::size_t chunk = results == Results::kOwnSlice
-                                  ? std::max(kCacheLine, whole_chunk / n / kCacheLine * kCacheLine)
-                                  : whole_chunk;
     // The lines of an array that is reduced in place are in the caches when they are written.
     const bool has_read_target =
         !run_in.empty() && !run_out.empty() && run_in[0].data == run_out[0].data;
-    reduce_run({.in = std::move(inputs),
-                .out = ArrayList(run_out),
-                .dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype,
-                .op = op,
-                .results = results,
-                .root = root,
-                .chunk = chunk,
-                .rounds = (extent + chunk - 1) / chunk,
-                .stream = bytes >= tuning_.stream_bytes && !has_read_target,
-                .fetch = bytes >= tuning_.stream_bytes / 4},
-               signature, options);
+    ReduceCall call{.in = std::move(inputs),
+                    .out = ArrayList(run_out),
+                    .dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype,
+                    .op = op,
+                    .results = results,
+                    .root = root,
+                    .stream = bytes >= tuning_.stream_bytes && !has_read_target,
+                    .fetch = bytes >= tuning_.stream_bytes / 4};
+    reduce_run(call, signature, options);
   });
 }
 
-void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signature,
+void HostCommunicator::reduce_run(ReduceCall& call, const Signature& signature,
                                   const CallOptions& options) {
   Header& header = announce(signature, options);
   const std::size_t bytes = call.in.bytes();
@@ -128,7 +120,7 @@ void HostCommunicator::reduce_run(const ReduceCall& call, const Signature& signa
   }
 }
 
-void HostCommunicator::reduce_announced(const ReduceCall& call, bool small) {
+void HostCommunicator::reduce_announced(ReduceCall& call, bool small) {
   bool all_reachable = true;
   bool none_reachable = true;
   for (int p = 0; p < size(); ++p) {
@@ -242,11 +234,25 @@ HostCommunicator::Slice HostCommunicator::slice(const ReduceCall& call, std::siz
   return {{start + begin, start + end}, begin};
 }
 
+// Where ranks take turns on the cores, a step of a round takes as long as the turns of all of them,
+// and nothing is gained by overlapping steps: rounds are as few as the rings permit. All ranks have
+// published their cores by now, so that they come to the same result.
+std::size_t HostCommunicator::chunk_of_round(std::size_t bytes) noexcept {
+  const std::size_t least = layout_.least_chunk();
+  if (!is_crowded()) return chunk_for(bytes, least, tuning_.chunk_bytes);
+  return std::clamp(round_up(bytes, kCacheLine), least, layout_.ring_bytes / 2);
+}
+
 // At most two rounds are under way: `expose_round` waits until the peers have reduced the round
 // before the last one (consumed), `reduce_round` until they have gathered its results.
-void HostCommunicator::reduce_staged(const ReduceCall& call) {
-  const std::size_t parts =
-      call.results == Results::kOwnSlice ? static_cast<std::size_t>(size()) : 1;
+void HostCommunicator::reduce_staged(ReduceCall& call) {
+  const bool own = call.results == Results::kOwnSlice;
+  const std::size_t parts = own ? static_cast<std::size_t>(size()) : 1;
+  const std::size_t bytes = call.in.bytes();
+  const std::size_t whole_chunk = chunk_of_round(bytes);
+  call.chunk =
+      own ? std::max(kCacheLine, whole_chunk / parts / kCacheLine * kCacheLine) : whole_chunk;
+  call.rounds = (bytes / parts + call.chunk - 1) / call.chunk;
   const Turn turn(position_, call.chunk * parts, layout_.ring_bytes);
   position_ = turn.end(call.rounds);
   Control& control = *me().control;

@@ -19,7 +19,8 @@ struct Tuning {
   // Yields before sleeping. Must exceed the time of a wake-up (50 to 100 µs on a virtual machine):
   // otherwise each wake-up delays the other ranks until they sleep too.
   std::chrono::nanoseconds spin = std::chrono::microseconds{500};
-  std::chrono::nanoseconds spin_crowded = std::chrono::microseconds{1};  // more ranks than cores
+  // With more ranks than cores: yields let the other ranks run, cheaper than to sleep and be woken.
+  std::chrono::nanoseconds spin_crowded = std::chrono::microseconds{20};
 };
 
 // Returns the tuning for `ranks` ranks on this machine.

@@ -19,7 +19,7 @@ MESSAGES = {"send", "recv"}
 def of_cpp() -> Iterable[str]:
     table = re.search(r"kOps\{(.*?)\}", read("csrc/core/types.cpp"), re.DOTALL)
     assert table is not None
-    return set(re.findall(r'"(\w+)"', table[1])) - {"empty", "group"}
+    return set(re.findall(r'"(\w+)"', table[1])) - {"empty", "group", "join"}
 
 
 def of_running_engine() -> Iterable[str]:

@@ -164,7 +164,8 @@ def compare_on_two(comm: fd.Communicator, *args: Any) -> None:
     compare(fd.MirroredStrategy(own_devices()), *args)
 
 
-@pytest.mark.parametrize("save_freq", ["epoch", pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("save_freq", ["epoch", 1])
 def test_goes_on_with_the_same_bits(save_freq: Any, tmp_path: Path) -> None:
     compare(fd.get_strategy(), shuffled, save_freq, tmp_path)
 

@@ -100,6 +100,7 @@ def result(lines: list[str]) -> tuple[str, str]:
     return found[1], found[2]
 
 
+@pytest.mark.slow
 def test_gloo_by_name(program: Path) -> None:
     lines = told("--replace", "gloo", program, "gloo")
     assert result(lines)[0] == "ProcessGroupFastdist"

@@ -424,6 +424,7 @@ def retried(comm: Any, port: int) -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_a_group_can_be_made_again_after_ranks_gave_up(ranks: ProcessRanks) -> None:
     with reserved_ports(1) as (port,):
         texts = ranks.run(retried, port)

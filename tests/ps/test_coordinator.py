@@ -174,6 +174,7 @@ def test_arguments_of_coordinators(cluster: PsCluster) -> None:
         fd.ClusterCoordinator(fd.DefaultStrategy())
 
 
+@pytest.mark.slow
 def test_forked_children_of_functions_do_not_serve(coordinator: Any) -> None:
     def fork() -> tuple[int, int]:
         parent = os.getpid()

@@ -187,6 +187,7 @@ def test_a_folder_that_another_user_has_made_is_told(
     assert done.stderr.count("calls are not recorded, so fastdist why knows nothing of them") == 1
 
 
+@pytest.mark.slow
 def test_the_table_holds_64_ranks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(64):
         write_records(folder, rank, 64, sequences=range(1, 40), running=rank != 7)

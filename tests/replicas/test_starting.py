@@ -276,7 +276,8 @@ FILES: dict[str, str | None] = {
 }
 
 
-@pytest.mark.parametrize("before", [FOLDER, *slow(*list(FILES)[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("before", FILES)
 def test_files_opened_before_the_strategy(programs: Programs, before: str) -> None:
     message = FILES[before]
     code, out, err = programs.run(OPENED.format(before=before))

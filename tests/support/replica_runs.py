@@ -14,7 +14,7 @@ from test_strategies import run_case
 Run = Callable[..., list[Any]]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[ProcessRanks]:
     ranks = ProcessRanks(request.param)
     yield ranks

@@ -160,14 +160,8 @@ def compare(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        pytest.param(["shard=1"], marks=pytest.mark.slow),
-        pytest.param(["strategy=CentralStorageStrategy"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["shard=1"], ["strategy=CentralStorageStrategy"]])
 def test_a_run_is_like_itself(
     train: Callable[..., Any], tmp_path: Path, options: list[str]
 ) -> None:

@@ -144,6 +144,7 @@ class TestHowAJobEnds:
         assert time.monotonic() - begin_s < 30
         assert launcher.left() == []
 
+    @pytest.mark.slow
     def test_a_guardian_that_is_killed(self, launcher: Launcher) -> None:
         """The job goes on without it."""
         process = launcher.start("-n", 2, "sh", "-c", "echo ready; sleep 3; exit 3")
@@ -158,6 +159,7 @@ class TestHowAJobEnds:
         assert done.returncode == 3
         assert b"Traceback" not in done.stderr
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
     def test_closed_standard_files(self, launcher: Launcher, closed: str) -> None:
         words = f"{sys.executable} -m fastdist run -n 2 sh -c 'echo out; echo err >&2; exit 3'"

@@ -138,6 +138,7 @@ def test_lines_are_broken_between_words() -> None:
     assert broken("one two three", None) == ["one two three"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "buffered"),
     [

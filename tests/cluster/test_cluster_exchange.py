@@ -85,6 +85,7 @@ def start(
     )
 
 
+@pytest.mark.slow
 def test_ranks_set_by_hand_where_rank_0_ends_at_once(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "shown"
     folder.mkdir()

@@ -281,6 +281,7 @@ def run_two(program: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_program_that_a_rank_starts_does_not_take_its_place(tmp_path: Path) -> None:
     """But what a rank becomes by exec, and a program without the rank's variables, are right."""
     program = tmp_path / "program.py"

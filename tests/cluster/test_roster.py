@@ -262,6 +262,7 @@ class TestLateRanks:
         assert join(member, 0.2) == (2, 0, 1)
         assert process.wait(20) == -signal.SIGKILL
 
+    @pytest.mark.slow
     def test_once_the_others_have_ended(
         self, job: Job, pool: ThreadPoolExecutor, other: tuple[Member, subprocess.Popen[str]]
     ) -> None:
@@ -310,6 +311,7 @@ class TestLateRanks:
             gather(member)
         assert process.wait(20) == -signal.SIGKILL
 
+    @pytest.mark.slow
     def test_that_come_after_all_live(
         self, job: Job, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -170,6 +170,7 @@ def test_a_rank_that_leaves_before_another_has_come(closes: bool) -> None:
         in_threads(connect, others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_rank_that_goes_before_it_connects(is_seen: bool) -> None:
     def leave() -> None:
@@ -190,6 +191,7 @@ def test_a_rank_that_goes_before_it_connects(is_seen: bool) -> None:
         in_threads(connect, leave)
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_probed_once() -> None:
     def come_late() -> Found:
         listener = world.listeners[1]

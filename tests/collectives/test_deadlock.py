@@ -189,6 +189,7 @@ def wait_for_a_rank_that_still_waits_for_a_closed_one(comm: Communicator) -> Non
     comm.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wait",
     [

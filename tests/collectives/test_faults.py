@@ -390,6 +390,7 @@ def test_a_dropped_communicator_finishes_its_calls() -> None:
     ranks.close()
 
 
+@pytest.mark.slow
 def test_missing_rank(job: str) -> None:
     ranks = [start(r, 3, job, MEET, FASTDIST_RENDEZVOUS_TIMEOUT_S="4") for r in (0, 2)]
     for rank in ranks:

@@ -510,6 +510,7 @@ def test_rank_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
         fastdist.init()
 
 
+@pytest.mark.slow
 def test_a_store_that_never_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "3")
     for name, value in (("RANK", 1), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):

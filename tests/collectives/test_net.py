@@ -275,6 +275,7 @@ def test_the_last_calls_are_up_to_date() -> None:
             assert f"rank {rank}: call {call}, all_reduce" in text
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_connect() -> None:
     """Whatever keeps ranks from the first communicator is an error of the cluster."""
     listeners = [listen_at(LOCAL) for _ in range(2)]

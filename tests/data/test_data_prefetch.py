@@ -65,6 +65,7 @@ def test_arrays_for_cpus_need_no_thread() -> None:
     assert prefetch_threads() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["finish", "drop", "close", "break", "error"])
 def test_the_thread_ends(end: str) -> None:
     dataset = distribute_dataset(Counting(40), alone(), global_batch_size=2)

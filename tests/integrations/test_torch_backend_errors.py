@@ -106,6 +106,7 @@ def a_late_rank(comm: Any, path: Path) -> str:
     return str(told.value)
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_named(ranks: ProcessRanks, tmp_path: Path) -> None:
     first, _, last = ranks.run(a_late_rank, tmp_path / "store")
     for text in (first, last):

@@ -21,6 +21,7 @@ def one_gpu(out: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str
     return done, json.loads(out.read_text()) if out.exists() else None
 
 
+@pytest.mark.slow
 def test_parts_run_without_a_gpu_and_not_again(tmp_path: Path) -> None:
     name, other = "messages before peers are connected", "packing"
     done, results = one_gpu(tmp_path / "out.json", name, other)

@@ -451,6 +451,7 @@ def test_chiefs_that_end(count: int, then: str, code: int, said: str) -> None:
         cluster.close()
 
 
+@pytest.mark.slow
 def test_nothing_begins_when_the_job_ends(tmp_path: Path) -> None:
     cluster = PlainCluster(workers=1)
 

@@ -33,6 +33,7 @@ def by_hand() -> Iterator[RawServer]:
         yield made
 
 
+@pytest.mark.slow
 def test_the_timeout_counts_from_the_last_reply(by_hand: RawServer) -> None:
     with Client([by_hand.address], timeout_s=1) as client:
         by_hand.connect(client)
@@ -68,6 +69,7 @@ def test_a_pause_of_the_client_itself_does_not_count(by_hand: RawServer) -> None
         answering.join()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("insecure")
 def test_large_messages_are_given_time() -> None:
     """A server takes 10 MB in two seconds; the timeout counts from the last of them."""

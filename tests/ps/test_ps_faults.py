@@ -137,6 +137,7 @@ def test_a_server_dies_while_it_saves(server: Process, tmp_path: Path) -> None:
         assert (rows.pull(ids[::1000]) == 1).all()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
     with Client([server.address], grace_s=0.5) as client:
         w = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
@@ -188,6 +189,7 @@ def test_a_restart_within_the_grace_is_answered_at_once(server: Process) -> None
             again.end()
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would live on and never answer, and nothing would start it again."""
 

@@ -210,6 +210,7 @@ def test_strangers_do_not_keep_others_out() -> None:
         assert server.stats()["requests"] == 1
 
 
+@pytest.mark.slow
 def test_changed_bytes_break_the_connection() -> None:
     with Server("tcp://127.0.0.1:*") as server:
         limits = (1_000, 1_000_000)
@@ -263,6 +264,7 @@ def test_echo() -> None:
         assert ours.recv(1) == b""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("insecure")
 def test_a_client_that_takes_no_replies_is_not_heard(
     server: Server, monkeypatch: pytest.MonkeyPatch
@@ -365,6 +367,7 @@ def test_larger_messages_than_the_limit_arrive_alone() -> None:
         assert second.is_answered()
 
 
+@pytest.mark.slow
 def test_a_message_that_waits_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdist.link.listener._TRICKLE_S", 0.05)
     with senders() as (_, first, second):
@@ -396,6 +399,7 @@ def test_a_connection_that_waits_may_break(monkeypatch: pytest.MonkeyPatch) -> N
         assert first.is_answered()
 
 
+@pytest.mark.slow
 def test_who_takes_memory_and_sends_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastdist.link.listener._STUCK_S", 1.0)
     monkeypatch.setattr("fastdist.link.listener._TRICKLE_S", 0.5)
@@ -498,6 +502,7 @@ def test_uploads_of_a_broken_connection_are_over() -> None:
         wait_until(lambda: upload.done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["push", "reset", "close"])
 def test_values_on_their_way_do_not_change(server: Server, change: str) -> None:
     size = 40 * PART_SIZE  # more than the kernel keeps

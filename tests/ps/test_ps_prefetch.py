@@ -177,6 +177,7 @@ def test_cached_rows_are_not_prefetched(cluster: PsCluster) -> None:
     assert len(value.fetch()) == 2
 
 
+@pytest.mark.slow
 def test_batches_that_cannot_be_read(cluster: PsCluster) -> None:
     strategy = cluster.strategy()
     coordinator = cluster.coordinator(strategy)

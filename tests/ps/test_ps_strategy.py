@@ -43,6 +43,7 @@ def test_sequential_steps_equal_one_device(
     torch.testing.assert_close(model(words, bags), other(words, bags), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_clipped", [False, True])
 def test_large_variables_beside_small_ones(cluster: PsCluster, is_clipped: bool) -> None:
     """Large variables travel alone, one of them in parts."""
@@ -83,6 +84,7 @@ def one_worker() -> Iterator[PsCluster]:
     cluster.close()
 
 
+@pytest.mark.slow
 def test_two_optimizers_in_turns(one_worker: PsCluster) -> None:
     """A step brings the values of its own optimizer; the next function has those of both."""
     strategy = one_worker.strategy()
@@ -173,6 +175,7 @@ def test_synchronous_equals_the_global_batch(cluster: PsCluster) -> None:
     same(model, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighs", [False, True])
 def test_synchronous_weights(cluster: PsCluster, weighs: bool) -> None:
     """They are the examples of a batch, or what `run` is told."""
@@ -211,6 +214,7 @@ def test_asynchronous_learns(cluster: PsCluster) -> None:
     assert np.mean(losses[-8:]) < 0.3 * np.mean(losses[:8])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way", ["clipped", "clamped", "scaled", "accumulated", "closure", "two steps"]
 )

@@ -87,6 +87,7 @@ def draws(count: int) -> list[torch.Tensor]:
     return [5 + torch.randn(8, 3, generator=generator) for _ in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("momentum", [0.9, None])
 def test_statistics_of_workers_are_averaged(

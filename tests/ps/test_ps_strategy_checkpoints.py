@@ -26,6 +26,7 @@ def parts_of(model: Any, optimizer: Any) -> fd.Checkpoint:
     return fd.Checkpoint(model=model, optimizer=optimizer, schedule=schedule, step=0)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_its_checkpoint(cluster: PsCluster, tmp_path: Path) -> None:
     """Values, the state of the optimizer, the learning rate and the step; on emptied servers."""
     other, other_optimizer = reference(adagrad)

@@ -19,6 +19,7 @@ def cluster() -> Iterator[PsCluster]:
     cluster.close()
 
 
+@pytest.mark.slow
 def test_changes_by_hand_and_learning_rates(cluster: PsCluster) -> None:
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)
@@ -80,6 +81,7 @@ def test_modes_and_frozen_parameters(cluster: PsCluster) -> None:
         coordinator.schedule(train)
 
 
+@pytest.mark.slow
 def test_schedulers_on_the_chief(cluster: PsCluster) -> None:
     strategy = cluster.strategy(max_staleness=0)
     coordinator = cluster.coordinator(strategy)

@@ -163,7 +163,8 @@ def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, l
         assert strategy.client.stats(server)["rounds"] == {"open": 0, "nbytes": 0}
 
 
-@pytest.mark.parametrize("mode", [{}, *slow({"synchronous": True}, {"max_staleness": 1})])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [{}, {"synchronous": True}, {"max_staleness": 1}])
 def test_checkpoints_during_functions(
     cluster: PsCluster, tmp_path: Path, mode: dict[str, Any]
 ) -> None:

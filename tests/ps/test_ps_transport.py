@@ -157,6 +157,7 @@ def test_a_repeated_push_is_applied_once(server: Server, client: Client) -> None
     assert server.stats()["repeated"] == 5
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_doubled_when_connections_break(server: Server) -> None:
     way = Unreliable(server.address, (10_000, 40_000), (5_000, 20_000))
     with Client([way.address], retry_s=0.1, timeout_s=50, window=8) as client:
@@ -257,6 +258,7 @@ def test_the_window_limits_requests_in_flight(server: Server) -> None:
     [("FASTDIST_INSECURE", "1"), ("FASTDIST_SECRET", "the secret of others")],
     ids=["none", "others"],
 )
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FASTDIST_INSECURE=1")
 def test_clients_without_the_secret_are_rejected(
     monkeypatch: pytest.MonkeyPatch, setting: str, value: str
@@ -516,6 +518,7 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_a_message_beyond_the_limit() -> None:
     with Server(max_frame_bytes=1 << 16) as server:
         with Client([server.address], timeout_s=3) as client:

@@ -39,6 +39,7 @@ def counting(strategy: Any) -> tuple[Any, Any, Any, Any]:
     return model, optimizer, train, table
 
 
+@pytest.mark.slow
 def test_a_lost_server_costs_the_steps_since_the_checkpoint(
     cluster: PsCluster, tmp_path: Path
 ) -> None:

@@ -195,6 +195,7 @@ TestTableModel = TableModel.TestCase
 TestTableModel.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
 
 
+@pytest.mark.slow
 def test_many_rows_come_and_go() -> None:
     rng = np.random.default_rng(8)
     max_age = 5

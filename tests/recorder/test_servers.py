@@ -74,6 +74,7 @@ def until(kind: Kind, timeout_s: float = 30.0) -> Diagnosis:
     return found
 
 
+@pytest.mark.slow
 def test_a_server_that_is_stopped_and_then_killed(job: Job, tmp_path: Path) -> None:
     wait_until(lambda: diagnose(job).sentence == "slow, not stuck: parameter servers answer")
     os.kill(job.ranks[3].records.pid, signal.SIGSTOP)

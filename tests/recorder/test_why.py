@@ -65,7 +65,8 @@ comm.all_reduce(np.zeros(4), timeout=1)
 """
 
 
-@pytest.mark.parametrize("what", ["asleep", pytest.param("stopped", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["asleep", "stopped"])
 def test_a_living_rank_for_which_others_did_not_wait_longer(tmp_path: Path, what: str) -> None:
     """It is judged by what it does; the rank that gave up has ended."""
     program = tmp_path / "train.py"

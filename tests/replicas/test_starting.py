@@ -100,7 +100,8 @@ def programs(launcher: Launcher, tmp_path: Path) -> Programs:
     return Programs(launcher, tmp_path)
 
 
-@pytest.mark.parametrize("by", ["command", *slow("script", "module")])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["command", "script", "module"])
 def test_the_same_by_every_start(programs: Programs, by: str) -> None:
     """Only the first replica's output is shown, and standard input is its."""
     speaks = "\n    print('replica', rank, sys.stdin.read() if rank == 0 else '', flush=True)"

@@ -212,6 +212,7 @@ def test_hyperparameters_that_differ(run: Callable[[Any], Any]) -> None:
     run(case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["all_reduce", "backward", "assign"])
 def test_a_collective_that_only_some_replicas_call(run: Callable[[Any], Any], what: str) -> None:
     """The replica that leaves it out calls another one next, which all are told of."""

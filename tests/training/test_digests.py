@@ -238,11 +238,13 @@ def test_flipped_bits_at_random(launcher: Launcher, script: Script, tmp_path: Pa
     assert int(done.stdout.split()[-1]) >= 0.6 * count
 
 
+@pytest.mark.slow
 def test_of_two_replicas_both_are_named(train: Callable[..., Any]) -> None:
     done = train("a", "parameter=3", "replica=1", "bit=3", "element=5", ranks=2)
     assert re.search(r"replicas 0 \(on \S+\) and 1 \(on \S+\) differ", done.stderr.decode())
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
     kinds = {"gradients": {}, "parameters": {}, "states": {}}
     for name, step, replicas in (("a", 1, "xy"), ("b", 2, "xy"), ("c", 1, "xyz")):

@@ -19,7 +19,6 @@ from typing import Any
 import fastdist as fd
 import pytest
 from launched import Launcher, wait_until
-from marks import slow
 
 pytest.importorskip("torch")
 

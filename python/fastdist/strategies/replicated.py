@@ -125,9 +125,13 @@ class ReplicatedStrategy(Strategy):
             serve(roots, made)
 
     def _require_first(self, replicas: int, central: CentralParameters | None) -> None:
-        if any(other.is_elastic for other in _connected):
+        if any(other.is_elastic for other in _connected_strategies):
             gc.collect()  # collects unreferenced strategies
-        if replicas > 1 or central is not None or any(other.is_elastic for other in _connected):
+        if (
+            replicas > 1
+            or central is not None
+            or any(other.is_elastic for other in _connected_strategies)
+        ):
             raise ClusterConfigError(
                 f"{type(self).__name__}: an elastic job has one strategy, a MirroredStrategy or "
                 "MultiWorkerMirroredStrategy that is made before its ranks meet by regroup"
@@ -361,27 +365,27 @@ def _values_of(value: Any) -> tuple[Any, ...]:
     return value.values if type(value) is PerReplica else (value,)
 
 
-_connected: weakref.WeakSet[ReplicatedStrategy] = weakref.WeakSet()
+_connected_strategies: weakref.WeakSet[ReplicatedStrategy] = weakref.WeakSet()
 
 
 def _leave_at_exit(strategy: ReplicatedStrategy) -> None:
     """Leave at exit, so that waiting replicas fail before this process is gone."""
-    if not _connected:
+    if not _connected_strategies:
         atexit.unregister(_leave_all)
         atexit.register(_leave_all)
-    _connected.add(strategy)
+    _connected_strategies.add(strategy)
 
 
 def replicas_of(modules: Iterable[nn.Module]) -> ReplicatedStrategy | None:
     """Return the strategy of several replicas that the first adopted module belongs to."""
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
     for tensor in tensors:
-        for strategy in _connected:
+        for strategy in _connected_strategies:
             if strategy._members.has(tensor):
                 return strategy
     return None
 
 
 def _leave_all() -> None:
-    for strategy in list(_connected):
+    for strategy in list(_connected_strategies):
         strategy._leave()

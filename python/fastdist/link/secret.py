@@ -60,10 +60,10 @@ class Secret:
         """
         return json.dumps([text, self.derive(label, text)])
 
-    def open(self, label: str, sealed: str | bytes) -> str:
+    def open(self, label: str, sealed: str | bytes, most_bytes: int = _MOST_BYTES) -> str:
         """Return the text in the output of `seal`."""
         try:
-            if len(sealed) > _MOST_BYTES:
+            if len(sealed) > most_bytes:
                 raise UnsealedError
             text, code = json.loads(sealed)
             own = self.derive(label, text)

@@ -1,15 +1,13 @@
 """Questions to the launchers of other machines, and their answers: three lines of JSON over TCP.
 
 The launcher speaks first: a random number, and the time of its clock. The question and the answer
-begin with an HMAC-SHA256 code of all lines so far, which only programs with the job's key can make.
-So recorded questions and answers are useless, and forged ones are rejected. Nothing is encrypted.
+are sealed with the job's key, each as a reply to the line before. So recorded questions and answers
+are useless, and forged ones are rejected. Nothing is encrypted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import hmac
 import json
 import math
 import secrets
@@ -17,13 +15,17 @@ import socket
 import time
 from collections.abc import Callable
 
+from fastdist.link.secret import Secret, UnsealedError
+
 _CONNECT_S = 1.5
 _ANSWER_S = 10.0  # longer than the asker waits
 _MOST_BYTES = 1 << 12
 _MOST_ANSWER_BYTES = 1 << 28
-_CODE_BYTES = 64
 # Of a connection, and of what a stranger says: any JSON.
-_FAILURES = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+_FAILURES = (
+    *(OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError),
+    UnsealedError,
+)
 
 
 class NoAnswerError(Exception):
@@ -47,17 +49,19 @@ def ask(
         The answer, and how many seconds this machine's monotonic clock is ahead of the launcher's.
     """
     connection = _connect(address, min(end_s, time.monotonic() + _CONNECT_S))
+    secret = Secret(key.encode(), "the job's records")
     with connection:
-        talk = _Talk(connection, key.encode(), end_s)
         try:
             asked_s = time.monotonic()
-            said_s = float(json.loads(talk.hear(_MOST_BYTES))[1])
+            hello = _hear(connection, _MOST_BYTES, end_s)
+            said_s = float(json.loads(hello)[1])
             ahead_s = (asked_s + time.monotonic()) / 2 - said_s
             if not math.isfinite(ahead_s):
                 raise ValueError(f"a clock at {said_s}")
-            text = json.dumps([job, about, secrets.token_hex(16)])
-            talk.say(text.encode(), with_code=True)
-            return talk.hear(_MOST_ANSWER_BYTES, with_code=True).decode(), ahead_s
+            question = secret.seal(hello, json.dumps([job, about, secrets.token_hex(16)]))
+            _say(connection, question, end_s)
+            sealed = _hear(connection, _MOST_ANSWER_BYTES, end_s)
+            return secret.open(question, sealed, _MOST_ANSWER_BYTES), ahead_s
         except TimeoutError:
             raise NoAnswerError("its launcher does not answer in time") from None
         except _FAILURES:
@@ -91,62 +95,35 @@ def answer(
         answer_to: a function that returns the answer from a job and the question.
         patience_s: seconds to wait for the question.
     """
-    talk = _Talk(connection, b"", time.monotonic() + patience_s)
+    end_s = time.monotonic() + patience_s
+    hello = json.dumps([secrets.token_hex(16), time.monotonic()])
     with contextlib.suppress(*_FAILURES):
-        talk.say(json.dumps([secrets.token_hex(16), time.monotonic()]).encode())
-        job, about, _ = map(str, json.loads(talk.peek(_MOST_BYTES)[_CODE_BYTES:]))
+        _say(connection, hello, end_s)
+        question = _hear(connection, _MOST_BYTES, end_s)
+        job, about, _ = map(str, json.loads(json.loads(question)[0]))
         key = key_of(job)
         if key is None:
             return
-        talk.key = key.encode()
-        talk.hear(_MOST_BYTES, with_code=True)
-        talk.end_s = time.monotonic() + _ANSWER_S
-        talk.say(answer_to(job, about).encode(), with_code=True)
+        secret = Secret(key.encode(), "the job's records")
+        secret.open(hello, question)
+        sealed = secret.seal(question, answer_to(job, about))
+        _say(connection, sealed, time.monotonic() + _ANSWER_S)
 
 
-class _Talk:
-    """One end of a connection on which both ends send lines.
+def _say(connection: socket.socket, line: str, end_s: float) -> None:
+    connection.settimeout(max(end_s - time.monotonic(), 0.001))
+    connection.sendall(line.encode() + b"\n")
 
-    Attributes:
-        end_s: the time to give up, on the monotonic clock.
-    """
 
-    def __init__(self, connection: socket.socket, key: bytes, end_s: float) -> None:
-        self.key = key
-        self.end_s = end_s
-        self._connection = connection
-        self._said = hashlib.sha256()  # the lines of both, without codes
-        self._read = bytearray()
-
-    def say(self, line: bytes, with_code: bool = False) -> None:
-        self._said.update(line + b"\n")
-        self._arm()
-        self._connection.sendall((self._code() if with_code else b"") + line + b"\n")
-
-    def hear(self, most_bytes: int, with_code: bool = False) -> bytes:
-        """Return the other's line."""
-        line = self.peek(most_bytes)
-        self._read.clear()
-        code, line = (line[:_CODE_BYTES], line[_CODE_BYTES:]) if with_code else (b"", line)
-        self._said.update(line + b"\n")
-        if with_code and not hmac.compare_digest(code, self._code()):
-            raise ValueError("said by a stranger")
-        return line
-
-    def peek(self, most_bytes: int) -> bytes:
-        """Return the other's line, which `hear` returns again."""
-        while not self._read.endswith(b"\n"):
-            self._arm()
-            part = self._connection.recv(1 << 16)
-            if not part:
-                raise ConnectionResetError
-            self._read += part
-            if len(self._read) > most_bytes:
-                raise ValueError("too long")
-        return bytes(self._read[:-1])
-
-    def _code(self) -> bytes:
-        return hmac.new(self.key, self._said.digest(), hashlib.sha256).hexdigest().encode()
-
-    def _arm(self) -> None:
-        self._connection.settimeout(max(self.end_s - time.monotonic(), 0.001))
+def _hear(connection: socket.socket, most_bytes: int, end_s: float) -> str:
+    """Return the other end's next line."""
+    read = bytearray()
+    while not read.endswith(b"\n"):
+        connection.settimeout(max(end_s - time.monotonic(), 0.001))
+        part = connection.recv(1 << 16)
+        if not part:
+            raise ConnectionResetError
+        read += part
+        if len(read) > most_bytes:
+            raise ValueError("too long")
+    return read[:-1].decode()

@@ -218,6 +218,7 @@ def run_launcher(*words: str, **variables: str) -> list[Launch]:
     )
 
 
+@pytest.mark.slow
 def test_hydra_job_key_names_the_launcher_through_shells() -> None:
     def rank(number: int) -> str:
         place = f"PMI_RANK={number} PMI_SIZE=2 MPI_LOCALRANKID={number} MPI_LOCALNRANKS=2"

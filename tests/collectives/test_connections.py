@@ -241,6 +241,7 @@ def test_more_silent_strangers_than_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, usual)
 
 
+@pytest.mark.slow
 def test_silent_strangers_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest are closed, and a rank that comes late is connected."""
     monkeypatch.setattr(connections, "_MAX_STRANGERS", 5)

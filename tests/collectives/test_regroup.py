@@ -138,6 +138,7 @@ class TestRanks:
         assert errors.count("restarting it") in (2, 3)
         assert steps(output)[-1][0] == 4
 
+    @pytest.mark.slow
     def test_leave_with_an_exit_code(self, launcher: Launcher, script: Script, step: Path) -> None:
         ends = ["sys.exit(1)", "sys.exit(75)", "os._exit(3)", "die()"]
         harm = "\n        ".join(
@@ -150,6 +151,7 @@ class TestRanks:
         assert errors.count("restarting it") == len(ends), errors
         assert steps(output)[-1][1] == 3
 
+    @pytest.mark.slow
     def test_have_children_that_end(self, launcher: Launcher, script: Script, step: Path) -> None:
         harm = "if state[0] == 2 and comm.rank == 0 and os.fork() == 0: sys.exit(0)\n"
         harm += "        if state[0] == 4 and comm.rank == 0 and once('killed'): die()"

@@ -190,6 +190,7 @@ def names_in(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.slow
 def test_tests_and_examples_import_what_exists() -> None:
     """Some of them run in few environments only, such as those of TPUs."""
     defined = {module: names_in(path) for module, path in python_modules()}

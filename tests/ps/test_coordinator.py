@@ -187,6 +187,7 @@ def test_forked_children_of_functions_do_not_serve(coordinator: Any) -> None:
         assert code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raised", [SystemExit(3), GeneratorExit()])
 def test_functions_do_not_end_workers(coordinator: Any, raised: BaseException) -> None:
     def fail() -> None:
@@ -324,6 +325,7 @@ def test_waiting_runs_an_incomplete_group(cluster: PsCluster) -> None:
     coordinator.join()
 
 
+@pytest.mark.slow
 def test_the_latest_coordinator_gets_the_workers(
     cluster: PsCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

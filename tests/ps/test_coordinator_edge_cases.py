@@ -218,6 +218,7 @@ def test_several_threads(cluster: PlainCluster) -> None:
     assert steps == ["before", "after"] * (len(steps) // 2)
 
 
+@pytest.mark.slow
 def test_long_functions_after_short_ones_are_shared(coordinator: Any) -> None:
     """Short functions are sent ahead; long ones must not wait behind others on one worker."""
     for _ in range(5):

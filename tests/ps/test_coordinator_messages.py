@@ -277,6 +277,7 @@ def test_another_secret_is_named(cluster: PlainCluster, monkeypatch: Any) -> Non
         coordinator.join()
 
 
+@pytest.mark.slow
 def test_a_worker_may_appear_on_a_foreign_port(cluster: PlainCluster, monkeypatch: Any) -> None:
     monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "0.5")
     host, port = cluster.addresses[1].removeprefix("tcp://").split(":")

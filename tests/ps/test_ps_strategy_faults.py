@@ -113,6 +113,7 @@ def test_killed_workers_stop_nothing(cluster: PsCluster) -> None:
     assert np.mean(coordinator.fetch(values)[-8:]) < 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["who commits", "another"])
 def test_a_worker_that_is_lost_in_a_commit(cluster: PsCluster, tmp_path: Path, lost: str) -> None:
     """All workers had staged their gradients: all servers apply the step once."""

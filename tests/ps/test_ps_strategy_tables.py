@@ -172,6 +172,7 @@ CLIPPINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 9])
 def test_clipping(cluster: PsCluster, limit: int | None) -> None:
     """Gradients of a row that is used twice are summed before clipping, as for dense gradients."""

@@ -61,6 +61,7 @@ def test_a_lost_server_costs_the_steps_since_the_checkpoint(
     assert fd.ps.load(tmp_path).state == state
 
 
+@pytest.mark.slow
 def test_the_next_chief_continues(cluster: PsCluster, tmp_path: Path) -> None:
     found: list[int] = []
     for steps in (7, 12, 12):
@@ -76,6 +77,7 @@ def test_the_next_chief_continues(cluster: PsCluster, tmp_path: Path) -> None:
     assert found == [5, 7, 12]
 
 
+@pytest.mark.slow
 def test_mistakes(cluster: PsCluster, tmp_path: Path) -> None:
     strategy = cluster.strategy()
     _model, _optimizer, train, _table = counting(strategy)

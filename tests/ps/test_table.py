@@ -379,6 +379,7 @@ def test_threads_share_a_snapshot() -> None:
     np.testing.assert_array_equal(np.sort(np.concatenate(read)), np.arange(20_000))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hashed", [False, True])
 def test_rows_are_whole_while_others_push_and_snapshot(hashed: bool) -> None:
     rows, dim = 2000, 33

@@ -203,6 +203,7 @@ def row_wise_step(
     values[rows] -= rate * gradient / (np.sqrt(sums[rows])[:, None] + given["eps"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hashed", [False, True])
 @pytest.mark.parametrize("dim", [1, 10, 16, 75])
 @pytest.mark.parametrize("given", ADAGRAD, ids=name_of)

@@ -47,6 +47,7 @@ def test_a_late_rank_is_named_unasked_and_in_the_errors(tmp_path: Path) -> None:
     assert all(named in line for line in why)
 
 
+@pytest.mark.slow
 def test_what_a_handler_raises_during_the_explanation_is_raised(tmp_path: Path) -> None:
     """Such as an exception of its own by which a program saves a checkpoint."""
     err = output_of(

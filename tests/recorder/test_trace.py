@@ -199,6 +199,7 @@ def torchs_collectives(folder: Path, trace: str) -> "tuple[list[Any], str]":
     return (found[-1] if type(found) is tuple else found).collectives, ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_torchs_flight_recorder_reads_the_calls(folder: Path, ranks: list[RankTimeline]) -> None:
     found, said = torchs_collectives(folder, "out.json")
     assert "missing ranks" not in said

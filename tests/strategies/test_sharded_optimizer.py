@@ -18,6 +18,7 @@ from fastdist import Strategy
 from fastdist.errors import UnsupportedError
 from launched import Launcher
 from ranks import ProcessRanks
+from marks import slow
 from replica_runs import Run, ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -91,7 +92,10 @@ def whole_strategy() -> Strategy:
     return fd.MirroredStrategy()
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("adam", "muon")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *slow(*sorted(OPTIMIZERS.keys() - set(QUICK)))])
 def test_bits(run: Run, name: str) -> None:
     def case(strategy: Strategy) -> None:
         expected, whole = trained(whole_strategy(), OPTIMIZERS[name])

@@ -780,6 +780,7 @@ class CommunicatorContract:
     def test_wrong_argument_on_one_rank(self, ranks: Any) -> None:
         ranks.run(check_wrong_on_one_rank)
 
+    @pytest.mark.slow
     def test_wrong_argument_on_one_rank_for_good(self, doomed_ranks: Any, tmp_path: Path) -> None:
         doomed_ranks.run(check_wrong_on_one_rank_for_good, tmp_path)
 

@@ -348,6 +348,7 @@ class CheckpointContract:
         left = {path.name for path in tmp_path.iterdir()}
         assert left == {".lock", "checkpoint-1", "checkpoint-4"}
 
+    @pytest.mark.slow
     @on_replicas
     def test_another_job_is_refused(self, strategy: Strategy, tmp_path: Path) -> None:
         job = Job(strategy)

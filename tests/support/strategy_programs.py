@@ -77,6 +77,7 @@ class ProgramsContract:
 
     # --- results --------------------------------------------------------------------------------
 
+    @pytest.mark.slow
     @on_replicas
     def test_a_mean_weighs_whatever_was_computed(self, strategy: Strategy) -> None:
         """The mean of 1, 1, 4 is 2 for tensors, numbers, numpy values and their results."""

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from fastdist import Strategy
 from fastdist.errors import UnsupportedError
 from launched import Launcher
-from ranks import ProcessRanks
 from marks import slow
+from ranks import ProcessRanks
 from replica_runs import Run, ranks, run
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

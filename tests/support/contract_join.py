@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from typing import Any
 
@@ -26,6 +27,7 @@ def check_join(comm: Communicator) -> None:
         comm.barrier()
     if n > 1:
         _check_calls(comm)
+        _check_shapes(comm)
         _check_bad_input(comm)
     assert comm.all_reduce(np.array([1])) == n  # it goes on after all that
 
@@ -39,6 +41,12 @@ def _check_calls(comm: Communicator) -> None:
                 x = np.array([[3, 1]], dtype)
                 for op in ("sum", "prod", "min", "max"):
                     assert (comm.all_reduce(x.copy(), op) == x).all(), (dtype, op)
+            for dtype in (np.float32, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2):
+                for op, most in (("min", np.inf), ("max", -np.inf)):
+                    assert (comm.all_reduce(np.full(2, most, dtype), op) == most).all()
+            for order in ((1, 0, 2), (2, 1, 0)):  # not row-major
+                x = np.arange(12.0).reshape(2, 3, 2).transpose(order)[:, None]
+                assert (comm.all_reduce(x.copy("K")) == x).all()
             mean = comm.all_reduce(np.array([3.0, 1.0]), "mean")
             assert mean.tolist() == [3 / n, 1 / n]
             for op in ("and", "or", "xor"):
@@ -51,8 +59,32 @@ def _check_calls(comm: Communicator) -> None:
             assert (comm.reduce(others.copy(), root=last) == others).all()
             assert (comm.reduce_scatter(others) == others[4 * last :]).all()
             assert (comm.broadcast(others.copy(), last) == others).all()
+            _check_torch(comm)
             comm.barrier()
     assert joined.last_rank == last
+
+
+def _check_torch(comm: Communicator) -> None:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.float32):
+        x = torch.tensor([[3.0, 1.0]]).to(dtype)
+        for op in ("sum", "prod", "min", "max"):
+            assert (comm.all_reduce(x.clone(), op).float() == x.float()).all()
+
+
+def _check_shapes(comm: Communicator) -> None:
+    """All but the first rank go on, by arrays that match without being alike."""
+    with comm.join():
+        if comm.rank:
+            x = np.ones((2, 2) if comm.rank % 2 else 4)
+            assert (comm.all_reduce(x) == comm.world_size - 1).all()
+            given = np.arange(4.0) if comm.rank == 1 else np.zeros(9)
+            out = np.zeros(4)
+            assert comm.broadcast(given, 1, out=out) is out
+            assert out.tolist() == [0, 1, 2, 3]
 
 
 def _check_bad_input(comm: Communicator) -> None:

@@ -8,8 +8,12 @@ called, and those that have joined make the same call with values that do not co
 from __future__ import annotations
 
 import importlib
+import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,11 +22,13 @@ import fastdist._core as _core
 from fastdist.collectives.arrays import NOT_IN_NUMPY, as_list, dtype_name, part_like, shape_of
 from fastdist.collectives.engines.engine import OPS, Calls
 from fastdist.collectives.engines.gpu_arrays import device_of
+from fastdist.collectives.types import Array
 from fastdist.errors import CollectiveMismatchError, UnsupportedError
 
 _JOINED = None  # what a rank tells that has joined
 _MADE = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "barrier")
 _TOLD = ("op", "root", "compress")  # arguments that all ranks share
+_Form = tuple[str, tuple[int, ...], tuple[int, ...]]  # dtype, lengths, axes from the outermost on
 
 
 class Joining:
@@ -59,8 +65,11 @@ class Joining:
             return call()
         except CollectiveMismatchError:
             told = {key: keywords[key] for key in _TOLD if key in keywords}
-            forms = [(dtype_name(array), shape_of(array)) for array in arrays]
-            own = (name, bool(given) and arrays is given[0], forms, told)
+            out = keywords.get("out")
+            # What is not the root's is ignored.
+            used = as_list(out) if name == "broadcast" and out is not None else arrays
+            is_list = bool(given) and arrays is given[0]
+            own = (name, is_list, [_form(array) for array in used], told)
             calls = self._tell(own)
             joined = [rank for rank, theirs in enumerate(calls) if theirs is _JOINED]
             if not joined or any(theirs not in (_JOINED, own) for theirs in calls):
@@ -88,7 +97,8 @@ class Joining:
             given: list[Any] = [arrays] if is_list else arrays
             if op == "reduce_scatter":
                 told = told | {"out": part_like(given[0], len(calls))}
-            getattr(self._plain, op)(*given, **told)
+            with suppress(CollectiveMismatchError):  # such as of shapes; it is an error there too
+                getattr(self._plain, op)(*given, **told)
         self.last_rank = int(np.argmin(self._tell(made)))
 
 
@@ -96,15 +106,44 @@ def _can_be_made(op: str, told: dict[str, Any], joined: Sequence[int]) -> bool:
     return op in _MADE and told.get("root") not in joined
 
 
-def _neutral(op: str | None, dtype: str, shape: tuple[int, ...]) -> Any:
+def _form(array: Array) -> _Form:
+    """Return what ranks compare of an array. One that is row-major may have any shape."""
+    shape = shape_of(array)
+    stride = getattr(array, "stride", None)  # torch's
+    strides = stride() if callable(stride) else getattr(array, "strides", None)
+    long = [axis for axis, length in enumerate(shape) if length > 1]
+    order = sorted(long, key=lambda axis: -strides[axis]) if strides else long
+    if order == long:
+        return dtype_name(array), (prod(shape),), (0,)
+    short = [axis for axis, length in enumerate(shape) if length <= 1]
+    return dtype_name(array), shape, (*short, *order)
+
+
+def _neutral(op: str | None, dtype: str, shape: tuple[int, ...], order: tuple[int, ...]) -> Any:
     """Return an array that does not change a reduction."""
+    lengths = [shape[axis] for axis in order]
+    back = [order.index(axis) for axis in range(len(order))]
+    if dtype in NOT_IN_NUMPY and "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        kind = getattr(torch, dtype)
+        made = torch.full(lengths, _value(op, "f", torch.finfo(kind), dtype))
+        return made.to(kind).permute(back)
     library: Any = importlib.import_module("ml_dtypes") if dtype in NOT_IN_NUMPY else np
     kind = np.dtype(getattr(library, dtype) if dtype in NOT_IN_NUMPY else dtype)
+    limits = None
+    if kind.kind not in "bc":
+        limits = library.iinfo(kind) if kind.kind in "iu" else library.finfo(kind)
+    return np.full(lengths, _value(op, kind.kind, limits, dtype), kind).transpose(back)
+
+
+def _value(op: str | None, kind: str, limits: Any, dtype: str) -> Any:
+    """Return the number that does not count in a reduction; `kind` is a letter of numpy's."""
     if op not in ("prod", "min", "max", "and"):
-        return np.zeros(shape, kind)
-    if op == "prod" or kind.kind == "b":
-        return np.full(shape, op != "max", kind)
-    limits = library.iinfo(kind) if kind.kind in "iu" else library.finfo(kind)
+        return 0
+    if op == "prod" or kind == "b":
+        return op != "max"
     if op == "and":
-        return np.full(shape, -1 if kind.kind == "i" else limits.max, kind)
-    return np.full(shape, limits.max if op == "min" else limits.min, kind)
+        return -1 if kind == "i" else limits.max
+    if kind in "iu" or dtype == "float8_e4m3fn":  # which has no infinity
+        return limits.max if op == "min" else limits.min
+    return math.inf if op == "min" else -math.inf

@@ -38,7 +38,7 @@ def reduce_values(
     axes = None if axis is None else _axes(axis, tensors)
     if op == "mean":
         tensors = [as_floating(tensor) for tensor in tensors]
-    combine, along = _EXTREMES.get(op, (torch.add, torch.sum))
+    combine, along = _EXTREMES.get(op, (torch.Tensor.add_, torch.sum))
     count = float(len(tensors))
     if axes is not None:
         count = float(sum(prod(tensor.shape[i] for i in axes) for tensor in tensors))

@@ -32,8 +32,6 @@ _COMPARE_DESCRIPTION = """\
 Says for each case of two reports' JSON files how much slower or faster
 fastdist is in the second, with a 95 % confidence interval."""
 
-_UNUSABLE = (ValueError, ImportError)  # of options
-
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the `bench` command."""
@@ -53,7 +51,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             commands,
             name,
             "bench.command:run_command",
-            _UNUSABLE,
             title="fastdist bench",
             parents=[options],
             help=f"measure {name}",
@@ -63,7 +60,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         commands,
         "report",
         "bench.full_report:run_report",
-        _UNUSABLE,
         title="fastdist bench",
         help="measure every collective next to every installed peer, and write a page",
         description=_REPORT_DESCRIPTION,

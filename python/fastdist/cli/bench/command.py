@@ -7,7 +7,8 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
+from fastdist.cli.command import UsageError
 from fastdist.cli.machine_facts import busy_cores, gpu_facts, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import parse_sizes
@@ -45,7 +47,8 @@ class Plan:
 
 def run_command(options: argparse.Namespace) -> int:
     """Measure one collective; return an exit code as `run_measured` does."""
-    plan = make_plan(options)
+    with unusable_options():
+        plan = make_plan(options)
 
     def measure() -> bool:
         report = _measure(options, plan)
@@ -53,6 +56,15 @@ def run_command(options: argparse.Namespace) -> int:
         return not (report.wrong or report.failed)
 
     return run_measured(measure)
+
+
+@contextmanager
+def unusable_options() -> Iterator[None]:
+    """Raise UsageError for ValueError and ImportError."""
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise UsageError(str(error)) from None
 
 
 def run_measured(measure: Callable[[], bool]) -> int:

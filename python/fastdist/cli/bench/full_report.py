@@ -22,7 +22,7 @@ from typing import Any
 from fastdist._version import __version__
 from fastdist.cli.bench.cases import Case, array_cases, list_case
 from fastdist.cli.bench.collectives import COLLECTIVES
-from fastdist.cli.bench.command import Plan, run_measured
+from fastdist.cli.bench.command import Plan, run_measured, unusable_options
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.intervals import LEAST_SAMPLES
@@ -55,7 +55,8 @@ _EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
 
 def run_report(options: argparse.Namespace) -> int:
     """Measure and write the page and the JSON; return an exit code as `run_measured` does."""
-    plan, out = _plan(options)
+    with unusable_options():
+        plan, out = _plan(options)
     return run_measured(lambda: _run(options, plan, out))
 
 

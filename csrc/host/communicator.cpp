@@ -114,6 +114,7 @@ void HostCommunicator::publish_window_and_cores() noexcept {
       published[i / 64].fetch_or(std::uint64_t{1} << i % 64, std::memory_order_relaxed);
     }
   }
+  me().control->has_cores.store(true, std::memory_order_release);
 }
 
 // True if there are more ranks than cores. Ranks may be bound to cores, so the number of cores is
@@ -123,13 +124,10 @@ bool HostCommunicator::is_crowded() noexcept {
   if (total != 0) return size() > total;
   std::array<std::uint64_t, std::tuple_size_v<decltype(Control::cores)>> all{};
   for (const Peer& p : peers_) {
-    std::uint64_t any = 0;
+    if (!p.control->has_cores.load(std::memory_order_acquire)) return false;
     for (std::size_t i = 0; i < all.size(); ++i) {
-      const std::uint64_t word = p.control->cores[i].load(std::memory_order_relaxed);
-      any |= word;
-      all[i] |= word;
+      all[i] |= p.control->cores[i].load(std::memory_order_relaxed);
     }
-    if (any == 0) return false;
   }
   for (const std::uint64_t word : all) total += std::popcount(word);
   cores_.store(total, std::memory_order_relaxed);

@@ -102,6 +102,7 @@ struct Control {
   CallSite blocked_site;          // of that wait; ranks may still read `site` of an earlier call
   Counter failing;                // the number of a wait that ends with a failure announced to it
   std::array<Counter, 16> cores;  // bit mask of the first 1024 cores that this rank may run on
+  std::atomic<bool> has_cores;    // all of `cores` are written
   Counter window;                 // bytes of each segment that this rank has mapped
 };
 

@@ -42,7 +42,7 @@ constexpr int kWritePatienceMs = 200;
 
 std::string_view cut(std::string_view text) { return text.substr(0, kLongestText); }
 
-std::vector<std::byte> compose(Head head, std::string_view text = {}) {
+std::vector<std::byte> compose(Head head, std::string_view text = "") {
   head.bytes = static_cast<std::uint32_t>(text.size());
   std::vector<std::byte> message(sizeof(Head) + text.size());
   std::memcpy(message.data(), &head, sizeof(Head));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +24,7 @@ _FUNCTIONS = {
     "or": ("bitwise_or", 0),
     "xor": ("bitwise_xor", 0),
 }
+_PIECE_BYTES = 1 << 17  # what is received is added while the core's own cache has it
 _NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # computed in float32
 
 
@@ -57,26 +59,48 @@ def scan(
     own = _flat(array)
     combine = getattr(_library(own), name)
     require_same_call(comm, f'scan({dtype} of shape {shape}, "{op}", {exclusive=})', timeout)
-    target = None if dtype in _NARROW else _elements(result)
-    is_free = target is not None and not np.may_share_memory(target, own)
+    flat = None if dtype in _NARROW else _elements(result)
+    target: Any = new_like(own, shape_of(own)) if flat is None else flat
+    is_free = flat is None or not np.may_share_memory(flat, own)
+    if not is_free and own.ctypes.data != target.ctypes.data:
+        own, is_free = own.copy(), True
+    count = shape_of(own)[0]
+    step = count if _is_torch(own) else max(1, _PIECE_BYTES // own.itemsize)
+    for begin in range(0, count, max(1, step)):
+        piece, room = own[begin : begin + step], target[begin : begin + step]
+        value = _scan(comm, combine, piece, room, is_free, exclusive, timeout)
+        if value is not room:
+            room[...] = empty if value is None else value
+    if flat is None:
+        _write(result, target)
+    return result
+
+
+def _scan(
+    comm: Ranks,
+    combine: Callable[..., Any],
+    own: Any,
+    room: Any,
+    is_free: bool,
+    exclusive: bool,
+    timeout: float | None,
+) -> Any:
+    """Return the reduction of one piece, in `room` if possible; None for no ranks."""
     before: Any = None  # the reduction of the ranks before this one
-    partial, room, reach = own, None if exclusive else target, 1
+    partial, spare, reach = own, None if exclusive else room, 1
     while reach < comm.world_size:
         to = comm.rank + reach if comm.rank + reach < comm.world_size else None
         source = comm.rank - reach if comm.rank >= reach else None
         earlier = None
         if source is not None:
-            earlier = target if reach == 1 and is_free else new_like(own, shape_of(own))
+            earlier = room if reach == 1 and is_free else new_like(own, shape_of(own))
         _exchange(comm, partial, to, earlier, source, timeout)
         if earlier is not None and exclusive:
             before = earlier if before is None else combine(earlier, before, out=before)
         reach *= 2
         if earlier is not None and (not exclusive or comm.rank + reach < comm.world_size):
-            partial = room = combine(earlier, partial, out=room)
-    value = before if exclusive else partial
-    if value is None or value is not target:
-        _write(result, empty if value is None else value)
-    return result
+            partial = spare = combine(earlier, partial, out=spare)
+    return before if exclusive else partial
 
 
 def _exchange(
@@ -123,14 +147,14 @@ def _elements(result: Array) -> np.ndarray[Any, Any] | None:
 
 
 def _write(result: Array, value: Any) -> None:
-    """Write the elements, or one number, into an array of any library."""
+    """Write the elements into an array of any library."""
     if _is_torch(result):
         result = result.detach()
         if isinstance(value, np.ndarray):
             value = sys.modules["torch"].from_numpy(value)
     elif not hasattr(result, "shape"):
         result = np.asarray(memoryview(result))
-    result[...] = value if isinstance(value, int) else value.reshape(shape_of(result))
+    result[...] = value.reshape(shape_of(result))
 
 
 def _is_torch(array: Array) -> bool:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -87,7 +86,7 @@ class Joining:
                 break
             except CollectiveMismatchError:
                 calls = self._tell(_JOINED)
-            joined = [rank for rank, theirs in enumerate(calls) if theirs is _JOINED]
+            joined = [rank for rank, call in enumerate(calls) if call is _JOINED]
             theirs = [call for call in calls if call is not _JOINED]
             op, is_list, forms, told = theirs[0]
             made += 1
@@ -114,7 +113,7 @@ def _form(array: Array) -> _Form:
     long = [axis for axis, length in enumerate(shape) if length > 1]
     order = sorted(long, key=lambda axis: -strides[axis]) if strides else long
     if order == long:
-        return dtype_name(array), (prod(shape),), (0,)
+        return dtype_name(array), (math.prod(shape),), (0,)
     short = [axis for axis, length in enumerate(shape) if length <= 1]
     return dtype_name(array), shape, (*short, *order)
 

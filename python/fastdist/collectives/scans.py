@@ -65,8 +65,8 @@ def scan(
     if not is_free and own.ctypes.data != target.ctypes.data:
         own, is_free = own.copy(), True
     count = shape_of(own)[0]
-    step = count if _is_torch(own) else max(1, _PIECE_BYTES // own.itemsize)
-    for begin in range(0, count, max(1, step)):
+    step = _PIECE_BYTES // own.itemsize if isinstance(own, np.ndarray) else max(1, count)
+    for begin in range(0, count, step):
         piece, room = own[begin : begin + step], target[begin : begin + step]
         value = _scan(comm, combine, piece, room, is_free, exclusive, timeout)
         if value is not room:

@@ -137,10 +137,7 @@ def doomed_ranks(request: pytest.FixtureRequest) -> Iterator[Any]:
 def launcher() -> Iterator[Launcher]:
     launcher = Launcher()
     yield launcher
-    left = launcher.left()
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert left == []
+    assert launcher.kill() == []
 
 
 @pytest.fixture

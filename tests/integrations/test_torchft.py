@@ -189,7 +189,9 @@ def test_training_survives_the_loss_of_a_replica(tmp_path: Path) -> None:
         together = first.await_step(2)
         first.await_step(2, together + 10)
         killed.process.kill()
-        alone = first.await_step(1, together + 10)
+        killed.process.wait()
+        # On a busy machine each may have trained alone before.
+        alone = first.await_step(1, max(first.committed()) + 1)
         back = Replica(1, lighthouse.address(), tmp_path / "back", last)
         replicas.append(back)
         together = first.await_step(2, alone)

@@ -84,8 +84,7 @@ class TwoMachines:
         return [folder / "out" for folder in self._folders]
 
     def close(self) -> None:
-        for pid in self._launcher.left():
-            os.kill(pid, signal.SIGKILL)
+        self._launcher.kill()
         for process in self.launchers:
             process.wait()
 

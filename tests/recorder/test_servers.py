@@ -56,8 +56,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
             time.sleep(0.05)
         yield jobs_here()[0][0]
     finally:
-        for pid in launcher.left():
-            os.kill(pid, signal.SIGKILL)
+        launcher.kill()
         run.wait()
 
 

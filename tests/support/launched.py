@@ -1,7 +1,9 @@
 """Jobs of `fastdist run` as a user starts them, such that nothing they leave behind is missed."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,6 +84,14 @@ class Launcher:
             if f"TEST_MARK={self.mark}".encode() in environ.split(b"\0"):
                 found.append(int(entry.name))
         return found
+
+    def kill(self) -> list[int]:
+        """Kill the processes that are left; return their numbers."""
+        left = self.left()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):  # it was ending
+                os.kill(pid, signal.SIGKILL)
+        return left
 
 
 def finish(

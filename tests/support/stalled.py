@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -97,7 +95,6 @@ class Stalled:
             time.sleep(0.1)
 
     def close(self) -> None:
-        for pid in self._launcher.left():
-            os.kill(pid, signal.SIGKILL)
+        self._launcher.kill()
         for process in self._launchers.values():
             process.wait()

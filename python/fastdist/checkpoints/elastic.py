@@ -14,7 +14,6 @@ from fastdist.checkpoints.checkpoint import Checkpoint, may_refuse
 from fastdist.checkpoints.files import PartFiles
 from fastdist.checkpoints.manager import CheckpointManager, Staging
 from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.elastic import Member
 from fastdist.collectives.init import default_communicator, elastic_member, must_regroup
 from fastdist.errors import CollectiveTimeoutError, LostRankError
 from fastdist.strategies.replicated import ReplicatedStrategy
@@ -100,6 +99,7 @@ class Elastic:
         self._staging = Staging()
         self._saved: dict[str, PartFiles] = {}
         self._commits = 0
+        self._replicas_before = 1
 
     def commit(self) -> None:
         """Keep the checkpoint's state in memory, and let ranks that wait join.
@@ -126,20 +126,32 @@ class Elastic:
             RuntimeError: `run` was called before; a rank that comes later would not know that.
             Exception: what `train` raises on this rank, which leaves the job; the others continue.
         """
-        member = elastic_member()
-        if member is None or not self._strategy.is_elastic:
+        if not self._strategy.is_elastic:
             if self._manager is not None:
                 self._manager.restore(self._checkpoint)
             return train()
+
+        def train_from_commit() -> T:
+            self._take_over()
+            return train()
+
+        return self._repeat(train_from_commit)
+
+    def _repeat(self, train: Callable[[], T]) -> T:
+        """Regroup and call a function, which calls `_take_over`, until no rank is lost in it."""
+        member = elastic_member()
+        assert member is not None
         if member.has_run:
             raise RuntimeError(
-                "Elastic.run was called twice; put all that trains into one function"
+                "Elastic.run, or Keras' fit in an elastic job, was called twice; train in one call"
             )
         member.has_run = True
         failures, reached = 0, -1
         while True:
             try:
-                self._join(member)
+                self._replicas_before = self._strategy.num_replicas_in_sync
+                member.progress = self._commits
+                self._strategy.regroup()
                 result = train()
                 default_communicator().barrier()  # if a rank is lost now, all train again
             except (LostRankError, WorldChangedError) as error:
@@ -154,11 +166,8 @@ class Elastic:
                 member.finish()
                 return result
 
-    def _join(self, member: Member) -> None:
-        """Join the other ranks, and take over the state of those that have committed most."""
-        before = self._strategy.num_replicas_in_sync
-        member.progress = self._commits
-        self._strategy.regroup()
+    def _take_over(self) -> None:
+        """Take over the state of the ranks that have committed most."""
         world = default_communicator()
         commits = world.all_gather(np.array([self._commits])).tolist()
         newest = commits[0]  # the roster sorts by progress, most first
@@ -180,7 +189,7 @@ class Elastic:
             _log.warning(
                 "%d replicas train now, %d before; they go on from commit %d",
                 now,
-                before,
+                self._replicas_before,
                 newest - 1,  # the first commit is the initial state
             )
 

@@ -360,8 +360,6 @@ class AdoptedModules:
 
     def refresh(self) -> None:
         """Adopt modules and tensors that users have replaced or added. Every replica must call."""
-        if self.num_replicas_in_sync == 1:
-            return
         changed = [
             model
             for model in self._models

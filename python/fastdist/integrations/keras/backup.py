@@ -11,20 +11,21 @@ import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
-import keras
-
 from fastdist.checkpoints import CheckpointManager, PreemptionCheckpointHandler
 from fastdist.errors import UnsupportedError
+from fastdist.integrations.keras.callback_states import CallbackAttributes
+from fastdist.integrations.keras.elastic import ElasticFit, JoiningCallback
 from fastdist.integrations.keras.extension import on_servers
 from fastdist.integrations.keras.fit_state import FitState
 from fastdist.integrations.keras.internals import running_fit
 from fastdist.integrations.keras.saved import KerasCheckpoint
+from fastdist.integrations.keras.trainer import trainer_of
 
 _TO_KEEP = 2  # if the newest is damaged, the one before is used
 _open: dict[Path, BackupAndRestore] = {}
 
 
-class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
+class BackupAndRestore(JoiningCallback):
     """Backs up `fit`, and lets `fit` continue when the program is started again.
 
     Every replica has one, among the callbacks of `fit`:
@@ -36,6 +37,9 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
     one that was not (tf.keras.callbacks.BackupAndRestore). Under ParameterServerStrategy each epoch
     is backed up by the servers: the model and the optimizer, but not the callbacks' states.
 
+    In an elastic job (`fastdist run --min`), `fit` goes on when ranks are lost or join: from the
+    last copy of the same state in memory. The backups count only if all ranks are lost.
+
     Args:
         directory: the backups' directory; each program needs its own. The end of `fit` removes
             the backups.
@@ -44,9 +48,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             `fit` with this directory and no more epochs does nothing.
         save_before_preemption: also back up and exit, as `fd.PreemptionCheckpointHandler` does, if
             a replica is told to end.
+        commit_freq: number of steps between two copies in memory, in an elastic job. After a loss
+            the steps since the last copy are repeated.
 
     Raises:
-        ValueError: save_freq is another string, or less than 1.
+        ValueError: save_freq is another string, or less than 1; commit_freq is less than 1.
 
     Examples:
         >>> import os, tempfile
@@ -69,12 +75,17 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         *,
         delete_checkpoint: bool = True,
         save_before_preemption: bool = False,
+        commit_freq: int = 1,
     ) -> None:
         super().__init__()
         if save_freq != "epoch" and (type(save_freq) is not int or save_freq < 1):
             raise ValueError(f"save_freq must be 'epoch' or a number of steps, got {save_freq!r}")
+        if type(commit_freq) is not int or commit_freq < 1:
+            raise ValueError(f"commit_freq must be a number of steps, got {commit_freq!r}")
         self._directory = Path(directory).absolute()
         self._save_freq = save_freq
+        self._commit_freq = commit_freq
+        self._elastic: ElasticFit | None = None
         self._deletes = delete_checkpoint
         self._handles_preemption = save_before_preemption
         self._manager = CheckpointManager(self._directory, max_to_keep=_TO_KEEP)
@@ -99,13 +110,21 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         self._fit = FitState(model, iterator, others, self.params)
         self._checkpoint = KerasCheckpoint(model, step=0, fit=self._fit)
         model._initial_epoch = None
+        attributes = CallbackAttributes(others)
+        trainer = trainer_of(model)
+        self._elastic = None if trainer is None else trainer.elastic
         try:
-            self._resumes = self._manager.restore(self._checkpoint) is not None
+            if self._elastic is None:
+                self._manager.restore(self._checkpoint)
+            else:
+                self._elastic.join(self._checkpoint, self._manager)
         except BaseException:
             self.close()
             raise
-        if self._resumes:
-            self._fit.position.resume()
+        self._resumes = self._fit.position.resume()
+        if not self._resumes:
+            attributes.restore()  # their `on_train_begin` is due; elastic jobs restore any state
+        else:
             model._initial_epoch = self._fit.position.epoch
         if self._handles_preemption:
             self._handler = PreemptionCheckpointHandler(self._manager, self._checkpoint)
@@ -127,9 +146,11 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         if self._resumes:
             # Keras has reset metrics and called callbacks as if an epoch began.
             self._resumes = False
-            self._manager.restore(self._checkpoint)
+            self._restore()
         else:
             self._fit.position.note_step(batch)
+            if self._elastic is not None and self._checkpoint.step % self._commit_freq == 0:
+                self._elastic.commit()
             steps = self._checkpoint.step
             is_due = batch == 0 if self._save_freq == "epoch" else steps % self._save_freq == 0
             if is_due and steps > 0:
@@ -148,7 +169,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             return
         assert self._fit is not None
         if self._resumes:  # nothing was left to do
-            self._manager.restore(self._checkpoint)
+            self._restore()
         elif not self._deletes:
             self._fit.position.note_end(self.params["epochs"])
             self._manager.save(self._checkpoint)
@@ -173,6 +194,12 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
             self._fit.position.release()
             self._fit = None
         self._manager.release()
+
+    def _restore(self) -> None:
+        if self._elastic is None:
+            self._manager.restore(self._checkpoint)
+        else:
+            self._elastic.restore()
 
     def _restore_servers(self) -> None:
         if self._save_freq != "epoch" or self._handles_preemption:

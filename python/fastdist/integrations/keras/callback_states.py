@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import hashlib
 import inspect
 import pickle
@@ -80,6 +81,29 @@ class CallbackStates:
             if key not in _OF_KERAS
             and _is_plain(value)
             and (key not in given or given[key] != _digest(value))
+        }
+
+
+class CallbackAttributes:
+    """The attributes that callbacks have now, for another `fit` of the same callbacks.
+
+    Keras' own do not all begin anew by themselves.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._found = [(callback, self._copied(vars(callback))) for callback in callbacks]
+
+    def restore(self) -> None:
+        """Give the callbacks these attributes again."""
+        for callback, attributes in self._found:
+            vars(callback).clear()
+            vars(callback).update(self._copied(attributes))
+
+    @staticmethod
+    def _copied(attributes: State) -> State:
+        return {
+            name: copy.deepcopy(value) if _is_plain(value) else value
+            for name, value in attributes.items()
         }
 
 

@@ -153,7 +153,7 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
 
         on_servers[model] = strategy
         ServedTrainer(model, strategy)
-    elif strategy.num_replicas_in_sync > 1:
+    elif strategy.num_replicas_in_sync > 1 or strategy.is_elastic:
         if strategy.options.shard_optimizer:
             raise UnsupportedError(
                 "optimizers of Keras cannot be sharded, since a saved model holds their states: "

@@ -37,6 +37,7 @@ class FitPosition:
         self._pass: dict[str, Any] | None = None  # the state at the beginning of this pass
         self._step = 0
         self._drawn = 0  # batches of this pass before this step's
+        self._has_drawn = False  # True once a batch of the newest pass is drawn
         self._epoch_began: dict[str, Any] | None = None  # the state then, until its first step
         self._is_behind = False  # True until the first pass of a restored fit has begun
         self.epoch = 0
@@ -57,7 +58,7 @@ class FitPosition:
         is_stopped = self._model.stop_training
         self.epoch = _NEVER if is_stopped else epochs
         self._step = self._drawn = 0
-        if self._iterator.steps_per_epoch is None:
+        if self._iterator.steps_per_epoch is None or not self._has_drawn:
             self._pass = self._state_now()
         else:
             self._drawn = self._iterator._steps_seen
@@ -76,9 +77,10 @@ class FitPosition:
         self.epoch, self._step = state["epoch"], state["step"]
         self._drawn, self._pass = state["drawn"], state["pass"]
 
-    def resume(self) -> None:
-        """Let the first epoch begin at this position."""
+    def resume(self) -> bool:
+        """Let the first epoch begin at this position; return False if it is the beginning."""
         self._is_behind = self._pass is not None
+        return self._is_behind
 
     def release(self) -> None:
         """Give the iterator its own methods again."""
@@ -105,24 +107,35 @@ class FitPosition:
     def _begin_pass(self) -> Any:
         """Make the iterable of a pass over the data."""
         if not self._is_behind:
-            self._pass = self._epoch_began or self._state_now()
-            return self._make_pass()
-        self._is_behind = False
+            self._has_drawn = False
+            return self._draw(self._epoch_began)
+        self._is_behind, self._has_drawn = False, True
         assert self._pass is not None
         if self._source is not None:
             self._source.load_state_dict(self._pass["source"])
+        if not self._pass["is_epochs"]:
+            set_random_state(self._model, self._pass["random"])
         batches = iter(self._make_pass())
         if not isinstance(self._source, DistributedDataset):
             for _ in range(self._drawn):
                 next(batches)
         return batches
 
+    def _draw(self, epoch_began: dict[str, Any] | None) -> Iterator[Any]:
+        """Begin a pass with its first batch: one that Keras makes at the end of an epoch is late.
+
+        Validation draws random numbers in between.
+        """
+        self._pass = epoch_began or {**self._state_now(), "is_epochs": False}
+        self._has_drawn = True
+        yield from self._make_pass()
+
     def _state_now(self) -> dict[str, Any]:
         source, position = self._source, None
         if source is not None:
             is_dataset = isinstance(source, DistributedDataset)
             position = source.position() if is_dataset else source.state_dict()
-        return {"random": random_state(self._model), "source": position}
+        return {"random": random_state(self._model), "source": position, "is_epochs": True}
 
 
 _NEVER = 1 << 62  # an epoch that no fit reaches

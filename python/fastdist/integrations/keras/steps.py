@@ -37,7 +37,6 @@ class ReplicaSteps:
         self.last_examples: tuple[int, ...] | None = None
         self._model = model
         self._strategy = strategy
-        (self._replica,) = strategy.local_replica_ids
         self._result: Any = None  # of the last step
         self._seeds = torch.Generator()  # of the steps
         self._seeded_from = -1
@@ -79,7 +78,7 @@ class ReplicaSteps:
     def train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
         """Call a function that updates the metrics; return this replica's logs."""
         examples = self._take_examples()
-        if examples is None or examples[self._replica]:
+        if examples is None or examples[self._replica()]:
             return self._run(function, data, examples)
         model: Any = self._model()
         with unchanged(model.metrics):
@@ -89,10 +88,14 @@ class ReplicaSteps:
         """Call a function; return the outputs for the examples of all replicas, in order."""
         examples = self._take_examples()
         outputs = self._run(function, data, examples)
-        is_borrowed = examples is not None and not examples[self._replica]
+        is_borrowed = examples is not None and not examples[self._replica()]
         return keras.tree.map_structure(
             lambda output: self._strategy.gather(output[:0] if is_borrowed else output, 0), outputs
         )
+
+    def _replica(self) -> int:
+        (replica,) = self._strategy.local_replica_ids
+        return replica
 
     def _take_examples(self) -> tuple[int, ...] | None:
         self.last_examples, self.examples = self.examples, None

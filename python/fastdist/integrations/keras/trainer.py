@@ -18,9 +18,11 @@ from typing import Any
 import keras
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import default_communicator
 from fastdist.data import DistributedDataset
 from fastdist.errors import UnsupportedError
 from fastdist.integrations.keras.callback_list import ReplicaCallbacks
+from fastdist.integrations.keras.elastic import ElasticFit
 from fastdist.integrations.keras.internals import (
     class_weight_to_sample_weights,
     get_data_adapter,
@@ -71,9 +73,8 @@ class ReplicatedTrainer:
         self._ref = weakref.ref(model)
         self._strategy = strategy
         self._adopt = adopt
-        self._layout = strategy._input_layout()
-        self._cut = Cutter(self._layout)
         self.steps = ReplicaSteps(self._ref, strategy)
+        self.elastic = ElasticFit(strategy) if strategy.is_elastic else None
         self._reads_logs = False  # True in calls for one batch, whose logs are read at once
         for name in (
             *CALLS,
@@ -106,13 +107,13 @@ class ReplicatedTrainer:
         return method
 
     def _workers(self) -> Communicator:
-        workers = self._strategy._connected()
-        assert workers is not None
-        return workers
+        return self._strategy._connected() or default_communicator()  # of one rank
 
-    def _communicator(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def _communicator(self) -> Iterator[Communicator]:
         """Return a context manager around communication outside `run`."""
-        return self._strategy.communicator()
+        with self._strategy.communicator() as workers:
+            yield workers or default_communicator()
 
     # --- fit, evaluate, predict -----------------------------------------------------------------
 
@@ -126,6 +127,11 @@ class ReplicatedTrainer:
 
         The other arguments are those of Keras.
         """
+        if self.elastic is None:
+            return self._fit(given)
+        return self.elastic.fit(self._model, given, self._fit)
+
+    def _fit(self, given: dict[str, Any]) -> Any:
         with self._all_replicas():
             split, whole = given.pop("validation_split"), given["validation_data"]
             if split and whole is None:
@@ -201,7 +207,8 @@ class ReplicatedTrainer:
             self._reads_logs = True
             try:
                 self.steps.begin_pass(self._workers())
-                part, self.steps.examples = self._cut.batch(batch)
+                cut = Cutter(self._strategy._input_layout())
+                part, self.steps.examples = cut.batch(batch)
                 return self._plain(call)(*part, **options)
             finally:
                 self._reads_logs = False
@@ -237,9 +244,9 @@ class ReplicatedTrainer:
                         f"{name} must not be given with a distributed dataset, whose batches have "
                         f"their own; got {type(value).__name__}"
                     )
-            return DistributedAdapter(x, self._layout, self.steps)
+            return DistributedAdapter(x, self._strategy._input_layout(), self.steps)
         whole = get_data_adapter(**data, steps_per_epoch=steps)
-        return PartAdapter(whole, self._layout, self._workers, self.steps)
+        return PartAdapter(whole, self._strategy._input_layout(), self._workers, self.steps)
 
     def _initialize_ddp(self) -> None:
         """Do not wrap the model in DDP, as Keras 3.16 does where torch has a process group."""

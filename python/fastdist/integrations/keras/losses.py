@@ -17,6 +17,8 @@ from fastdist.integrations.keras.internals import apply_mask, get_keras_mask
 from fastdist.replicas.context import state
 from fastdist.training.patched import replaced
 
+_JUDGED = 3  # batches in which a loss is judged
+
 
 def share_losses(model: Any) -> None:
     """Adapt the losses that a model was compiled with, once they are built."""
@@ -47,7 +49,7 @@ class _SharedLoss:
 
     def __init__(self, loss: Any) -> None:
         self._loss = loss
-        self._is_judged = False
+        self._to_judge = _JUDGED
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss, name)
@@ -60,7 +62,7 @@ class _SharedLoss:
         own_mask = get_keras_mask(result)
         if own_mask is not None:
             mask = own_mask if mask is None else mask & own_mask
-        if not self._is_judged:
+        if self._to_judge:
             self._judge(result, given)
         reduction = self._loss.reduction
         if reduction == "sum":
@@ -87,11 +89,14 @@ class _SharedLoss:
             return self._loss(*args), *calls[0]
 
     def _judge(self, result: torch.Tensor, given: tuple[Any, ...]) -> None:
-        """Warn, once, of a loss that is not computed for each example by itself."""
+        """Warn, once, of a loss that is not computed for each example by itself.
+
+        In a single batch the examples may have nothing in common.
+        """
         is_alone = tuple(result.shape[:1]) == (1,)  # which tells nothing
         if result.is_meta or is_alone or torch.compiler.is_compiling():
             return
-        self._is_judged = True
+        self._to_judge -= 1
         if not result.ndim:
             warnings.warn(
                 f"the loss {self._loss.name!r} returns one number for a batch. Replicas average "
@@ -100,6 +105,7 @@ class _SharedLoss:
                 "on no other example, is always right",
                 stacklevel=3,
             )
+            self._to_judge = 0
         elif self._compares_examples(result, given):
             warnings.warn(
                 f"the loss {self._loss.name!r} compares the examples of a batch with each other, "
@@ -108,6 +114,7 @@ class _SharedLoss:
                 "in its call, which returns the values of this replica's rows",
                 stacklevel=3,
             )
+            self._to_judge = 0
 
     @torch.no_grad()
     def _compares_examples(self, result: torch.Tensor, given: tuple[Any, ...]) -> bool:

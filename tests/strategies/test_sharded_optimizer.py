@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fastdist import Strategy
-from fastdist.errors import UnsupportedError
+from fastdist.errors import CollectiveMismatchError, UnsupportedError
 from launched import Launcher
 from marks import slow
 from ranks import ProcessRanks
@@ -409,6 +411,20 @@ def test_layouts_of_states_stay(run: Run) -> None:
     run(case, shard_optimizer=True)
 
 
+def test_copies_and_calls_of_some_replicas(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = Model()
+            optimizer = torch.optim.Adam(model.parameters())
+        for copied in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match="Adam is sharded: a copy would have this"):
+                copied(optimizer)
+        with pytest.raises(CollectiveMismatchError, match="different collectives"):
+            optimizer.state_dict() if strategy.is_chief else strategy.check_in_sync()
+
+    run(case, shard_optimizer=True)
+
+
 def train_by_ddp(comm: fd.Communicator, folder: str) -> None:
     """In a process of `ranks`: the same bits, and states that torch alone can load."""
     store = dist.FileStore(f"{folder}/store", comm.world_size)
@@ -436,6 +452,11 @@ def train_by_ddp(comm: fd.Communicator, folder: str) -> None:
             assert torch.equal(one, other)
         for key, state in states[0].items():
             assert all(torch.equal(state[name], states[1][key][name]) for name in state)
+        experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        optimizer = fd.ShardedOptimizer(torch.optim.SGD, experts.parameters(), lr=0.1)
+        experts[comm.rank](torch.ones(3)).sum().backward()
+        with pytest.raises(CollectiveMismatchError, match="with gradients for parameters 2-3"):
+            optimizer.step()
     finally:
         dist.destroy_process_group()
 

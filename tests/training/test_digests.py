@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -165,8 +166,10 @@ def compare(*arguments: object, folder: Path) -> subprocess.CompletedProcess[str
 def test_a_run_is_like_itself(
     train: Callable[..., Any], tmp_path: Path, options: list[str]
 ) -> None:
+    """In buckets of another size, and one that is sharded like one that is not."""
     for name, bucket in (("a", 1 << 20), ("b", 400)):
-        done = train(name, f"bucket={bucket}", *options)
+        of = [] if (name, options) == ("b", ["shard=1"]) else options
+        done = train(name, f"bucket={bucket}", *of)
         assert done.returncode == 0, done.stderr.decode()
     run, *found = records(tmp_path / "a")
     assert list(run) == ["run"]
@@ -178,7 +181,7 @@ def test_a_run_is_like_itself(
             == list(record["gradients"])
             == [*("0.weight", "0.bias", "2.weight", "2.bias")]
         )
-        assert len(record["states"]) == (0 if options else 12)
+        assert len(record["states"]) == (0 if "Central" in str(options) else 12)
     done = compare("a", "b", folder=tmp_path)
     assert (done.returncode, done.stdout) == (
         0,
@@ -247,11 +250,17 @@ def test_of_two_replicas_both_are_named(train: Callable[..., Any]) -> None:
 @pytest.mark.slow
 def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
     kinds = {"gradients": {}, "parameters": {}, "states": {}}
-    for name, step, replicas in (("a", 1, "xy"), ("b", 2, "xy"), ("c", 1, "xyz")):
+    for name, step, replicas in (("a", 1, "xy"), ("b", 2, "xy"), ("c", 1, "xyz"), ("d", 3, "xy")):
         record = {"step": step, "replicas": list(replicas), **kinds}
         # The first line of a file, and one of a job that was killed.
         (tmp_path / name).write_text('{"run": ""}\n{"st\n' + json.dumps(record) + "\n")
-    (tmp_path / "wrong").write_text('{"step": 1}\n[]\n5\n')
+    odd = [{"step": 1, "replicas": None}, {"step": 1, "replicas": [], **kinds, "states": 5}]
+    odd += [{"step": math.inf, "replicas": [], **kinds}]
+    lines = ['{"step": 1}', "[]", "5", *map(json.dumps, odd)]
+    (tmp_path / "wrong").write_text("\n".join(lines))
+    longer = (tmp_path / "a").read_text() + (tmp_path / "d").read_text()
+    (tmp_path / "longer").write_text(longer)
+    (tmp_path / "grows").write_text(longer.replace('3, "replicas": [', '3, "replicas": ["z", '))
     for other, said in (
         ("missing", "No such file"),
         ("wrong", "has no record"),
@@ -262,6 +271,20 @@ def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert said in done.stderr
     assert compare("a", "a", folder=tmp_path).returncode == 0
+    done = compare("longer", "grows", folder=tmp_path)
+    assert (done.returncode, "from step 3 on, the runs have 2 and 3 rep" in done.stderr) == (
+        2,
+        True,
+    )
+
+
+def test_a_run_without_records(launcher: Launcher, tmp_path: Path) -> None:
+    """The file is that of this run, and not of one before."""
+    (tmp_path / "a").write_text('{"run": ""}\n{"step": 1}\n')
+    done = launcher.run("-n", 2, "--record", tmp_path / "a", "true")
+    assert b"no step was recorded; strategies record each 100th run" in done.stderr
+    (run,) = records(tmp_path / "a")
+    assert list(run) == ["run"]
 
 
 def test_options_that_do_not_fit(launcher: Launcher, tmp_path: Path) -> None:
@@ -285,7 +308,7 @@ def test_one_rank_on_each_of_two_machines(launcher: Launcher, tmp_path: Path) ->
 def test_a_file_that_becomes_unwritable(tmp_path: Path) -> None:
     """Training goes on, and says once that nothing more is recorded."""
     (alone,) = fd.local_group(1)
-    digests = StepDigests(Recording(str(tmp_path), 1, ""), has_all_states=True)
+    digests = StepDigests(Recording(str(tmp_path), 1, ""), has_states=True)
     digests.watch([], alone, is_exact=True)
     digests.note_step()
     with pytest.warns(UserWarning, match="no more steps are recorded: .*Is a directory"):
@@ -298,7 +321,7 @@ def test_another_run_begins_anew_and_the_same_goes_on(tmp_path: Path) -> None:
     (alone,) = fd.local_group(1)
     path = tmp_path / "a"
     for name in ("first", "second", "second"):
-        digests = StepDigests(Recording(str(path), 2, name), has_all_states=True)
+        digests = StepDigests(Recording(str(path), 2, name), has_states=True)
         digests.watch([], alone, is_exact=True)
         for _ in range(4):
             digests.note_step()

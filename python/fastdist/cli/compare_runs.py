@@ -16,9 +16,8 @@ from fastdist.processes.terminal import fitted, show
 
 _MOST_NAMES = 3
 # What a line that a killed job has left raises.
-_UNREADABLE = (ValueError, TypeError, AttributeError, RecursionError)
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 _KINDS = ("gradients", "parameters", "states")
-_KEYS = {"step", "replicas", *_KINDS}
 _DESCRIPTION = """\
 Compares two files of fastdist run --record, and names the first step at which
 the runs part, the replicas whose own gradients differ, and the tensors.
@@ -67,16 +66,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(options: argparse.Namespace) -> int:
     """Compare the files; return the exit code."""
     first, second = _read(options.first), _read(options.second)
-    one, other = (len(next(iter(run.values()))["replicas"]) for run in (first, second))
-    if one != other:
-        raise UsageError(f"the runs have {one} and {other} replicas, whose bits may differ")
     steps = sorted(first.keys() & second.keys())
+    for number, step in enumerate(steps):
+        one, other = len(first[step]["replicas"]), len(second[step]["replicas"])
+        if one != other:
+            if find_parting(first, second, steps[:number]) is not None:
+                break
+            since = f"from step {step} on, " if number else ""
+            raise UsageError(
+                f"{since}the runs have {one} and {other} replicas, whose bits may differ"
+            )
     if not steps:
         raise UsageError(
             f"{options.first} and {options.second} have no step in common; record both with the "
             "same --record-every"
         )
-    parting = find_parting(first, second)
+    parting = find_parting(first, second, steps)
     if options.json:
         found = None if parting is None else asdict(parting)
         show(json.dumps({"steps": len(steps), "last": steps[-1], "parting": found}) + "\n")
@@ -87,9 +92,9 @@ def run(options: argparse.Namespace) -> int:
     return int(parting is not None)
 
 
-def find_parting(first: dict[int, Any], second: dict[int, Any]) -> Parting | None:
-    """Return where two records, by step, differ first; None if they do not."""
-    for step in sorted(first.keys() & second.keys()):
+def find_parting(first: dict[int, Any], second: dict[int, Any], steps: list[int]) -> Parting | None:
+    """Return in which of the steps two records, by step, differ first; None if they do not."""
+    for step in steps:
         one, other = first[step], second[step]
         own = enumerate(zip_longest(one["replicas"], other["replicas"]))
         parting = Parting(
@@ -139,7 +144,8 @@ def _read(path: Path) -> dict[int, Any]:
     for line in lines:
         with suppress(*_UNREADABLE):
             record = json.loads(line)
-            if record.keys() >= _KEYS:
+            values = [record[kind] for kind in _KINDS]
+            if isinstance(record["replicas"], list) and all(isinstance(v, dict) for v in values):
                 records[int(record["step"])] = record
     if not records:
         raise UsageError(

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 import math
 import os
 import resource
@@ -80,7 +81,7 @@ be lost. Other machines may be lost, and come back.
 
 With --keep N, a job keeps N ranks: those of a machine that is lost are started
 again on the others, which takes longer and changes no bit of the results. Each
-rank computes with one thread, or OMP_NUM_THREADS. On several machines by
+rank computes with one thread, or --env OMP_NUM_THREADS=T. On several machines by
 --hosts, or by --nnodes M, where --node-rank 0 must not be lost.
 
 With --workers and --ps, starts a job with parameter servers instead: a chief,
@@ -213,6 +214,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.record is not None:
         _record(arguments)
     _say_what_comes_first(arguments)
+    outcome = _run_with_restarts(arguments)
+    if arguments.record is not None and not outcome.has_failed:
+        _say_if_nothing_is_recorded(arguments.record, arguments.record_every)
+    return outcome.exit_code
+
+
+def _run_with_restarts(arguments: argparse.Namespace) -> Outcome:
     run_once = _run_here
     if arguments.hosts is not None:
         run_once = _run_on_hosts if arguments.min is None else _run_elastic_hosts
@@ -221,9 +229,9 @@ def run(arguments: argparse.Namespace) -> int:
     for restart in range(1, most + 1):
         outcome = run_once(arguments)
         if not outcome.has_failed:
-            return outcome.exit_code
+            return outcome
         note(f"fastdist run: restarting all ranks (restart {restart} of {most})")
-    return run_once(arguments).exit_code
+    return run_once(arguments)
 
 
 def _run_here(arguments: argparse.Namespace) -> Outcome:
@@ -458,6 +466,18 @@ def _record(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--record {path}: there is no folder {path.parent}")
     values = str(path), str(arguments.record_every), secrets.token_hex(8)
     arguments.env += zip(RECORD_VARIABLES, values, strict=True)
+    if arguments.hosts is None and not arguments.node_rank:
+        with suppress(OSError):  # the ranks tell why
+            path.write_text(json.dumps({"run": values[-1]}) + "\n")
+
+
+def _say_if_nothing_is_recorded(path: Path | None, every: int) -> None:
+    with suppress(OSError):
+        if path is not None and len(path.read_text().splitlines()) == 1:
+            note(
+                f"{_NAME}: --record {path}: no step was recorded; strategies record each "
+                f"{every}th run in which an optimizer steps (--record-every)"
+            )
 
 
 def _check_elastic(arguments: argparse.Namespace) -> None:

@@ -109,8 +109,8 @@ def elastic_tasks(
         machine = machines.own
         of, prefix = f" of machine {machine}", f"{machine}."
     environment |= user
-    if threads is not None:
-        environment.setdefault("OMP_NUM_THREADS", str(threads))
+    if threads is not None:  # not this machine's own setting: all machines need one
+        environment["OMP_NUM_THREADS"] = user.get("OMP_NUM_THREADS", str(threads))
     _set_defaults(environment, most)
     width = len(str(most - 1))
     return [

@@ -193,8 +193,8 @@ def _elastic_alone(is_asked: bool) -> Engine:
     place, launch = roster_place(), detect_launch()
     if not is_asked:
         raise ClusterConfigError(
-            "fastdist run --min or --nnodes MIN:MAX started this program, whose ranks may come and "
-            "go; expected fastdist.init(elastic=True), or start it without these options"
+            "fastdist run --min, --keep or --nnodes MIN:MAX started this program, whose ranks may "
+            "come and go; expected fastdist.init(elastic=True), or start it without these options"
         )
     if place is not None:
         _World.member = Member(place)

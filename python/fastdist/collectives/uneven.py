@@ -52,7 +52,7 @@ def refuse(call: str, stream: Any, async_op: bool) -> None:
         raise ValueError(f"{call} with splits takes neither stream nor async_op")
 
 
-def require_same_call(comm: Ranks, call: str, timeout: float | None) -> None:
+def require_same_call(comm: Ranks, call: str, timeout: float | None = None) -> None:
     """Check that all ranks make one call, which is made of messages. Every rank must call."""
     codes = comm.all_gather(np.array([zlib.crc32(call.encode())]), timeout=timeout)
     if (codes == codes[0]).all():

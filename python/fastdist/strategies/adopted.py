@@ -123,9 +123,8 @@ class AdoptedModules:
         self._first_runs = FirstRuns(sums=options.gradient_reduction == "sum")
         self._outside = OutsideParameters(self.has)
         self._unreduced: UnreducedRuns | None = None
-        has_all_states = central is None and not options.shard_optimizer
         found = recording()
-        self._digests = None if found is None else StepDigests(found, has_all_states)
+        self._digests = None if found is None else StepDigests(found, central is None)
         self._steps.record.digests = self._digests
         if replicas > 1:
             self._steps.begin(has_one_copy=central is not None)

@@ -29,11 +29,12 @@ from fastdist.training.modules import bytes_of
 
 @dataclass(frozen=True, slots=True)
 class _Digests:
-    """The digests of one replica."""
+    """The digests of one replica; of a sharded optimizer it has the states that it owns."""
 
     host: str
     own: int
-    equal: dict[str, int]
+    parameters: dict[str, int]
+    states: dict[str, int]
 
 
 class StepDigests:
@@ -41,7 +42,7 @@ class StepDigests:
 
     Args:
         recording: what is recorded.
-        has_all_states: True if each replica has all states of the optimizers.
+        has_states: True if the optimizers' states are those of the replicas.
 
     Attributes:
         steps: the steps of this process: runs in which an optimizer has stepped.
@@ -49,9 +50,9 @@ class StepDigests:
 
     steps = 0
 
-    def __init__(self, recording: Recording, has_all_states: bool) -> None:
+    def __init__(self, recording: Recording, has_states: bool) -> None:
         self._recording = recording
-        self._has_all_states = has_all_states
+        self._has_states = has_states
         self._is_exact = True
         self._has_stepped = False
         self._can_write = True
@@ -114,11 +115,11 @@ class StepDigests:
         if not is_due:
             return
         parameters = {name: zlib.crc32(bytes_of(p)) for name, p in self._named()}
-        states = dict(self._states(optimizers))
-        digests = _Digests(socket.gethostname(), own, parameters | states)
+        digests = _Digests(socket.gethostname(), own, parameters, dict(self._states(optimizers)))
         everyone = workers.all_gather_object(digests)
         if workers.rank == 0:
             record = {"step": self.steps, "replicas": [f"{each.own:08x}" for each in everyone]}
+            states = {k: v for each in reversed(everyone) for k, v in each.states.items()}
             kinds = {"gradients": gradients, "parameters": parameters, "states": states}
             for kind, values in kinds.items():
                 record[kind] = {name: f"{digest:08x}" for name, digest in values.items()}
@@ -128,7 +129,7 @@ class StepDigests:
     def _states(
         self, optimizers: Sequence[torch.optim.Optimizer | None]
     ) -> Iterator[tuple[str, int]]:
-        if not self._has_all_states:
+        if not self._has_states:
             return
         for number, optimizer in enumerate(optimizers):
             of = f"optimizer {number}'s " if len(optimizers) > 1 else ""
@@ -140,11 +141,12 @@ class StepDigests:
 
     def _compare(self, everyone: Sequence[_Digests]) -> None:
         """Raise FastdistError if replicas differ; what only some of them have is left out."""
-        common = [n for n in everyone[0].equal if all(n in each.equal for each in everyone)]
-        differing = [n for n in common if len({each.equal[n] for each in everyone}) > 1]
+        found = [each.parameters | each.states for each in everyone]
+        common = [name for name in found[0] if all(name in each for each in found)]
+        differing = [name for name in common if len({each[name] for each in found}) > 1]
         if not differing:
             return
-        values = [each.equal[differing[0]] for each in everyone]
+        values = [each[differing[0]] for each in found]
         ((most, count),) = Counter(values).most_common(1)
         others = [replica for replica, value in enumerate(values) if value != most]
         if 2 * count <= len(values):  # no majority

@@ -15,13 +15,14 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.uneven import require_same_call
 from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.training.modules import broadcast_state
 
@@ -53,9 +54,11 @@ class ShardedStep:
         self._owners: dict[torch.Tensor, int] = {}
         self._loading: dict[torch.Tensor, int] = {}
         self._workers: Communicator | None = None  # when the owners were chosen
+        self._stepped: list[int] = []  # numbers of the parameters of the last step
         kind = type(optimizer)
         self._plain = getattr(kind.step, "__wrapped__", kind.step)  # without hooks
-        optimizer.__dict__["step"] = self
+        copied = functools.partial(_refuse_copy, kind.__name__)
+        optimizer.__dict__ |= {"step": self, "__deepcopy__": copied, "__reduce_ex__": copied}
         optimizer.register_state_dict_post_hook(self._gather_states)
         optimizer.register_load_state_dict_pre_hook(self._own)
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
@@ -104,11 +107,23 @@ class ShardedStep:
             result = self._plain(optimizer, *args, **kwargs)
         finally:
             show()
+        self._require_same(optimizer, stepping, workers)
         for owner in range(workers.world_size):
             own = [p for p in stepping if self._owners[p] == owner]
             if own:
                 broadcast_state(workers, own, owner)
         return result
+
+    def _require_same(
+        self, optimizer: torch.optim.Optimizer, stepping: list[torch.Tensor], workers: Communicator
+    ) -> None:
+        """Check that all ranks step for the same parameters, when this rank's change."""
+        numbers = {p: number for number, p in enumerate(_parameters_of(optimizer))}
+        stepped = [numbers[p] for p in stepping]
+        if stepped != self._stepped:
+            name = f"step of {type(optimizer).__name__}, sharded, with gradients for parameters"
+            require_same_call(workers, f"{name} {_ranges(stepped)}")
+            self._stepped = stepped
 
     def _follow(self, optimizer: torch.optim.Optimizer, workers: Communicator) -> None:
         """Move the states to owners among the ranks that there are now."""
@@ -132,6 +147,7 @@ class ShardedStep:
         workers = self._connect()
         if workers is None:
             return None
+        require_same_call(workers, f"state_dict of {type(optimizer).__name__}, which is sharded")
         own: dict[int, _State] = state_dict["state"]
         everyone: list[dict[int, _State]] = workers.all_gather_object(
             {key: _outline(state) for key, state in own.items()}
@@ -172,6 +188,24 @@ class ShardedStep:
 @torch.optim.Optimizer.profile_hook_step
 def _step_with_hooks(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
     return vars(optimizer)["step"]._step(optimizer, *args, **kwargs)
+
+
+def _refuse_copy(name: str, *_: object) -> NoReturn:
+    raise UnsupportedError(
+        f"{name} is sharded: a copy would have this rank's states alone; make another optimizer, "
+        "and load the state_dict() of this one into it"
+    )
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in ascending order as text: "0-3, 7"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in found)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

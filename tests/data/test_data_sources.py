@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -191,16 +192,23 @@ def test_bad_arguments(source: Any, options: Any, error: Any, message: str) -> N
         distribute_dataset(source, alone(), **{"global_batch_size": 2, **options})
 
 
-def test_a_list_of_batches() -> None:
-    def made(rows: int, labels: int) -> Any:
-        batches = [(torch.ones(rows, 3), torch.ones(labels))] * 2
-        return distribute_dataset(batches, alone(), global_batch_size=4)
-
-    with pytest.warns(UserWarning, match="has 4 rows in every array.*takes examples"):
-        made(4, 4)
-    for rows, labels in ((5, 5), (4, 3)):
-        made(rows, labels)
-    distribute_dataset([(torch.ones(4), torch.tensor(1.0))], alone(), global_batch_size=4)
+@pytest.mark.parametrize(
+    ("shapes", "warns"),
+    [
+        (((4, 3), (4,)), True),
+        (((4, 3), (4, 1)), True),
+        (((4, 3),), False),
+        (((5, 3), (5,)), False),
+        (((4, 3), (3,)), False),
+        (((4,), ()), False),
+        (((4,),), False),
+    ],
+)
+def test_a_list_of_batches(shapes: Any, warns: bool) -> None:
+    batches = [tuple(torch.ones(shape) for shape in shapes)] * 2
+    expected = pytest.warns(UserWarning, match="have 4 rows in every array.*takes examples")
+    with expected if warns else contextlib.nullcontext():
+        distribute_dataset(batches, alone(), global_batch_size=4)
 
 
 def test_examples_that_differ_in_structure() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDataset
 
 from fastdist.data.agreement import Agreement, Known, OwnData, SameData
-from fastdist.data.batches import Collate, collate
+from fastdist.data.batches import Collate, arrays_in, collate
 from fastdist.data.distributed import DistributedDataset
 from fastdist.data.input_context import InputContext, InputLayout
 from fastdist.data.loading import LoaderOptions
@@ -24,7 +24,6 @@ from fastdist.data.pipelines import (
     FunctionPipeline,
     Pipeline,
     StreamPipeline,
-    rows_of,
 )
 from fastdist.data.request import Request, checked, positive_int
 from fastdist.data.sharding import AutoShardPolicy, Cutter, resolve_policy
@@ -253,9 +252,9 @@ class _Builder:
                 f"{type(source).__name__} has __getitem__ but no length: give it __len__, or make "
                 "it an IterableDataset"
             )
-        if type(source) is list and source and rows_of(source[0]) == self.request.global_batch_size:
+        if type(source) is list and self._holds_batches(source[:2]):
             warnings.warn(
-                f"the first example of the list has {self.request.global_batch_size} rows in every "
+                f"the list's first examples have {self.request.global_batch_size} rows in every "
                 "array, as many as a global batch has examples. distribute_dataset takes examples, "
                 "and makes the batches: if the list holds batches, join them, or pass their "
                 "Dataset",
@@ -265,6 +264,16 @@ class _Builder:
         return ExamplePipeline(
             source, self._order(length), self._cutter(), collate_fn, self._options()
         )
+
+    def _holds_batches(self, examples: Sequence[Any]) -> bool:
+        """Return True if several arrays of each have as many rows as a global batch."""
+        arrays = [array for example in examples for array in arrays_in(example)]
+        is_one_each = len(arrays) <= len(examples)
+        if is_one_each or len(arrays) < sum(len(leaves(example)) for example in examples):
+            return False
+        size = self.request.global_batch_size
+        has_data = any(array.ndim > 1 for array in arrays)
+        return has_data and {array.shape[:1] for array in arrays} == {(size,)}
 
     def _files(self, source: Files) -> Pipeline:
         paths = source.paths

@@ -24,7 +24,7 @@ enum class FailureKind : std::uint32_t {
   kUnreachable,  // together with its machine, whose address is the detail
   kClosed,
   kInterrupted,
-  kMalformed,  // sent what no rank sends
+  kMalformed,  // sent a malformed message
   kTimeout,
   kDeadlock,           // the detail is that of `describe_waits`
   kDeadlockElsewhere,  // likewise, for ranks of another communicator

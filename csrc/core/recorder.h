@@ -195,7 +195,7 @@ inline void end_phase(Phase phase, Phase before) noexcept {
   }
 }
 
-// A call that is being recorded. The ring may have come round before it ends.
+// A call that is being recorded. The ring may wrap before the call ends.
 class Record {
  public:
   Record(File& f, Places& places, std::uint16_t communicator, std::uint64_t sequence,
@@ -238,7 +238,7 @@ class Record {
     }
   }
   void succeed() noexcept { outcome_ = Outcome::kDone; }
-  // Leaves it to another to end the call with this number.
+  // Detaches: another object will end this call.
   [[nodiscard]] std::uint64_t leave() noexcept { return std::exchange(number_, ~number_); }
 
  private:

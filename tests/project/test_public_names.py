@@ -88,7 +88,8 @@ def test_communicators_hint_at_their_names() -> None:
         for name, ours in (
             ("size", "world_size"),
             ("Get_rank", "rank"),
-            ("allgather", "all_gather"),
+            ("allgather", "all_gather, or all_gather_object"),
+            ("Reduce_scatter", "reduce_scatter"),
             ("Bcast", "broadcast"),
         ):
             with pytest.raises(AttributeError, match=f"'{name}'; use {ours}$"):

@@ -243,6 +243,9 @@ def check_scan(comm: Communicator) -> None:
             assert same_bits(comm.scan(whole[r], out=out).copy(), np.sum(whole[: r + 1], axis=0))
         out = whole[r].copy()
         assert same_bits(comm.scan(out, out=out), np.sum(whole[: r + 1], axis=0))
+        with np.errstate(all="raise" if r else "warn"):  # of one rank alone
+            gaps = np.full(2 * size + 1, 1e200)[1::2]
+            assert set(comm.scan(gaps, "prod")) <= {1e200, np.inf}
     assert comm.scan(np.full(2, 3.0), "prod", exclusive=True).tolist() == [3.0**r] * 2
     ones = np.full(3, 1 + 2**-10, np.float16)
     assert set(comm.scan(ones)) == {np.float16((r + 1) * (1 + 2**-10))}

@@ -87,11 +87,20 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
     names |= {f"{_squeezed(ours)}v": f"{ours}(…, splits=…)" for ours in _WITH_SPLITS}
     names |= {"get_rank": "rank", "get_world_size": "world_size", "get_size": "world_size"}
     names |= {"size": "world_size", "sendrecv": "send and recv in a group"}
-    names |= {"exscan": "scan(…, exclusive=True)"}
+    names |= {"exscan": "scan(…, exclusive=True)", "reduce_scatter_block": "reduce_scatter"}
+    names |= {
+        "reduce_scatter": "reduce_scatter",
+        "create_group": "new_group",
+        "dup": "new_group",
+        "free": "close",
+    }
+    names |= {"probe": "recv_any", "iprobe": "recv_any", "alltoallw": "all_to_all(…, splits=…)"}
     names |= {name.capitalize(): ours for name, ours in names.items()}
     names = {name: ours for name, ours in names.items() if name not in public}
     for name, ours in names.items():
-        setattr(communicator, name, _OtherName(name, ours))
+        of_objects = f"{ours}_object"
+        also = f", or {of_objects}" if name.islower() and of_objects in public else ""
+        setattr(communicator, name, _OtherName(name, ours + also))
     return frozenset(names)
 
 

@@ -133,7 +133,8 @@ def init(
         engine = _from_launch(waits_s)
     seconds = config.timeout_s if timeout is None else timeout
     atexit.unregister(_close)
-    atexit.register(_close)  # first, hence last to run: others read before why this rank leaves
+    # Registered first so that it runs last: others still need to read why this rank leaves.
+    atexit.register(_close)
     _World.communicator = Communicator(engine, seconds, _replace, _regroup if elastic else None)
     _World.process = os.getpid()
     return _World.communicator

@@ -66,11 +66,12 @@ def scan(
         own, is_free = own.copy(), True
     count = shape_of(own)[0]
     step = _PIECE_BYTES // own.itemsize if isinstance(own, np.ndarray) else max(1, count)
-    for begin in range(0, count, step):
-        piece, room = own[begin : begin + step], target[begin : begin + step]
-        value = _scan(comm, combine, piece, room, is_free, exclusive, timeout)
-        if value is not room:
-            room[...] = empty if value is None else value
+    with np.errstate(all="ignore"):  # as in all_reduce, whatever one rank has set
+        for begin in range(0, count, step):
+            piece, room = own[begin : begin + step], target[begin : begin + step]
+            value = _scan(comm, combine, piece, room, is_free, exclusive, timeout)
+            if value is not room:
+                room[...] = empty if value is None else value
     if flat is None:
         _write(result, target)
     return result
@@ -133,7 +134,7 @@ def _flat(array: Array) -> Any:
         tensor = (tensor.float() if is_narrow else tensor).contiguous().reshape(-1)
         return tensor if tensor.is_cuda else tensor.numpy()
     own: Any = array if hasattr(array, "shape") else np.asarray(memoryview(array))
-    return (own.astype(np.float32) if is_narrow else own).reshape(-1)
+    return (own.astype(np.float32) if is_narrow else own).ravel()  # a copy of a view with gaps
 
 
 def _elements(result: Array) -> np.ndarray[Any, Any] | None:

@@ -160,7 +160,7 @@ def _part_in(divisor: torch.Tensor) -> float:
     if context is None or context.examples is None or divisor.is_meta:
         return 1.0
     share = _batch_share()
-    # A replica without examples computes a borrowed one.
+    # A replica without examples computes one borrowed example with weight 0.
     own = divisor.detach().double() if share else torch.zeros((), dtype=torch.float64)
     total = float(context.all_reduce("sum", own))
     return float(own) * share / total if total else 0.0

@@ -170,3 +170,16 @@ def test_a_full_disk_is_told_in_a_sentence(records: Path, words: str, buffered: 
     command = "fastdist" if words == "--version" else f"fastdist {words.split()[0]}"
     sentence = f"{command}: cannot write to stdout: No space left on device\n"
     assert table.sub("", done.stderr).replace("bench compare:", "bench:") == sentence
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(records: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as gone:
+        done = subprocess.run(
+            [sys.executable, "-c", COMMAND, records, "doctor"],
+            stdout=gone,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (0, b"")

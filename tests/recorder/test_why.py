@@ -38,11 +38,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
+NO_JOB_YET = "a job is listed once its ranks have called fastdist.init\n"
+
+
 def test_without_jobs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why"]) == 2
     assert "no job of this user" in capsys.readouterr().err
     assert main(["ps"]) == 0
-    assert capsys.readouterr() == ("no jobs\n", "")
+    assert capsys.readouterr() == ("no jobs\n", NO_JOB_YET)
 
 
 def test_a_process_that_begins_its_records_is_not_shown(
@@ -51,7 +54,7 @@ def test_a_process_that_begins_its_records_is_not_shown(
     for size in (0, 5000):
         write_records(folder).write_bytes(bytes(size))
         assert main(["ps"]) == 0
-        assert capsys.readouterr() == ("no jobs\n", "")
+        assert capsys.readouterr() == ("no jobs\n", NO_JOB_YET)
 
 
 GIVEN_UP = """

@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> None:
         show("".join(f"{_cut(line, width)}\n" for line in columns(table)))
     else:
         show("no jobs\n")
+    if not any(job.is_live for job in jobs):
+        note("a job is listed once its ranks have called fastdist.init")
     for each in notes:
         note(f"fastdist ps: could not be seen: {each}")
 

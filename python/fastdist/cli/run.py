@@ -81,8 +81,8 @@ be lost. Other machines may be lost, and come back.
 
 With --keep N, a job keeps N ranks: those of a machine that is lost are started
 again on the others, which takes longer and changes no bit of the results. Each
-rank computes with one thread, or --env OMP_NUM_THREADS=T. On several machines by
---hosts, or by --nnodes M, where --node-rank 0 must not be lost.
+rank computes with one thread, or T by --env OMP_NUM_THREADS=T. On several
+machines by --hosts, or by --nnodes M, where --node-rank 0 must not be lost.
 
 With --workers and --ps, starts a job with parameter servers instead: a chief,
 W workers, P parameter servers and, with --evaluator, an evaluator. All tasks

@@ -50,6 +50,8 @@ def show(text: str, file: IO[str] | None = None) -> None:
     except OSError as error:
         # Python would try once more, when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+        if isinstance(error, BrokenPipeError):
+            return  # the reader has seen enough: `fastdist ps | head -1`
         raise OutputError(f"cannot write to {file.name.strip('<>')}: {error.strerror}") from None
 
 

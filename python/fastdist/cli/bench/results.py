@@ -127,7 +127,7 @@ class Report:
         if wide:
             warnings.append(
                 f"busy machine: p99 is more than {_WIDE_SPREAD:g} times p50 at "
-                f"{self._titles(wide)}; other programs took the cores during calls"
+                f"{self._titles(wide)}; {self._why_wide}"
             )
         if few:
             warnings.append(
@@ -135,6 +135,12 @@ class Report:
                 "--iters gives more"
             )
         return warnings
+
+    @property
+    def _why_wide(self) -> str:
+        if self.ranks > (cores := usable_cores()):
+            return f"{self.ranks} ranks take turns on {cores} cores"
+        return "something else, such as another program, took a core during calls"
 
     def _titles(self, rows: Sequence[Row]) -> str:
         if len(rows) == len(self.rows) > 1:

@@ -30,7 +30,8 @@ class BackupAndRestore(JoiningCallback):
 
     Every replica has one, among the callbacks of `fit`:
 
-        model.fit(x, y, epochs=10, callbacks=[fd.keras.BackupAndRestore("backup", save_freq=100)])
+        backup = fd.keras.BackupAndRestore("backup", save_freq=100)
+        model.fit(x, y, epochs=10, callbacks=[backup])
 
     The model, the optimizer, metrics, the position in the data, the states of the other callbacks
     and the random generators are restored, so that a job that was killed ends with the same bits as

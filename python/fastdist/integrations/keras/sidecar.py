@@ -20,7 +20,9 @@ class SidecarEvaluator:
 
     For the evaluator task of a cluster, with the model that is trained there:
 
-        evaluator = fd.keras.SidecarEvaluator(model, (x, y), "backup", callbacks=[TensorBoard()])
+        evaluator = fd.keras.SidecarEvaluator(
+            model, (x, y), "backup", callbacks=[TensorBoard()]
+        )
         evaluator.start()
 
     The job keeps its backups (`delete_checkpoint=False`). The best checkpoint is kept in the

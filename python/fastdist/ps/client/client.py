@@ -406,7 +406,8 @@ class Client:
             items: the gradients, which must not change until all tickets have been waited for. A
                 busy server may drop a client that does not wait for large ones within 10 s; they
                 are sent again then.
-            round, place: those of `submit`.
+            round: that of `submit`.
+            place: likewise.
             op: ASSIGN sets values instead, which must be items without a wire.
             then_read: values to read after the gradients are applied, in the same messages as
                 far as possible; the items hold them once all tickets have been waited for.

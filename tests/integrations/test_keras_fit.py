@@ -273,6 +273,26 @@ def test_a_distributed_dataset_trains_like_arrays(replicas: ProcessRanks) -> Non
         assert got["loss"] == pytest.approx(expected["loss"], rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras' own
+def test_a_distributed_dataset_of_one_replica() -> None:
+    found = []
+    for is_distributed in (False, True):
+        strategy = fd.OneDeviceStrategy("cpu")
+        keras.utils.set_random_seed(4)
+        model, data = made(strategy), regression()
+        given = {**data, "batch_size": 8, "shuffle": False}
+        if is_distributed:
+            pairs = (data["x"], data["y"])
+            given = {"x": strategy.distribute_dataset(pairs, global_batch_size=8)}
+        validation = given["x"] if is_distributed else (data["x"], data["y"])
+        history = model.fit(**given, epochs=2, verbose=0, validation_data=validation).history
+        if not is_distributed:
+            validation = data["x"]
+        found.append((history, model.evaluate(given["x"], given.get("y"), 8, verbose=0)))
+        assert model.predict(validation, verbose=0).shape == data["y"].shape
+    assert found[0] == found[1]
+
+
 def short(comm: fd.Communicator) -> str:
     model = made(mirrored())
     batches = (Batches()[i] for i in range(5 - comm.rank))

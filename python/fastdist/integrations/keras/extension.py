@@ -166,6 +166,10 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
         from fastdist.integrations.keras.trainer import ReplicatedTrainer
 
         ReplicatedTrainer(model, strategy, adopt)
+    else:
+        from fastdist.integrations.keras.trainer import accept_distributed_datasets
+
+        accept_distributed_datasets(model, strategy)
 
 
 def _refuse(layer: Any, why: str) -> None:

@@ -329,6 +329,28 @@ class ReplicatedTrainer:
         return result
 
 
+def accept_distributed_datasets(model: Any, strategy: ReplicatedStrategy) -> None:
+    """Let the model of one replica, which Keras itself trains, take datasets of the strategy."""
+    ref = weakref.ref(model)
+    steps = ReplicaSteps(ref, strategy)  # takes note of batches, and is not called
+
+    def adapted(data: Any) -> Any:
+        if isinstance(data, DistributedDataset):
+            return DistributedAdapter(data, strategy._input_layout(), steps)
+        return data
+
+    for name in ("fit", "evaluate", "predict"):
+        plain = getattr(type(model), name)
+
+        @functools.wraps(plain)
+        def call(x: Any = None, *args: Any, _plain: Any = plain, **options: Any) -> Any:
+            if options.get("validation_data") is not None:
+                options["validation_data"] = adapted(options["validation_data"])
+            return _plain(ref(), adapted(x), *args, **options)
+
+        object.__setattr__(model, name, call)
+
+
 def trainer_of(model: Any) -> ReplicatedTrainer | None:
     """Return the trainer of a model; None under one replica."""
     trainer = getattr(vars(model).get("fit"), "__self__", None)

@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {"resnet50": "ResNet-50, 16 images", "linear_layers": "20 linear layers"}
 WAYS = {
-    "plain torch": "plain torch",
-    "MirroredStrategy": "`MirroredStrategy`",
-    "MirroredStrategy, captured": "captured in a CUDA graph",
-    "DDP, NCCL": "DDP on NCCL",
-    "DDP, fastdist": "DDP on fastdist",
+    "plain torch": "torch",
+    "MirroredStrategy": "Mirrored",
+    "MirroredStrategy, captured": "captured",
+    "DDP, NCCL": "DDP, NCCL",
+    "DDP, fastdist": "DDP, fastdist",
 }
 MIB = 1 << 20
 
@@ -54,7 +54,10 @@ def rows(results: dict[str, Any]) -> Iterator[str]:
 def steps(results: dict[str, Any]) -> Iterator[str]:
     """Yield README.md's table of training steps."""
     card, when = card_of(results), results["machine"]["date"]
-    yield f"Milliseconds for a training step of one replica on one {card}, {when}:"
+    yield (
+        f"Milliseconds for a training step of one replica on one {card}, {when}: by plain torch, "
+        "`MirroredStrategy`, the same captured in a CUDA graph, DDP:"
+    )
     yield ""
     yield "| | " + " | ".join(WAYS.values()) + " |"
     yield "|---|" + "---|" * len(WAYS)

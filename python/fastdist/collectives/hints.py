@@ -90,8 +90,8 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
     names |= {"exscan": "scan(…, exclusive=True)", "reduce_scatter_block": "reduce_scatter"}
     names |= {
         "reduce_scatter": "reduce_scatter",
-        "create_group": "new_group",
-        "dup": "new_group",
+        "create_group": "subgroup",
+        "dup": "split(0)",
         "free": "close",
     }
     names |= {"probe": "recv_any", "iprobe": "recv_any", "alltoallw": "all_to_all(…, splits=…)"}

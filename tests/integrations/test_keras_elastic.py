@@ -100,7 +100,7 @@ def test_goes_on_without_lost_ranks(launcher: Launcher, tmp_path: Path, kind: st
     program = [str(tmp_path / "train.py"), kind]
     alone = launcher.run("-n", 1, *program, tmp_path / "alone", "{}")
     assert alone.returncode == 0, alone.stderr.decode()
-    kills = json.dumps({"0 step 3": 1, "1 test 0": 0, "2 ends": 0})
+    kills = json.dumps({"0 step 3": 1, "1 test 0": 0, "3 test 1": 1})
     done = launcher.run("--min", 1, "--max", 2, "--no-prefix", *program, tmp_path, kills)
     assert done.returncode == 0, done.stderr.decode()
     expected, found = result(alone.stdout.decode()), result(done.stdout.decode())

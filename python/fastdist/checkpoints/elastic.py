@@ -171,8 +171,10 @@ class Elastic:
         world = default_communicator()
         commits = world.all_gather(np.array([self._commits])).tolist()
         newest = commits[0]  # the roster sorts by progress, most first
-        if self._manager is not None and world.rank:
-            self._manager.release()  # the directory lock, for rank 0
+        if self._manager is not None:
+            self._manager.belong_to(self._checkpoint)
+            if world.rank:
+                self._manager.release()  # the directory lock, for rank 0
         if not newest:
             if self._manager is not None:
                 self._manager.restore(self._checkpoint)

@@ -196,6 +196,10 @@ class CheckpointManager:
             self._lock = None
         self._staged.clear()
 
+    def belong_to(self, checkpoint: Checkpoint) -> None:
+        """Join the other replicas' later calls, without a save or restore; no collective."""
+        self._ranks = checkpoint.ranks()
+
     def remove_all(self) -> None:
         """Remove all checkpoints, oldest first. Every replica must call, after a save or restore.
 

@@ -452,7 +452,7 @@ def train_by_ddp(comm: fd.Communicator, folder: str) -> None:
             assert torch.equal(one, other)
         for key, state in states[0].items():
             assert all(torch.equal(state[name], states[1][key][name]) for name in state)
-        experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(comm.world_size))
         optimizer = fd.ShardedOptimizer(torch.optim.SGD, experts.parameters(), lr=0.1)
         experts[comm.rank](torch.ones(3)).sum().backward()
         with pytest.raises(CollectiveMismatchError, match="with gradients for parameters 2-3"):

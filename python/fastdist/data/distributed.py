@@ -155,10 +155,18 @@ class DistributedDataset(Generic[B]):
 
     def position(self) -> dict[str, Any]:
         """Return the state like `state_dict`, without changing where the next `iter()` begins."""
+        return self._state_of(self._position)
+
+    def next_position(self) -> dict[str, Any]:
+        """Return the state of the place where the next `iter()` begins."""
+        last = self._position
+        return self._state_of(_Position(last.epoch + 1, 0) if last.is_over else last)
+
+    def _state_of(self, position: _Position) -> dict[str, Any]:
         return {
-            "epoch": self._position.epoch,
-            "step": self._position.step,
-            "left": self._position.left,
+            "epoch": position.epoch,
+            "step": position.step,
+            "left": position.left,
             **self._identity,
         }
 

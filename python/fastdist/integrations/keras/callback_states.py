@@ -65,7 +65,8 @@ class CallbackStates:
             if has_state(callback):
                 callback.load_state_dict(state)
             else:
-                if isinstance(callback, MonitorCallback) and callback.monitor_op is None:
+                is_set = "monitor_op" not in state  # of functions only None is saved
+                if is_set and isinstance(callback, MonitorCallback) and not callback.monitor_op:
                     callback._set_monitor_op()  # changes the sign of min_delta, once
                 vars(callback).update(state)
                 callback.set_params(self._params)  # a progress bar's epochs, for one

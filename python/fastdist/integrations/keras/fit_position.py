@@ -70,12 +70,15 @@ class FitPosition:
             "step": self._step,
             "drawn": self._drawn,
             "pass": self._pass,
+            "start": None if self._pass else self._state_now()["source"],  # before the first pass
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Set the position."""
         self.epoch, self._step = state["epoch"], state["step"]
         self._drawn, self._pass = state["drawn"], state["pass"]
+        if self._pass is None and self._source is not None:
+            self._source.load_state_dict(state["start"])
 
     def resume(self) -> bool:
         """Let the first epoch begin at this position; return False if it is the beginning."""
@@ -134,7 +137,7 @@ class FitPosition:
         source, position = self._source, None
         if source is not None:
             is_dataset = isinstance(source, DistributedDataset)
-            position = source.position() if is_dataset else source.state_dict()
+            position = source.next_position() if is_dataset else source.state_dict()
         return {"random": random_state(self._model), "source": position, "is_epochs": True}
 
 

@@ -305,4 +305,4 @@ def test_a_second_run(launcher: Launcher, script: Script) -> None:
     )
     done = launcher.run("--min", 2, "--max", 2, "--max-restarts", 0, path)
     assert done.returncode == 1
-    assert b"put all that trains into one function" in done.stderr
+    assert b"was called twice; train in one call" in done.stderr

@@ -197,7 +197,8 @@ def many_changes(comm: Any, count: int) -> list[int]:
 
 @pytest.mark.slow
 def test_changes_leak_nothing(ranks: ProcessRanks) -> None:
-    assert ranks.run(many_changes, 100) == [[0, 0]] * 3
+    grown = ranks.run(many_changes, 100)
+    assert max(map(max, grown)) <= 0  # threads of before may end
 
 
 def on_machines(comm: Any, address: str) -> list[str]:

@@ -134,7 +134,7 @@ def many_quorums(comm: Any, port: int, count: int) -> list[int]:
 @pytest.mark.slow
 def test_quorums_leak_nothing(ranks: ProcessRanks, store: Any) -> None:
     for threads, files, kib in ranks.run(many_quorums, store.port, 100):
-        assert (threads, files) == (0, 0)
+        assert max(threads, files) <= 0  # threads of before may end
         assert kib < 4096
 
 

@@ -54,7 +54,8 @@ class ShardedStep:
         self._owners: dict[torch.Tensor, int] = {}
         self._loading: dict[torch.Tensor, int] = {}
         self._workers: Communicator | None = None  # when the owners were chosen
-        self._stepped: list[int] = []  # numbers of the parameters of the last step
+        # The communicator, and the numbers of the parameters, of the last step.
+        self._stepped: tuple[Communicator | None, list[int]] = None, []
         kind = type(optimizer)
         self._plain = getattr(kind.step, "__wrapped__", kind.step)  # without hooks
         copied = functools.partial(_refuse_copy, kind.__name__)
@@ -117,13 +118,13 @@ class ShardedStep:
     def _require_same(
         self, optimizer: torch.optim.Optimizer, stepping: list[torch.Tensor], workers: Communicator
     ) -> None:
-        """Check that all ranks step for the same parameters, when this rank's change."""
+        """Check that all ranks step for the same parameters, at first and when they change."""
         numbers = {p: number for number, p in enumerate(_parameters_of(optimizer))}
         stepped = [numbers[p] for p in stepping]
-        if stepped != self._stepped:
+        if (workers, stepped) != self._stepped:
             name = f"step of {type(optimizer).__name__}, sharded, with gradients for parameters"
             require_same_call(workers, f"{name} {_ranges(stepped)}")
-            self._stepped = stepped
+            self._stepped = workers, stepped
 
     def _follow(self, optimizer: torch.optim.Optimizer, workers: Communicator) -> None:
         """Move the states to owners among the ranks that there are now."""

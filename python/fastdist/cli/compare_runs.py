@@ -7,7 +7,6 @@ import json
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +66,6 @@ def run(options: argparse.Namespace) -> int:
     """Compare the files; return the exit code."""
     first, second = _read(options.first), _read(options.second)
     steps = sorted(first.keys() & second.keys())
-    for number, step in enumerate(steps):
-        one, other = len(first[step]["replicas"]), len(second[step]["replicas"])
-        if one != other:
-            if find_parting(first, second, steps[:number]) is not None:
-                break
-            since = f"from step {step} on, " if number else ""
-            raise UsageError(
-                f"{since}the runs have {one} and {other} replicas, whose bits may differ"
-            )
     if not steps:
         raise UsageError(
             f"{options.first} and {options.second} have no step in common; record both with the "
@@ -93,10 +83,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find_parting(first: dict[int, Any], second: dict[int, Any], steps: list[int]) -> Parting | None:
-    """Return in which of the steps two records, by step, differ first; None if they do not."""
+    """Return in which of the steps two records, by step, differ first; None if they do not.
+
+    Raises:
+        UsageError: they are equal up to a step of other numbers of replicas.
+    """
     for step in steps:
         one, other = first[step], second[step]
-        own = enumerate(zip_longest(one["replicas"], other["replicas"]))
+        counts = len(one["replicas"]), len(other["replicas"])
+        if counts[0] != counts[1]:
+            since = f"from step {step} on, " if step != steps[0] else ""
+            raise UsageError(
+                f"{since}the runs have {counts[0]} and {counts[1]} replicas, whose bits may differ"
+            )
+        own = enumerate(zip(one["replicas"], other["replicas"], strict=True))
         parting = Parting(
             step,
             [replica for replica, (mine, theirs) in own if mine != theirs],

@@ -54,7 +54,7 @@ class ShardedStep:
         self._owners: dict[torch.Tensor, int] = {}
         self._loading: dict[torch.Tensor, int] = {}
         self._workers: Communicator | None = None  # when the owners were chosen
-        # The communicator, and the numbers of the parameters, of the last step.
+        # The communicator, and the ids of the parameters, of the last step.
         self._stepped: tuple[Communicator | None, list[int]] = None, []
         kind = type(optimizer)
         self._plain = getattr(kind.step, "__wrapped__", kind.step)  # without hooks
@@ -119,11 +119,11 @@ class ShardedStep:
         self, optimizer: torch.optim.Optimizer, stepping: list[torch.Tensor], workers: Communicator
     ) -> None:
         """Check that all ranks step for the same parameters, at first and when they change."""
-        numbers = {p: number for number, p in enumerate(_parameters_of(optimizer))}
-        stepped = [numbers[p] for p in stepping]
+        stepped = list(map(id, stepping))
         if (workers, stepped) != self._stepped:
+            numbers = {id(p): number for number, p in enumerate(_parameters_of(optimizer))}
             name = f"step of {type(optimizer).__name__}, sharded, with gradients for parameters"
-            require_same_call(workers, f"{name} {_ranges(stepped)}")
+            require_same_call(workers, f"{name} {_ranges([numbers[each] for each in stepped])}")
             self._stepped = workers, stepped
 
     def _follow(self, optimizer: torch.optim.Optimizer, workers: Communicator) -> None:

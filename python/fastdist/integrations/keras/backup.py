@@ -111,21 +111,21 @@ class BackupAndRestore(JoiningCallback):
         self._fit = FitState(model, iterator, others, self.params)
         self._checkpoint = KerasCheckpoint(model, step=0, fit=self._fit)
         model._initial_epoch = None
-        attributes = CallbackAttributes(others)
         trainer = trainer_of(model)
         self._elastic = None if trainer is None else trainer.elastic
         try:
             if self._elastic is None:
                 self._manager.restore(self._checkpoint)
             else:
+                attributes = CallbackAttributes(others)
                 self._elastic.join(self._checkpoint, self._manager)
+                if not self._fit.position.has_begun:
+                    attributes.restore()  # their `on_train_begin` is due
         except BaseException:
             self.close()
             raise
         self._resumes = self._fit.position.resume()
-        if not self._resumes:
-            attributes.restore()  # their `on_train_begin` is due; elastic jobs restore any state
-        else:
+        if self._resumes:
             model._initial_epoch = self._fit.position.epoch
         if self._handles_preemption:
             self._handler = PreemptionCheckpointHandler(self._manager, self._checkpoint)

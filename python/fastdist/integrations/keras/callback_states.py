@@ -92,20 +92,18 @@ class CallbackAttributes:
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
-        self._found = [(callback, self._copied(vars(callback))) for callback in callbacks]
+        self._found = [(each, dict(vars(each)), _copies(vars(each))) for each in callbacks]
 
     def restore(self) -> None:
-        """Give the callbacks these attributes again."""
-        for callback, attributes in self._found:
+        """Give the callbacks these attributes again: the same objects, unless they have changed."""
+        for callback, objects, copies in self._found:
+            changed = {n: v for n, v in copies.items() if _digest(v) != _digest(objects[n])}
             vars(callback).clear()
-            vars(callback).update(self._copied(attributes))
+            vars(callback).update(objects | _copies(changed))
 
-    @staticmethod
-    def _copied(attributes: State) -> State:
-        return {
-            name: copy.deepcopy(value) if _is_plain(value) else value
-            for name, value in attributes.items()
-        }
+
+def _copies(attributes: State) -> State:
+    return {name: copy.deepcopy(v) for name, v in attributes.items() if _is_plain(v)}
 
 
 def _given(callback: Any) -> dict[str, bytes]:

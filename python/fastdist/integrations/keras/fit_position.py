@@ -80,9 +80,14 @@ class FitPosition:
         if self._pass is None and self._source is not None:
             self._source.load_state_dict(state["start"])
 
+    @property
+    def has_begun(self) -> bool:
+        """False at the beginning of training."""
+        return self._pass is not None
+
     def resume(self) -> bool:
         """Let the first epoch begin at this position; return False if it is the beginning."""
-        self._is_behind = self._pass is not None
+        self._is_behind = self.has_begun
         return self._is_behind
 
     def release(self) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from digits_training import own_devices
 from fastdist.cli.tasks import rank_tasks
+from fastdist.integrations.keras.callback_states import CallbackAttributes
 from fork_server import python
 from keras_cases import Batches, compiled, dense, regression
 from ranks import ProcessRanks
@@ -110,6 +111,7 @@ class Raises(keras.callbacks.Callback):  # type: ignore[misc]
         super().__init__()
         self.at = at
         self.seen: dict[int, list[int]] = {}
+        self.shared: list[int] = []
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.seen[epoch] = []
@@ -229,6 +231,18 @@ def test_a_fit_that_was_stopped_stays_so(tmp_path: Path) -> None:
         keras.utils.set_random_seed(1)
         history = model.fit(**given, shuffle=False).history
         assert len(history["loss"]) == 2
+
+
+def test_a_callbacks_list_stays_the_programs() -> None:
+    shared: list[int] = [1]
+    raises = Raises(-1)
+    raises.shared = shared
+    attributes = CallbackAttributes([raises])
+    attributes.restore()
+    assert raises.shared is shared
+    shared.append(2)
+    attributes.restore()
+    assert (raises.shared, shared, raises.at) == ([1], [1, 2], -1)
 
 
 def test_the_end_removes_backups(tmp_path: Path) -> None:

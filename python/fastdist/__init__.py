@@ -104,7 +104,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fastdist import data, nn, ps
+    from fastdist import data, keras, nn, ps
     from fastdist.checkpoints import (
         Checkpoint,
         CheckpointManager,
@@ -112,7 +112,6 @@ if TYPE_CHECKING:
         PreemptionCheckpointHandler,
         checkpoints_iterator,
     )
-    from fastdist.integrations import keras
     from fastdist.integrations.sharded_optimizer import ShardedOptimizer
     from fastdist.ps.coordinator import (
         ClusterCoordinator,
@@ -159,18 +158,21 @@ _LAZY = {
     ),
     "tpu.strategy": ("TPUStrategy",),
 }
-_MODULES = {"data": "data", "keras": "integrations.keras", "nn": "nn", "ps": "ps"}
+_MODULES = {"data", "keras", "nn", "ps"}
 
 _OTHER_NAMES = {  # of tf.distribute, torch.distributed, MPI and Horovod
     "bcast": "broadcast",
+    "coordinator": "fastdist.ClusterCoordinator",
     "distribute": "the names in fastdist itself, such as fastdist.MirroredStrategy",
     "experimental": "the names in fastdist itself",
     "getrank": "init().rank",
     "getworldsize": "init().world_size",
+    "initializetpusystem": "fastdist.TPUStrategy, which starts the TPU",
     "initprocessgroup": 'init, or torch.distributed.init_process_group("fastdist")',
     "rank": "init().rank",
     "reduceop": 'a string, such as op="sum"',
     "size": "init().world_size",
+    "train": "fastdist.Checkpoint, fastdist.CheckpointManager or fastdist.checkpoints_iterator",
     "worldsize": "init().world_size",
     **{each.replace("_", "").lower(): f"fastdist.cluster.{each}" for each in cluster.__all__},
 }
@@ -183,7 +185,7 @@ if not {"lightning", "pytorch_lightning", "lightning_fabric"}.isdisjoint(sys.mod
 
 
 def __getattr__(name: str) -> object:
-    modules = [_MODULES[name]] if name in _MODULES else [m for m in _LAZY if name in _LAZY[m]]
+    modules = [name] if name in _MODULES else [m for m in _LAZY if name in _LAZY[m]]
     if not modules:
         raise AttributeError(unknown_name("module 'fastdist'", name, __all__, _OTHER_NAMES))
     import importlib
@@ -193,7 +195,7 @@ def __getattr__(name: str) -> object:
         if name not in _MODULES:
             found = getattr(found, name)
             if "fastdist.strategies" in sys.modules:
-                importlib.import_module("fastdist.integrations.keras")  # adapts Keras models; light
+                importlib.import_module("fastdist.keras")  # adapts Keras models; light
     except (ImportError, AttributeError, OSError) as error:
         if (why := unusable_torch(error)) is None:
             raise

@@ -38,6 +38,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         ),
         ("-n 4 hello.py", "\n  fastdist run -n 4 hello.py\n"),
         ("-m package.train", "\n  fastdist run -n 2 -m package.train\n"),
+        ("python hello.py", "\n  fastdist run -n 2 hello.py\n"),
     ],
 )
 def test_a_program_without_run_gets_a_hint(

@@ -20,7 +20,7 @@ import pytest
 import torch
 from digits_training import own_devices
 from fastdist.cli.tasks import rank_tasks
-from fastdist.integrations.keras.callback_states import CallbackAttributes
+from fastdist.keras.callback_states import CallbackAttributes
 from fork_server import python
 from keras_cases import Batches, compiled, dense, regression
 from ranks import ProcessRanks

@@ -85,7 +85,7 @@ def test_writers_act_on_the_chief(replicas: ProcessRanks, tmp_path: Path) -> Non
 
 
 def test_tensorboard_and_monitors_act_on_the_chief() -> None:
-    from fastdist.integrations.keras.callbacks import is_chief_only
+    from fastdist.keras.callbacks import is_chief_only
 
     given = [keras.callbacks.TensorBoard("logs"), keras.callbacks.RemoteMonitor()]
     assert all(map(is_chief_only, given))
@@ -119,7 +119,7 @@ def test_callbacks_get_the_logs_of_all_replicas(replicas: ProcessRanks) -> None:
 
 
 def count(comm: fd.Communicator) -> list[int]:
-    from fastdist.integrations.keras import callback_list, trainer
+    from fastdist.keras import callback_list, trainer
 
     strategy = mirrored()
     model = made(strategy, metrics=["mae"])
@@ -749,7 +749,7 @@ def test_unfit_models_and_data_are_refused_alike(replicas: ProcessRanks) -> None
 
 
 def test_tpus_are_refused() -> None:
-    from fastdist.integrations.keras import extension
+    from fastdist.keras import extension
 
     model = compiled(dense())
     strategy = type("TPUStrategy", (), {})()

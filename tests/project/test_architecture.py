@@ -35,6 +35,7 @@ CHAIN = (
     "fastdist.checkpoints",
     "fastdist.ps",
     "fastdist.tpu",
+    "fastdist.keras",
     "fastdist.integrations",
     "fastdist.nn",
     "fastdist",

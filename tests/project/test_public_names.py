@@ -104,3 +104,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
     with pytest.raises(AttributeError, match="module 'fastdist' has no attribute 'all_redcue'"):
         _ = fastdist.all_redcue  # type: ignore[attr-defined]
+    for name, ours in (("train", "Checkpoint"), ("coordinator", "ClusterCoordinator")):
+        with pytest.raises(AttributeError, match=f"'{name}'; use fastdist.{ours}"):
+            getattr(fastdist, name)

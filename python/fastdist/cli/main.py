@@ -24,11 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     words = sys.argv[1:] if argv is None else argv
-    if words and (words[0] in ("-n", "-m") or words[0].endswith(".py")):
+    if words and (words[0] in ("-n", "-m", "python", "python3") or words[0].endswith(".py")):
+        options = words[1:] if words[0].startswith("python") else words
         ranks = "" if words[0] == "-n" else "-n 2 "
         parser.error(
             f"{words[0]} is no command; to start a program, write\n"
-            f"  fastdist run {ranks}{shlex.join(words)}"
+            f"  fastdist run {ranks}{shlex.join(options)}"
         )
     arguments = parser.parse_args(words)
     if "handler" not in arguments:

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.integrations.keras.layers import separate_random_numbers
-from fastdist.integrations.keras.losses import share_losses
-from fastdist.integrations.keras.metrics import unchanged, weigh_means
-from fastdist.integrations.keras.optimizers import share_steps
+from fastdist.keras.layers import separate_random_numbers
+from fastdist.keras.losses import share_losses
+from fastdist.keras.metrics import unchanged, weigh_means
+from fastdist.keras.optimizers import share_steps
 from fastdist.replicas.per_replica import Origin, PerReplica
 from fastdist.strategies.replicated import ReplicatedStrategy
 

@@ -13,7 +13,7 @@ import keras
 import torch
 
 from fastdist.errors import UnsupportedError
-from fastdist.integrations.keras.internals import apply_mask, get_keras_mask
+from fastdist.keras.internals import apply_mask, get_keras_mask
 from fastdist.replicas.context import state
 from fastdist.training.patched import replaced
 

@@ -11,8 +11,8 @@ from fastdist.checkpoints.checkpoint import Checkpoint
 from fastdist.checkpoints.elastic import Elastic
 from fastdist.checkpoints.manager import CheckpointManager
 from fastdist.errors import UnsupportedError
-from fastdist.integrations.keras.callback_list import flat
-from fastdist.integrations.keras.callback_states import CallbackAttributes
+from fastdist.keras.callback_list import flat
+from fastdist.keras.callback_states import CallbackAttributes
 from fastdist.strategies.replicated import ReplicatedStrategy
 
 

@@ -23,8 +23,8 @@ from fastdist.data.batches import count_examples
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Part
 from fastdist.data.sharding import split_sizes
-from fastdist.integrations.keras.internals import ArrayDataAdapter, DataAdapter
-from fastdist.integrations.keras.steps import ReplicaSteps
+from fastdist.keras.internals import ArrayDataAdapter, DataAdapter
+from fastdist.keras.steps import ReplicaSteps
 from fastdist.replicas.per_replica import select
 from fastdist.strategies.base import batch_of
 

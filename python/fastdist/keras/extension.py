@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fastdist.errors import UnsupportedError
-from fastdist.integrations.keras.refusals import CALLS, refusal
+from fastdist.keras.refusals import CALLS, refusal
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.strategies.scope import Scope
@@ -59,7 +59,7 @@ class KerasExtension:
                 _attach(scope.strategy, layer, adopt)
             return layer
 
-        from fastdist.integrations.keras.batch_norm import allow_synchronized
+        from fastdist.keras.batch_norm import allow_synchronized
 
         own_models = _own_models_alone(keras.Model, scope.strategy)
         with replaced(layer_class, "__new__", made), allow_synchronized(), own_models:
@@ -75,7 +75,7 @@ class KerasExtension:
         layers = [] if keras is None else [r for r in roots if isinstance(r, keras.layers.Layer)]
         if not layers:
             return roots
-        from fastdist.integrations.keras.layers import separate_random_numbers
+        from fastdist.keras.layers import separate_random_numbers
 
         for layer in layers:
             separate_random_numbers(layer)
@@ -149,7 +149,7 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
             "ParameterServerStrategy",
         )
     elif strategy.has_servers:
-        from fastdist.integrations.keras.served_trainer import ServedTrainer
+        from fastdist.keras.served_trainer import ServedTrainer
 
         on_servers[model] = strategy
         ServedTrainer(model, strategy)
@@ -163,11 +163,11 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
             raise UnsupportedError(
                 'Keras computes means over examples; got gradient_reduction="sum", expected "mean"'
             )
-        from fastdist.integrations.keras.trainer import ReplicatedTrainer
+        from fastdist.keras.trainer import ReplicatedTrainer
 
         ReplicatedTrainer(model, strategy, adopt)
     else:
-        from fastdist.integrations.keras.trainer import accept_distributed_datasets
+        from fastdist.keras.trainer import accept_distributed_datasets
 
         accept_distributed_datasets(model, strategy)
 

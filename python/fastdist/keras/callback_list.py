@@ -12,8 +12,8 @@ import keras
 import numpy as np
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.integrations.keras.callbacks import is_chief_only
-from fastdist.integrations.keras.internals import is_default
+from fastdist.keras.callbacks import is_chief_only
+from fastdist.keras.internals import is_default
 from fastdist.training.modules import broadcast_state
 
 _STOPS = ("stop_training", "stop_evaluating", "stop_predicting")

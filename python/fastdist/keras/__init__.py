@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastdist.integrations.keras.callbacks import chief_only
-from fastdist.integrations.keras.extension import KerasExtension
+from fastdist.keras.callbacks import chief_only
+from fastdist.keras.extension import KerasExtension
 from fastdist.strategies.scope import extensions
 
 if TYPE_CHECKING:
-    from fastdist.integrations.keras.backup import BackupAndRestore
-    from fastdist.integrations.keras.sidecar import SidecarEvaluator
+    from fastdist.keras.backup import BackupAndRestore
+    from fastdist.keras.sidecar import SidecarEvaluator
 
 __all__ = ["BackupAndRestore", "SidecarEvaluator", "chief_only"]
 

@@ -16,16 +16,16 @@ from typing import Any
 import keras
 
 from fastdist.errors import UnsupportedError
-from fastdist.integrations.keras.callback_list import flat, overrides
-from fastdist.integrations.keras.internals import KerasSaveable, TrackedDict, TrackedList
-from fastdist.integrations.keras.layers import separate_random_numbers
-from fastdist.integrations.keras.refusals import refusal, require_parts
-from fastdist.integrations.keras.served_optimizers import (
+from fastdist.keras.callback_list import flat, overrides
+from fastdist.keras.internals import KerasSaveable, TrackedDict, TrackedList
+from fastdist.keras.layers import separate_random_numbers
+from fastdist.keras.refusals import refusal, require_parts
+from fastdist.keras.served_optimizers import (
     ServedApply,
     require_served,
     served_optimizer,
 )
-from fastdist.integrations.keras.served_steps import ScheduledSteps
+from fastdist.keras.served_steps import ScheduledSteps
 from fastdist.ps.coordinator.cluster_coordinator import ClusterCoordinator
 from fastdist.ps.coordinator.shipping import Reduction, reducers
 

@@ -21,19 +21,19 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import default_communicator
 from fastdist.data import DistributedDataset
 from fastdist.errors import UnsupportedError
-from fastdist.integrations.keras.callback_list import ReplicaCallbacks
-from fastdist.integrations.keras.elastic import ElasticFit
-from fastdist.integrations.keras.internals import (
+from fastdist.keras.callback_list import ReplicaCallbacks
+from fastdist.keras.elastic import ElasticFit
+from fastdist.keras.internals import (
     class_weight_to_sample_weights,
     get_data_adapter,
     results_of_metrics,
     train_validation_split,
     unpack_x_y_sample_weight,
 )
-from fastdist.integrations.keras.metrics import combined, global_logs
-from fastdist.integrations.keras.parts import Cutter, DistributedAdapter, PartAdapter
-from fastdist.integrations.keras.refusals import CALLS, refusal, require_parts
-from fastdist.integrations.keras.steps import ReplicaSteps, Step
+from fastdist.keras.metrics import combined, global_logs
+from fastdist.keras.parts import Cutter, DistributedAdapter, PartAdapter
+from fastdist.keras.refusals import CALLS, refusal, require_parts
+from fastdist.keras.steps import ReplicaSteps, Step
 from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
 

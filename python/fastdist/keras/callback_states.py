@@ -15,7 +15,7 @@ import torch
 
 from fastdist.checkpoints.checkpoint import has_state
 from fastdist.collectives.communicator import Communicator
-from fastdist.integrations.keras.internals import MonitorCallback
+from fastdist.keras.internals import MonitorCallback
 
 _OF_KERAS = ("params", "_model")
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))

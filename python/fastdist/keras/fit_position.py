@@ -16,9 +16,9 @@ import torch
 
 from fastdist.checkpoints.checkpoint import has_state
 from fastdist.data import DistributedDataset
-from fastdist.integrations.keras.internals import get_global_attribute, global_seed_generator
-from fastdist.integrations.keras.parts import DistributedAdapter, PartAdapter
-from fastdist.integrations.keras.trainer import trainer_of
+from fastdist.keras.internals import get_global_attribute, global_seed_generator
+from fastdist.keras.parts import DistributedAdapter, PartAdapter
+from fastdist.keras.trainer import trainer_of
 
 
 class FitPosition:

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from fastdist.checkpoints import CheckpointManager, PreemptionCheckpointHandler
 from fastdist.errors import UnsupportedError
-from fastdist.integrations.keras.callback_states import CallbackAttributes
-from fastdist.integrations.keras.elastic import ElasticFit, JoiningCallback
-from fastdist.integrations.keras.extension import on_servers
-from fastdist.integrations.keras.fit_state import FitState
-from fastdist.integrations.keras.internals import running_fit
-from fastdist.integrations.keras.saved import KerasCheckpoint
-from fastdist.integrations.keras.trainer import trainer_of
+from fastdist.keras.callback_states import CallbackAttributes
+from fastdist.keras.elastic import ElasticFit, JoiningCallback
+from fastdist.keras.extension import on_servers
+from fastdist.keras.fit_state import FitState
+from fastdist.keras.internals import running_fit
+from fastdist.keras.saved import KerasCheckpoint
+from fastdist.keras.trainer import trainer_of
 
 _TO_KEEP = 2  # if the newest is damaged, the one before is used
 _open: dict[Path, BackupAndRestore] = {}

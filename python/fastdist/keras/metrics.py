@@ -11,7 +11,7 @@ import keras
 import torch
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.integrations.keras.saved import put_values, values_of
+from fastdist.keras.saved import put_values, values_of
 from fastdist.replicas.context import state
 
 

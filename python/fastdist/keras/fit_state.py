@@ -9,10 +9,10 @@ import torch
 
 from fastdist.checkpoints.agreement import Ranks
 from fastdist.collectives.communicator import Communicator
-from fastdist.integrations.keras.callback_states import CallbackStates
-from fastdist.integrations.keras.fit_position import FitPosition, random_state, set_random_state
-from fastdist.integrations.keras.metrics import variables_of
-from fastdist.integrations.keras.saved import put_values, require_same_shapes, values_of
+from fastdist.keras.callback_states import CallbackStates
+from fastdist.keras.fit_position import FitPosition, random_state, set_random_state
+from fastdist.keras.metrics import variables_of
+from fastdist.keras.saved import put_values, require_same_shapes, values_of
 
 
 class FitState:

@@ -13,6 +13,17 @@ std::string line(int rank, const CallOfRank& call) {
          (call.site.empty() ? "" : " at " + call.site);
 }
 
+// True if ranks pass lists whose arrays differ in nothing but shape, though not in size.
+bool differ_in_shapes(std::span<const CallOfRank> calls) {
+  const Signature& first = calls[0].signature;
+  const auto differs_in_shapes = [&](const CallOfRank& call) {
+    const Signature& s = call.signature;
+    return is_list(s.list) && s.packed() == first.packed() && s.count == first.count &&
+           ((s.list ^ first.list) & ~kListShapes) == 0;
+  };
+  return std::ranges::all_of(calls, differs_in_shapes);
+}
+
 // True if ranks call `op` with arrays that differ in nothing but size.
 bool is_uneven(Op op, std::span<const CallOfRank> calls) {
   const auto has_count_of_first = [&](const CallOfRank& call) {
@@ -47,6 +58,7 @@ Error mismatch_of(std::uint64_t sequence, int rank, std::span<const CallOfRank> 
       if (calls[p].signature.list != own.list) ranks.push_back(static_cast<int>(p));
     }
   }
+  if (differ_in_shapes(calls)) message += "\nthe arrays of the lists differ in shape";
   if (is_uneven(Op::kAllGather, calls)) {
     message += "\nall_gather of parts that differ in size needs splits=, the rows of each rank";
   }

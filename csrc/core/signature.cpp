@@ -103,15 +103,21 @@ std::string describe(const Signature& s) {
   return text + ")";
 }
 
-std::uint64_t list_hash(TensorViews arrays) noexcept {
+std::uint64_t list_word(TensorViews arrays) noexcept {
   std::uint64_t hash = 0x9E3779B97F4A7C15ULL ^ arrays.size();
+  std::uint64_t shapes = hash;
+  bool is_flat = true;
+  const auto mix = [](std::uint64_t& into, std::uint64_t word) {
+    into = (into ^ word) * 0xFF51AFD7ED558CCDULL;
+    into ^= into >> 32;
+  };
   for (const TensorView& a : arrays) {
-    hash ^= a.count ^ static_cast<std::uint64_t>(a.dtype) << 56 ^
-            static_cast<std::uint64_t>(a.order) << 40;
-    hash *= 0xFF51AFD7ED558CCDULL;
-    hash ^= hash >> 32;
+    mix(hash, a.count ^ static_cast<std::uint64_t>(a.dtype) << 56 ^
+                  static_cast<std::uint64_t>(a.order) << 40);
+    mix(shapes, a.shape);
+    is_flat = is_flat && a.shape == 0;
   }
-  return hash | 1;
+  return hash << 32 | (is_flat ? 0 : shapes & kListShapes) | 1;
 }
 
 Signature all_to_all_signature(TensorViews arrays, std::span<const std::size_t> counts) noexcept {

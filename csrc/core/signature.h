@@ -18,7 +18,7 @@ struct Signature {
   std::int16_t root = 0;
   std::uint16_t order = 0;  // axis order, 0 is row-major
   std::uint64_t count = 0;  // elements of this rank's argument
-  // Of one array its shape, see `shape_word`; of a list an odd hash of all counts and dtypes.
+  // Of one array its shape, see `shape_word`; of a list an odd word, see `list_word`.
   std::uint64_t list = 0;
   std::optional<DType> compress = {};  // the dtype that all_reduce sends instead of `dtype`
   bool on_gpu = false;
@@ -39,8 +39,10 @@ struct Signature {
 // Describes a signature for messages: `all_reduce(float32 × 1024, op="sum")`.
 [[nodiscard]] std::string describe(const Signature& signature);
 
-// Computes `Signature::list` for a list of arrays.
-[[nodiscard]] std::uint64_t list_hash(TensorViews arrays) noexcept;
+// Of a list of arrays: a hash of all counts, dtypes and orders, and below it `kListShapes`, a hash
+// of all shapes, which is 0 if all arrays are flat.
+inline constexpr std::uint64_t kListShapes = 0xFFFFFFFE;
+[[nodiscard]] std::uint64_t list_word(TensorViews arrays) noexcept;
 
 [[nodiscard]] constexpr bool is_list(std::uint64_t list) noexcept { return (list & 1) != 0; }
 
@@ -51,12 +53,14 @@ struct Signature {
 }
 
 // Compares the `list` of one more rank with the word that `common` keeps of the ranks before. A
-// flat array matches any shape of its size; every rank comes to the same result.
+// flat array matches any shape of its size, and a list of flat arrays any list of their sizes;
+// every rank comes to the same result.
 [[nodiscard]] constexpr bool matches(std::uint64_t& common, std::uint64_t list) noexcept {
   if (list == common) return true;
-  if (is_list(list) || is_list(common)) return false;
-  if (common == 0) common = list;
-  return list == common || list == 0;
+  const std::uint64_t shapes = is_list(list) ? kListShapes : ~std::uint64_t{1};
+  if ((list & ~shapes) != (common & ~shapes)) return false;
+  if ((common & shapes) == 0) common = list;
+  return list == common || (list & shapes) == 0;
 }
 
 [[nodiscard]] constexpr Signature rooted(Op op, int root,
@@ -71,7 +75,7 @@ struct Signature {
     call.order = static_cast<std::uint16_t>(arrays[0].order);
     call.list = arrays[0].shape;
   } else {
-    call.list = list_hash(arrays);
+    call.list = list_word(arrays);
   }
   if (!arrays.empty()) call.dtype = arrays[0].dtype;
   call.count = 0;

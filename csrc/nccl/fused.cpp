@@ -107,7 +107,7 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
   Signature signature = signature_of({.op = Op::kAllReduce, .reduce_op = op, .compress = wire}, in);
   // Ranks with different buckets would wait for each other forever.
   if (in.size() > 1 && bucket_bytes != kDefaultBucketBytes) {
-    signature.list = (signature.list ^ bucket_bytes * 2) | 1;
+    signature.list ^= bucket_bytes * 0x9E3779B97F4A7C15ULL & ~(kListShapes | 1);
   }
   Call call(*this, signature, options);
   if (in.size() == 1 && !wire) {

@@ -83,7 +83,7 @@ CASE(signatures_of_arrays_tell_their_size_and_order) {
   CHECK(one.count == 10 && one.order == 7 && one.list == 0);
   const std::vector<TensorView> both{a, b};
   const Signature list = signature_of(call, both);
-  CHECK(list.count == 15 && list.order == 0 && list.list == list_hash(both));
+  CHECK(list.count == 15 && list.order == 0 && list.list == list_word(both));
 }
 
 CASE(lists_that_differ_hash_differently) {
@@ -94,11 +94,29 @@ CASE(lists_that_differ_hash_differently) {
   const std::vector<std::vector<TensorView>> lists{{},     {a},    {a, a}, {a, b}, {b, a},
                                                    {a, c}, {c, a}, {a, d}, {d, a}, {a, a, a}};
   for (std::size_t i = 0; i < lists.size(); ++i) {
-    CHECK(list_hash(lists[i]) != 0);
+    CHECK(list_word(lists[i]) != 0);
     for (std::size_t k = 0; k < lists.size(); ++k) {
-      CHECK((list_hash(lists[i]) == list_hash(lists[k])) == (i == k));
+      CHECK((list_word(lists[i]) == list_word(lists[k])) == (i == k));
     }
   }
+}
+
+CASE(lists_match_by_their_shapes) {
+  const auto shaped = [](std::vector<std::int64_t> shape) {
+    return TensorView{nullptr, 6, DType::kFloat32, 0, shape_word(shape)};
+  };
+  const TensorView flat = shaped({6});
+  const TensorView two = shaped({2, 3});
+  const TensorView three = shaped({3, 2});
+  const auto word = [](std::vector<TensorView> list) { return list_word(list); };
+  std::uint64_t common = word({flat, flat});
+  CHECK(is_list(common) && matches(common, word({two, flat})));
+  CHECK(common == word({two, flat}));  // what is compared with the next rank
+  CHECK(matches(common, word({flat, flat})) && !matches(common, word({three, flat})));
+  common = word({flat, flat});
+  CHECK(!matches(common, word({flat})) && !matches(common, flat.shape));
+  common = word({two, three});
+  CHECK(!matches(common, word({three, two})) && !matches(common, two.shape));
 }
 
 CASE(names_of_types_go_both_ways) {

@@ -279,6 +279,11 @@ def check_mismatch(comm: Communicator) -> None:
             "in a list",
         ),
         (
+            lambda: comm.all_reduce([np.zeros((2, 3)), zeros(4, "float64")]),
+            lambda: comm.all_reduce([np.zeros((3, 2)), zeros(4, "float64")]),
+            "the arrays of the lists differ in shape",
+        ),
+        (
             lambda: comm.all_reduce(np.zeros((2, 3))),
             lambda: comm.all_reduce(np.asfortranarray(np.zeros((2, 3)))),
             "not in row-major order",

@@ -68,7 +68,7 @@ class Joining:
             # What is not the root's is ignored.
             used = as_list(out) if name == "broadcast" and out is not None else arrays
             is_list = bool(given) and arrays is given[0]
-            own = (name, is_list, [_form(array) for array in used], told)
+            own = (name, is_list, [_form(array, in_list=is_list) for array in used], told)
             calls = self._tell(own)
             joined = [rank for rank, theirs in enumerate(calls) if theirs is _JOINED]
             if not joined or any(theirs not in (_JOINED, own) for theirs in calls):
@@ -105,14 +105,14 @@ def _can_be_made(op: str, told: dict[str, Any], joined: Sequence[int]) -> bool:
     return op in _MADE and told.get("root") not in joined
 
 
-def _form(array: Array) -> _Form:
-    """Return what ranks compare of an array. One that is row-major may have any shape."""
+def _form(array: Array, *, in_list: bool) -> _Form:
+    """Return what ranks compare of an array. One that is row-major, not in a list, has any shape."""
     shape = shape_of(array)
     stride = getattr(array, "stride", None)  # torch's
     strides = stride() if callable(stride) else getattr(array, "strides", None)
     long = [axis for axis, length in enumerate(shape) if length > 1]
     order = sorted(long, key=lambda axis: -strides[axis]) if strides else long
-    if order == long:
+    if order == long and not in_list:
         return dtype_name(array), (math.prod(shape),), (0,)
     short = [axis for axis, length in enumerate(shape) if length <= 1]
     return dtype_name(array), shape, (*short, *order)

@@ -24,7 +24,8 @@ keras.config.set_dtype_policy("float64")
 dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"  # Keras on torch promotes to float32
 kind, folder, kills = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 is_alone_at_times = "FASTDIST_ROSTER" in os.environ and kind == "parts"
-strategy = fd.MultiWorkerMirroredStrategy()
+options = fd.CommunicationOptions(shard_optimizer=kind == "dataset")
+strategy = fd.MultiWorkerMirroredStrategy(options=options)
 keras.utils.set_random_seed(0)
 with strategy.scope():
     model = keras.Sequential([keras.layers.Dense(6, activation="tanh"), keras.layers.Dense(1)])

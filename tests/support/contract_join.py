@@ -57,7 +57,8 @@ def _check_calls(comm: Communicator) -> None:
             assert (pair[0].tolist(), float(pair[1])) == ([1, 1, 1], 2.5)
             pair = [np.ones((2, 3)), np.asfortranarray(np.ones((3, 2)))]
             comm.all_reduce(pair)
-            assert (pair[0] == 1).all() and (pair[1] == 1).all()
+            assert (pair[0] == 1).all()
+            assert (pair[1] == 1).all()
             assert (comm.all_reduce(others.copy(), compress="bf16") == others).all()
             assert (comm.reduce(others.copy(), root=last) == others).all()
             assert (comm.reduce_scatter(others) == others[4 * last :]).all()

@@ -106,7 +106,7 @@ def _can_be_made(op: str, told: dict[str, Any], joined: Sequence[int]) -> bool:
 
 
 def _form(array: Array, *, in_list: bool) -> _Form:
-    """Return what ranks compare of an array. One that is row-major, not in a list, has any shape."""
+    """Return what ranks compare of an array. A row-major one outside of a list has any shape."""
     shape = shape_of(array)
     stride = getattr(array, "stride", None)  # torch's
     strides = stride() if callable(stride) else getattr(array, "strides", None)

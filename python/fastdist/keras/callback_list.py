@@ -14,6 +14,7 @@ import numpy as np
 from fastdist.collectives.communicator import Communicator
 from fastdist.keras.callbacks import is_chief_only
 from fastdist.keras.internals import is_default
+from fastdist.keras.optimizers import gather_states
 from fastdist.training.modules import broadcast_state
 
 _STOPS = ("stop_training", "stop_evaluating", "stop_predicting")
@@ -53,15 +54,17 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._drawn_at = 0.0
         self._is_due = False  # True if the bar is drawn after this step
         # Replicas may have different callbacks, and call the same collectives.
-        self._reads_train, self._reads_test, self._draws_train, self._draws_test, self._shares = (
-            self._any_replica(
-                overrides(given, "on_batch_end", "on_train_batch_end"),
-                overrides(given, "on_test_batch_end"),
-                self._has_bar,
-                self._has_bar and not add_history,
-                any(map(is_chief_only, given)),
-            )
+        chiefs = list(filter(is_chief_only, given))
+        wanted = self._any_replica(
+            overrides(given, "on_batch_end", "on_train_batch_end"),
+            overrides(given, "on_test_batch_end"),
+            self._has_bar,
+            self._has_bar and not add_history,
+            bool(chiefs),
+            any(isinstance(getattr(each, "save_freq", None), int) for each in chiefs),
         )
+        self._reads_train, self._reads_test, self._draws_train, self._draws_test = wanted[:4]
+        self._shares, self._saves_steps = wanted[4:]
         own = given if is_chief else [c for c in given if not is_chief_only(c)]
         super().__init__(
             own,
@@ -79,6 +82,8 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks; then share what the chief's callbacks have restored."""
+        if self._shares:
+            gather_states(self.model)
         super().on_train_begin(logs)
         if self._shares:
             self._share_chief()
@@ -95,6 +100,8 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks with the logs of all replicas, if any reads them."""
+        if self._saves_steps:
+            gather_states(self.model)
         super().on_train_batch_end(batch, self._read(logs, self._reads_train))
         self._end_step(self._draws_train)
 
@@ -104,7 +111,9 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         self._end_step(self._draws_test)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Call the callbacks; the chief's may have changed the learning rate."""
+        """Call the callbacks; the chief's may save, and may have changed the learning rate."""
+        if self._shares:
+            gather_states(self.model)
         super().on_epoch_end(epoch, logs)
         if self._shares:
             self._share_rate()

@@ -154,11 +154,6 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
         on_servers[model] = strategy
         ServedTrainer(model, strategy)
     elif strategy.num_replicas_in_sync > 1 or strategy.is_elastic:
-        if strategy.options.shard_optimizer:
-            raise UnsupportedError(
-                "optimizers of Keras cannot be sharded, since a saved model holds their states: "
-                "leave shard_optimizer out, or train by torch.optim"
-            )
         if strategy.options.gradient_reduction == "sum":
             raise UnsupportedError(
                 'Keras computes means over examples; got gradient_reduction="sum", expected "mean"'

@@ -12,6 +12,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.keras.callback_states import CallbackStates
 from fastdist.keras.fit_position import FitPosition, random_state, set_random_state
 from fastdist.keras.metrics import variables_of
+from fastdist.keras.optimizers import gather_states, make_room
 from fastdist.keras.saved import put_values, require_same_shapes, values_of
 
 
@@ -38,6 +39,7 @@ class FitState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all replicas."""
+        gather_states(self._model)
         metrics = [tensor.cpu() for tensor in values_of(variables_of(self._model.metrics))]
         with self._ranks.communicator() as workers:
             return {
@@ -55,6 +57,7 @@ class FitState:
             own_metrics = _own_metrics(state["metrics"], metrics, workers)
             require_same_shapes("optimizer", optimizer, state["optimizer"])
             require_same_shapes("set of metrics", metrics, own_metrics)
+            make_room(self._model)
             put_values(optimizer, state["optimizer"])
             put_values(metrics, own_metrics)
             self._callbacks.restore(state["callbacks"], 0 if workers is None else workers.rank)

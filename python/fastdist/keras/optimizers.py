@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import torch
 
+from fastdist.keras.sharded_slots import shard_steps
 from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
 
@@ -18,10 +19,32 @@ def share_steps(model: Any, strategy: ReplicatedStrategy) -> None:
             value.apply = _SharedApply(value, strategy)
 
 
+def gather_states(model: Any) -> None:
+    """Complete the states of a model's sharded optimizers. Every replica must call."""
+    for shared in _shared(model):
+        for sharded in shared.sharded:
+            sharded.gather()
+
+
+def make_room(model: Any) -> None:
+    """Make room for all states of a model's optimizers, which are about to be loaded."""
+    for shared in _shared(model):
+        for sharded in shared.sharded:
+            sharded.release()
+
+
+def _shared(model: Any) -> list[_SharedApply]:
+    found = [vars(v).get("apply") for v in vars(model).values() if hasattr(v, "__dict__")]
+    return [apply for apply in found if isinstance(apply, _SharedApply)]
+
+
 class _SharedApply:
     """The method `apply` of an optimizer, for all replicas together."""
 
     def __init__(self, optimizer: Any, strategy: ReplicatedStrategy) -> None:
+        self.sharded = []
+        if strategy.options.shard_optimizer:
+            self.sharded = shard_steps(optimizer, strategy._connected)
         self._apply = optimizer.apply
         self._optimizer = optimizer
         self._strategy = strategy

@@ -31,6 +31,7 @@ from fastdist.keras.internals import (
     unpack_x_y_sample_weight,
 )
 from fastdist.keras.metrics import combined, global_logs
+from fastdist.keras.optimizers import gather_states
 from fastdist.keras.parts import Cutter, DistributedAdapter, PartAdapter
 from fastdist.keras.refusals import CALLS, refusal, require_parts
 from fastdist.keras.steps import ReplicaSteps, Step
@@ -84,6 +85,7 @@ class ReplicatedTrainer:
             "get_metrics_result",
             "_get_metrics_result_or_logs",
             "_initialize_ddp",
+            "load_weights",
             "save",
             "save_weights",
         ):
@@ -143,7 +145,9 @@ class ReplicatedTrainer:
                 validation["batch_size"] = given["validation_batch_size"] or given["batch_size"]
                 given["validation_data"] = self._parts(validation, given["validation_steps"])
             del given["validation_batch_size"]
-            return self._pass("fit", given, given["steps_per_epoch"], add_history=True)
+            history = self._pass("fit", given, given["steps_per_epoch"], add_history=True)
+            gather_states(self._model)
+            return history
 
     @_with_arguments_of_keras
     def evaluate(self, given: dict[str, Any]) -> Any:
@@ -307,15 +311,24 @@ class ReplicatedTrainer:
     # --- saving ---------------------------------------------------------------------------------
 
     def save(self, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
-        """Save the model as Keras does; replicas may save to one path at the same time."""
+        """Save the model as Keras does; replicas may save to one path at the same time.
+
+        With a sharded optimizer every replica must call, here and in `save_weights`.
+        """
         return self._save("save", filepath, overwrite, **options)
 
     def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
         """Save the weights as Keras does; replicas may save to one path at the same time."""
         return self._save("save_weights", filepath, overwrite, **options)
 
+    def load_weights(self, filepath: Any, *args: Any, **options: Any) -> Any:
+        """Load the weights as Keras does."""
+        gather_states(self._model)  # those of the file may be fewer
+        return self._plain("load_weights")(filepath, *args, **options)
+
     def _save(self, call: str, filepath: Any, overwrite: bool, **options: Any) -> Any:
         plain = self._plain(call)
+        gather_states(self._model)
         is_file = isinstance(filepath, (str, Path)) and not options.get("max_shard_size")
         if not is_file or not overwrite or not os.path.isdir(Path(filepath).parent):
             return plain(filepath, overwrite=overwrite, **options)

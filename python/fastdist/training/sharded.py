@@ -88,7 +88,7 @@ class ShardedStep:
 
         def hide() -> None:
             stepping[:] = [p for parameters in whole for p in parameters if p.grad is not None]
-            self._owners = _with_owners(optimizer, self._owners, stepping, workers.world_size)
+            self._owners = with_owners(optimizer, self._owners, stepping, workers.world_size)
             for group, parameters in zip(optimizer.param_groups, whole, strict=True):
                 group["params"] = [p for p in parameters if self._owners.get(p) == workers.rank]
 
@@ -174,7 +174,7 @@ class ShardedStep:
             self._loading = {}
             return state_dict
         loaded = [parameters[key] for key in sorted(states)]
-        self._loading = _with_owners(optimizer, {}, loaded, workers.world_size)
+        self._loading = with_owners(optimizer, {}, loaded, workers.world_size)
         own = {
             key: state
             for key, state in states.items()
@@ -213,8 +213,8 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _with_owners(
-    optimizer: torch.optim.Optimizer,
+def with_owners(
+    optimizer: object,
     owners: dict[torch.Tensor, int],
     parameters: Sequence[torch.Tensor],
     ranks: int,
@@ -235,7 +235,7 @@ def _with_owners(
     return found
 
 
-def _cost(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
+def _cost(optimizer: object, parameter: torch.Tensor) -> int:
     """Return a number in proportion to the time of one parameter's step."""
     if "Muon" not in type(optimizer).__name__ or parameter.ndim < 2:
         return parameter.numel()

@@ -8,11 +8,6 @@ class FastdistError(RuntimeError):
 
     Attributes:
         ranks: the ranks that caused the error; empty if no rank did.
-
-    Examples:
-        >>> import fastdist as fd
-        >>> fd.errors.FastdistError("rank 1 is gone", ranks=(1,)).ranks
-        (1,)
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -42,32 +37,11 @@ class CollectiveMismatchError(FastdistError):
 
 
 class LostRankError(FastdistError):
-    """A rank has failed, or did not come in time: base class of the two errors that say which.
-
-    Examples:
-        >>> import fastdist as fd, numpy as np
-        >>> first, second = fd.local_group(2)
-        >>> try:
-        ...     first.barrier(timeout=0.1)
-        ... except fd.errors.LostRankError as error:
-        ...     error.ranks
-        (1,)
-    """
+    """A rank has failed, or did not come in time: base class of the two errors that say which."""
 
 
 class PeerFailureError(LostRankError):
-    """A rank died or left while others still needed it. The communicator is no longer usable.
-
-    Examples:
-        >>> import fastdist as fd, numpy as np
-        >>> first, second = fd.local_group(2)
-        >>> second.close()
-        >>> try:
-        ...     first.barrier()
-        ... except fd.errors.PeerFailureError as error:
-        ...     error.ranks
-        (1,)
-    """
+    """A rank died or left while others still needed it. The communicator is no longer usable."""
 
 
 class CollectiveTimeoutError(LostRankError):
@@ -87,55 +61,16 @@ class CollectiveTimeoutError(LostRankError):
 
 
 class UnavailableError(FastdistError):
-    """A parameter server or coordinator cannot be reached.
-
-    Examples:
-        >>> import fastdist as fd
-        >>> client = fd.ps.Client(["tcp://127.0.0.1:1"], timeout_s=0.1)
-        >>> try:
-        ...     client.hello(0)
-        ... except fd.errors.UnavailableError:
-        ...     "no server"
-        'no server'
-        >>> client.close()
-    """
+    """A parameter server or coordinator cannot be reached."""
 
 
 class ClusterConfigError(FastdistError):
-    """The launcher's variables or the cluster spec are invalid, or the rendezvous failed.
-
-    Examples:
-        >>> import fastdist as fd
-        >>> try:
-        ...     fd.cluster.detect_launch({"RANK": "2", "WORLD_SIZE": "2"})
-        ... except fd.errors.ClusterConfigError as error:
-        ...     print(error)
-        RANK='2'; expected an integer from 0 to 1, as WORLD_SIZE='2'
-    """
+    """The launcher's variables or the cluster spec are invalid, or the rendezvous failed."""
 
 
 class UnsupportedError(FastdistError):
-    """This build, engine or machine does not support the operation.
-
-    Examples:
-        >>> import fastdist as fd
-        >>> try:
-        ...     fd.nn.Embedding(None, 8)
-        ... except fd.errors.UnsupportedError:
-        ...     "only parameter servers have tables without a limit"
-        'only parameter servers have tables without a limit'
-    """
+    """This build, engine or machine does not support the operation."""
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not whole: bytes are missing or have changed, or it is no checkpoint.
-
-    Examples:
-        >>> import fastdist as fd, tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     try:
-        ...         fd.Checkpoint(step=0).restore(folder)
-        ...     except fd.errors.DamagedCheckpointError:
-        ...         "no checkpoint"
-        'no checkpoint'
-    """
+    """A checkpoint is not whole: bytes are missing or have changed, or it is no checkpoint."""

@@ -7,15 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_jobs import Counting, alone, epoch, layouts, on_workers, plain
-from fastdist.data import (
-    AutoShardPolicy,
-    Files,
-    InputContext,
-    InputLayout,
+from data_jobs import (
+    Counting,
+    alone,
     distribute_dataset,
     distribute_datasets_from_function,
+    epoch,
+    layouts,
+    on_workers,
+    plain,
 )
+from fastdist.data import AutoShardPolicy, Files, InputContext
+from fastdist.data.input_context import InputLayout
 from fastdist.data.sharding import Cutter, split_sizes
 from fastdist.replicas.per_replica import leaves
 from hypothesis import given, settings

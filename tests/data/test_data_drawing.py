@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from data_jobs import alone, epoch, layouts, on_workers
-from fastdist.data import (
-    DistributedDataset,
-    InputLayout,
+from data_jobs import (
+    alone,
     distribute_dataset,
     distribute_datasets_from_function,
+    epoch,
+    layouts,
+    on_workers,
 )
+from fastdist.data import DistributedDataset
+from fastdist.data.input_context import InputLayout
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 

@@ -10,8 +10,9 @@ import fastdist as fd
 import numpy as np
 import pytest
 import torch
-from data_jobs import Counting, alone, equal, layouts, on_workers
-from fastdist.data import AutoShardPolicy, Files, InputLayout, distribute_dataset
+from data_jobs import Counting, alone, distribute_dataset, equal, layouts, on_workers
+from fastdist.data import AutoShardPolicy, Files
+from fastdist.data.input_context import InputLayout
 from fastdist.errors import FastdistError
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import (

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from data_jobs import Counting, Exchange, alone, layouts, on_workers
-from fastdist.data import Files, InputLayout, distribute_dataset
+from data_jobs import Counting, Exchange, alone, distribute_dataset, layouts, on_workers
+from fastdist.data import Files
+from fastdist.data.input_context import InputLayout
 from fastdist.data.prefetch import Prefetcher
 from torch.utils.data import Dataset
 
@@ -171,11 +172,10 @@ def test_dropped_without_close() -> None:
 @pytest.mark.parametrize("loaders", [0, 2])
 def test_the_interpreter_exits_amid_an_epoch(loaders: int) -> None:
     script = f"""
-        import torch
-        from fastdist.data import InputLayout, distribute_dataset
-        layout = InputLayout(1, (0,), 1, 0, (torch.device("cpu"),), lambda i: [list(i)])
+        import fastdist as fd
+        strategy = fd.OneDeviceStrategy("cpu")
         steps = iter(
-            distribute_dataset(range(99), layout, global_batch_size=2, num_workers={loaders})
+            strategy.distribute_dataset(range(99), global_batch_size=2, num_workers={loaders})
         )
         print(next(steps).values[0].tolist())
     """

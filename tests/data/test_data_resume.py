@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from data_jobs import Counting, alone, epoch, equal, layouts, on_workers
-from fastdist.data import (
-    AutoShardPolicy,
-    DistributedDataset,
-    Files,
-    InputLayout,
+from data_jobs import (
+    Counting,
+    alone,
     distribute_dataset,
     distribute_datasets_from_function,
+    epoch,
+    equal,
+    layouts,
+    on_workers,
 )
+from fastdist.data import AutoShardPolicy, DistributedDataset, Files
+from fastdist.data.input_context import InputLayout
 from torch.utils.data import DataLoader, SequentialSampler
 
 Make = Callable[[InputLayout], DistributedDataset]

@@ -9,13 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from data_jobs import Counting, alone, epoch
-from fastdist.data import (
-    Files,
-    InputLayout,
-    distribute_dataset,
-    distribute_datasets_from_function,
-)
+from data_jobs import Counting, alone, distribute_dataset, distribute_datasets_from_function, epoch
+from fastdist.data import Files
 from fastdist.replicas.per_replica import PerReplica
 
 
@@ -252,18 +247,3 @@ def test_an_iterator_is_good_for_one_epoch() -> None:
 def test_bad_files(paths: Any, read: Any, error: Any) -> None:
     with pytest.raises(error, match="Files"):
         Files(paths, read)
-
-
-@pytest.mark.parametrize(
-    ("numbers_", "message"),
-    [
-        ((2, (0, 2), 1, 0), "consecutive"),
-        ((2, (), 1, 0), "consecutive"),
-        ((2, (1, 2), 1, 0), "expected ids below 2, got 2"),
-        ((2, (0,), 2, 2), "expected a number from 0 to 1, got 2"),
-        ((3, (0, 1, 2), 1, 0), "one device for each"),
-    ],
-)
-def test_layouts_that_contradict(numbers_: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        InputLayout(*numbers_, (torch.device("cpu"),) * 2, lambda ints: [list(ints)])

@@ -8,11 +8,36 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
-from fastdist.data import InputLayout
+from fastdist.data import AutoShardPolicy, DistributedDataset, InputContext
+from fastdist.data.distribute import build, build_from_function
+from fastdist.data.input_context import InputLayout
+from fastdist.data.request import Request, checked
 from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
 from torch.utils.data import Dataset
 
 T = TypeVar("T")
+_DEFAULTS: dict[str, Any] = {  # in the order of Request
+    "global_batch_size": None,
+    "shuffle": False,
+    "seed": 0,
+    "drop_remainder": False,
+    "auto_shard_policy": AutoShardPolicy.AUTO,
+    "collate_fn": None,
+    "num_workers": 0,
+    "prefetch": 2,
+}
+
+
+def distribute_dataset(source: Any, layout: InputLayout, **options: Any) -> DistributedDataset[Any]:
+    """The dataset of a strategy with this layout."""
+    assert options.keys() <= _DEFAULTS.keys()
+    return build(checked(Request(source, *(_DEFAULTS | options).values())), layout)
+
+
+def distribute_datasets_from_function(
+    fn: Callable[[InputContext], Iterable[Any]], layout: InputLayout, prefetch: int = 2
+) -> DistributedDataset[Any]:
+    return build_from_function(fn, layout, prefetch)
 
 
 class Exchange:

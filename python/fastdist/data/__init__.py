@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fastdist.data.distribute import distribute_dataset, distribute_datasets_from_function
 from fastdist.data.distributed import DistributedDataset
-from fastdist.data.input_context import InputContext, InputLayout
+from fastdist.data.input_context import InputContext
 from fastdist.data.sharding import AutoShardPolicy
 from fastdist.data.streams import Files
 
@@ -13,7 +12,4 @@ __all__ = [
     "DistributedDataset",
     "Files",
     "InputContext",
-    "InputLayout",
-    "distribute_dataset",
-    "distribute_datasets_from_function",
 ]

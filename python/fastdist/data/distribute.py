@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDataset
 
 from fastdist.data.agreement import Agreement, Known, OwnData, SameData
-from fastdist.data.batches import Collate, arrays_in, collate
+from fastdist.data.batches import arrays_in, collate
 from fastdist.data.distributed import DistributedDataset
 from fastdist.data.input_context import InputContext, InputLayout
 from fastdist.data.loading import LoaderOptions
@@ -25,98 +25,14 @@ from fastdist.data.pipelines import (
     Pipeline,
     StreamPipeline,
 )
-from fastdist.data.request import Request, checked, positive_int
+from fastdist.data.request import Request, positive_int
 from fastdist.data.sharding import AutoShardPolicy, Cutter, resolve_policy
 from fastdist.data.streams import Files, FileStream, IterableStream, length_of
 from fastdist.replicas.per_replica import leaves
 
 
-def distribute_dataset(
-    source: Any,
-    layout: InputLayout,
-    *,
-    global_batch_size: int | None = None,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_remainder: bool = False,
-    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
-    collate_fn: Collate | None = None,
-    num_workers: int = 0,
-    prefetch: int = 2,
-) -> DistributedDataset[Any]:
-    """Cut a source into global batches, and each global batch into one part per replica.
-
-    Corresponds to tf.distribute.Strategy.experimental_distribute_dataset, but the source holds
-    examples, not batches. Every worker must call, with the same source and arguments. An empty
-    source gives epochs without steps; a source with fewer examples than replicas gives some
-    replicas batches of size zero.
-
-    Args:
-        source: the examples, as
-            arrays: a tensor or numpy array, or a tuple, dict or dataclass of arrays of equal length
-            in axis 0, whose rows are the examples; they are in memory, so num_workers is ignored;
-            a map-style Dataset or any sequence, such as a list of examples: each worker loads only
-            the examples of its replicas, and ever less often one more, to compare;
-            an IterableDataset or any iterable of examples: each worker reads all examples;
-            a DataLoader: its dataset, batch_size as global batch size, collate_fn, num_workers,
-            drop_last and sampler are used (a RandomSampler becomes shuffle=True; any other sampler,
-            and a batch_sampler, must give the same order on every worker). With batch_size=None and
-            no global_batch_size, the items of its IterableDataset are global batches. Batches for a
-            GPU are pinned, with or without pin_memory;
-            `Files`.
-        layout: the replicas and workers of the job.
-        global_batch_size: examples per step of all replicas; required unless a DataLoader has it,
-            or gives batches.
-        shuffle: draw a new order in every epoch, from the seed and the epoch's number; the same for
-            all numbers of replicas and workers (under OFF each worker draws its own).
-        seed: a non-negative seed of the shuffle, and of what samplers, datasets and collate_fn draw
-            from torch's default generator. What is drawn for an example of a map-style source
-            depends on the seed, the epoch and the example's position alone: not on the number of
-            replicas, workers and loader processes, nor on the step at which the epoch was resumed.
-        drop_remainder: leave out a last batch with fewer examples.
-        auto_shard_policy: the way workers share the source.
-        collate_fn: a function that makes a batch from a list of examples; None: torch's
-            default_collate, extended to keep tuples and to accept dataclasses.
-        num_workers: loader processes of this worker. An IterableDataset must divide its examples
-            among them by `get_worker_info`. With 0, examples are loaded in the thread that reads
-            ahead, where each operation of torch costs some microseconds more. Loader processes
-            seed the default generators of numpy and Python's `random` as they seed torch's; with 0
-            these two are shared with the training step, so that their draws depend on timing, and
-            a dataset that calls `torch.manual_seed` seeds the training step's generator.
-        prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread. Arrays
-            that are sliced for CPUs use no thread either: it would cost more than it saves.
-
-    Raises:
-        TypeError: the source or an argument has an unsupported type.
-        ValueError: arrays have different lengths, a number is out of range, or arguments contradict
-            each other; the message names them.
-
-    Examples:
-        >>> import fastdist as fd, torch
-        >>> cpu = (torch.device("cpu"),)  # one replica
-        >>> layout = fd.data.InputLayout(1, (0,), 1, 0, cpu, lambda ints: [list(ints)])
-        >>> list(fd.data.distribute_dataset(torch.arange(3), layout, global_batch_size=2))
-        [PerReplica(
-          0: tensor([0, 1])), PerReplica(
-          0: tensor([2]))]
-    """
-    request = checked(
-        Request(
-            source,
-            global_batch_size,
-            shuffle,
-            seed,
-            drop_remainder,
-            auto_shard_policy,
-            collate_fn,
-            num_workers,
-            prefetch,
-        )
-    )
-    return _build(request, layout)
-
-
-def _build(request: Request, layout: InputLayout) -> DistributedDataset[Any]:
+def build(request: Request, layout: InputLayout) -> DistributedDataset[Any]:
+    """Make the dataset of `Strategy.distribute_dataset`, whose arguments have been checked."""
     files = len(request.source.paths) if isinstance(request.source, Files) else None
     policy = resolve_policy(request.policy, files, layout.num_workers)
     if layout.num_workers == 1:
@@ -124,38 +40,10 @@ def _build(request: Request, layout: InputLayout) -> DistributedDataset[Any]:
     return _Builder(request, layout, policy).build()
 
 
-def distribute_datasets_from_function(
-    fn: Callable[[InputContext], Iterable[Any]], layout: InputLayout, *, prefetch: int = 2
+def build_from_function(
+    fn: Callable[[InputContext], Iterable[Any]], layout: InputLayout, prefetch: int
 ) -> DistributedDataset[Any]:
-    """Take per-replica batches from an iterable that each worker makes itself.
-
-    Corresponds to tf.distribute.Strategy.distribute_datasets_from_function. Each step takes one
-    batch for each local replica, in order. A replica for which the iterable has no batch left gets
-    a batch of size zero; the epoch ends when the iterables of all workers are exhausted. Every
-    worker must call.
-
-    Args:
-        fn: a function that is called once, during this call, with the `InputContext`. It returns an
-            iterable of per-replica batches, such as a DataLoader, which is iterated anew in every
-            epoch. What it draws from torch's default generator in an epoch comes from a stream of
-            its own, which `torch.manual_seed`, called before, and the epoch determine.
-        layout: the replicas and workers of the job.
-        prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread.
-
-    Raises:
-        TypeError: fn returned an object that is not iterable.
-        ValueError: prefetch is negative.
-
-    Examples:
-        >>> import fastdist as fd, torch
-        >>> cpu = (torch.device("cpu"),)  # one replica
-        >>> layout = fd.data.InputLayout(1, (0,), 1, 0, cpu, lambda ints: [list(ints)])
-        >>> batches = torch.arange(4).split(2)
-        >>> list(fd.data.distribute_datasets_from_function(lambda context: batches, layout))
-        [PerReplica(
-          0: tensor([0, 1])), PerReplica(
-          0: tensor([2, 3]))]
-    """
+    """Make the dataset of `Strategy.distribute_datasets_from_function`."""
     prefetch = positive_int("prefetch", prefetch, least=0)
     batches = fn(InputContext(layout.num_workers, layout.worker, layout.num_replicas))
     if not isinstance(batches, Iterable):
@@ -204,7 +92,7 @@ class _Builder:
             agreement,
             request.prefetch,
             identity,
-            functools.partial(_build, request),
+            functools.partial(build, request),
         )
 
     @property
@@ -258,7 +146,7 @@ class _Builder:
                 "array, as many as a global batch has examples. distribute_dataset takes examples, "
                 "and makes the batches: if the list holds batches, join them, or pass their "
                 "Dataset",
-                stacklevel=7,  # the line that calls strategy.distribute_dataset
+                stacklevel=6,  # the line that calls strategy.distribute_dataset
             )
         collate_fn = self.request.collate_fn or collate
         return ExamplePipeline(

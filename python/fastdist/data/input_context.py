@@ -29,16 +29,6 @@ class InputLayout:
         make_copy: a function that makes, in place of a `DeviceCopy`, an object with its methods for
             one dataset; its argument is True if all replicas have the same number of examples in
             all batches.
-
-    Raises:
-        ValueError: the numbers contradict each other.
-
-    Examples:
-        >>> import fastdist as fd, torch
-        >>> cpu = (torch.device("cpu"),)  # one replica
-        >>> layout = fd.data.InputLayout(1, (0,), 1, 0, cpu, lambda ints: [list(ints)])
-        >>> layout.local_replicas
-        (0,)
     """
 
     num_replicas: int
@@ -48,25 +38,6 @@ class InputLayout:
     devices: tuple[torch.device, ...]
     all_gather_ints: Callable[[Sequence[int]], list[list[int]]]
     make_copy: Callable[[bool], Any] | None = None
-
-    def __post_init__(self) -> None:
-        first = self.local_replicas[0] if self.local_replicas else -1
-        stop = first + len(self.local_replicas)
-        if first < 0 or self.local_replicas != tuple(range(first, stop)):
-            raise ValueError(f"local_replicas must be consecutive ids, got {self.local_replicas}")
-        if stop > self.num_replicas:
-            raise ValueError(
-                f"local_replicas: expected ids below {self.num_replicas}, got {stop - 1}"
-            )
-        if not 0 <= self.worker < self.num_workers:
-            raise ValueError(
-                f"worker: expected a number from 0 to {self.num_workers - 1}, got {self.worker}"
-            )
-        if len(self.devices) != len(self.local_replicas):
-            raise ValueError(
-                f"expected one device for each local replica, got {len(self.devices)} devices for "
-                f"{len(self.local_replicas)} replicas"
-            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

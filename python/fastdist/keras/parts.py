@@ -17,9 +17,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.data import DistributedDataset, InputLayout
+from fastdist.data import DistributedDataset
 from fastdist.data.agreement import Agreement, SameData
 from fastdist.data.batches import count_examples
+from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Part
 from fastdist.data.sharding import split_sizes

@@ -16,17 +16,12 @@ from torch.utils.data import DataLoader
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import refuse_keywords, unknown_name, unknown_op
-from fastdist.data import (
-    AutoShardPolicy,
-    DistributedDataset,
-    InputContext,
-    InputLayout,
-    distribute_dataset,
-    distribute_datasets_from_function,
-)
+from fastdist.data import AutoShardPolicy, DistributedDataset, InputContext
+from fastdist.data.distribute import build, build_from_function
+from fastdist.data.input_context import InputLayout
 from fastdist.data.pipelines import ArrayPipeline
 from fastdist.data.repeated import ShuffledEpochs
-from fastdist.data.request import DatasetOptions
+from fastdist.data.request import DatasetOptions, Request, checked
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import ReplicaContext, state
@@ -193,7 +188,52 @@ class Strategy(ABC):
     ) -> DistributedDataset[Any]:
         """Cut a source into global batches, and each global batch into one part per replica.
 
-        Every worker must call. See `fastdist.data.distribute_dataset` for the arguments.
+        Corresponds to tf.distribute.Strategy.experimental_distribute_dataset, but the source holds
+        examples, not batches. Every worker must call, with the same source and arguments. An empty
+        source gives epochs without steps; a source with fewer examples than replicas gives some
+        replicas batches of size zero.
+
+        Args:
+            source: the examples, as
+                arrays: a tensor or numpy array, or a tuple, dict or dataclass of arrays of equal
+                length in axis 0, whose rows are the examples; they are in memory, so num_workers is
+                ignored;
+                a map-style Dataset or any sequence, such as a list of examples: each worker loads
+                only the examples of its replicas, and ever less often one more, to compare;
+                an IterableDataset or any iterable of examples: each worker reads all examples;
+                a DataLoader: its dataset, batch_size as global batch size, collate_fn, num_workers,
+                drop_last and sampler are used (a RandomSampler becomes shuffle=True; any other
+                sampler, and a batch_sampler, must give the same order on every worker). With
+                batch_size=None and no global_batch_size, the items of its IterableDataset are
+                global batches. Batches for a GPU are pinned, with or without pin_memory;
+                `Files`.
+            global_batch_size: examples per step of all replicas; required unless a DataLoader has
+                it, or gives batches.
+            shuffle: draw a new order in every epoch, from the seed and the epoch's number; the same
+                for all numbers of replicas and workers (under OFF each worker draws its own).
+            seed: a non-negative seed of the shuffle, and of what samplers, datasets and collate_fn
+                draw from torch's default generator. What is drawn for an example of a map-style
+                source depends on the seed, the epoch and the example's position alone: not on the
+                number of replicas, workers and loader processes, nor on the step at which the epoch
+                was resumed.
+            drop_remainder: leave out a last batch with fewer examples.
+            auto_shard_policy: the way workers share the source.
+            collate_fn: a function that makes a batch from a list of examples; None: torch's
+                default_collate, extended to keep tuples and to accept dataclasses.
+            num_workers: loader processes of this worker. An IterableDataset must divide its
+                examples among them by `get_worker_info`. With 0, examples are loaded in the thread
+                that reads ahead, where each operation of torch costs some microseconds more. Loader
+                processes seed the default generators of numpy and Python's `random` as they seed
+                torch's; with 0 these two are shared with the training step, so that their draws
+                depend on timing, and a dataset that calls `torch.manual_seed` seeds the training
+                step's generator.
+            prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread. Arrays
+                that are sliced for CPUs use no thread either: it would cost more than it saves.
+
+        Raises:
+            TypeError: the source or an argument has an unsupported type.
+            ValueError: arrays have different lengths, a number is out of range, or arguments
+                contradict each other; the message names them.
         """
         if misplaced:
             got: Any = misplaced[0]
@@ -205,18 +245,18 @@ class Strategy(ABC):
                 f"{1 + len(misplaced)}; write {hint}"
             )
         refuse_keywords("distribute_dataset", unknown)
-        made = distribute_dataset(
+        request = Request(
             source,
-            self._input_layout(),
-            global_batch_size=global_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            drop_remainder=drop_remainder,
-            auto_shard_policy=auto_shard_policy,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            prefetch=prefetch,
+            global_batch_size,
+            shuffle,
+            seed,
+            drop_remainder,
+            auto_shard_policy,
+            collate_fn,
+            num_workers,
+            prefetch,
         )
+        made = build(checked(request), self._input_layout())
         self._datasets.add(made)
         if ("shuffle", True) in made.settings:
             data = source.dataset if isinstance(source, DataLoader) else source
@@ -232,11 +272,26 @@ class Strategy(ABC):
     def distribute_datasets_from_function(
         self, fn: Callable[[InputContext], Iterable[Any]], *, prefetch: int = 2
     ) -> DistributedDataset[Any]:
-        """Make a dataset of per-replica batches from `fn`, which each worker calls once.
+        """Take per-replica batches from an iterable that each worker makes itself.
 
-        Every worker must call. See `fastdist.data.distribute_datasets_from_function`.
+        Corresponds to tf.distribute.Strategy.distribute_datasets_from_function. Each step takes one
+        batch for each local replica, in order. A replica for which the iterable has no batch left
+        gets a batch of size zero; the epoch ends when the iterables of all workers are exhausted.
+        Every worker must call.
+
+        Args:
+            fn: a function that is called once, during this call, with the `InputContext`. It
+                returns an iterable of per-replica batches, such as a DataLoader, which is iterated
+                anew in every epoch. What it draws from torch's default generator in an epoch comes
+                from a stream of its own, which `torch.manual_seed`, called before, and the epoch
+                determine.
+            prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread.
+
+        Raises:
+            TypeError: fn returned an object that is not iterable.
+            ValueError: prefetch is negative.
         """
-        made = distribute_datasets_from_function(fn, self._input_layout(), prefetch=prefetch)
+        made = build_from_function(fn, self._input_layout(), prefetch)
         self._datasets.add(made)
         return made
 

@@ -12,10 +12,8 @@ import functools
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -244,22 +242,17 @@ def _cost(optimizer: object, parameter: torch.Tensor) -> int:
     return max(rows, columns) * min(rows, columns) ** 2  # of products of matrices
 
 
-@dataclass(frozen=True, slots=True)
-class _Absent:
+class _Absent(NamedTuple):
     """Describes a tensor of another rank."""
 
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: torch.Tensor  # without memory
     device_type: str
 
 
 def _outline(state: _State) -> _State:
     """Return a state without its tensors' values; what else it holds is pickled as it is."""
     return {
-        key: _Absent(value.shape, value.stride(), value.dtype, value.device.type)
-        if _is_plain(value)
-        else value
+        key: _Absent(value.to("meta"), value.device.type) if _is_plain(value) else value
         for key, value in state.items()
     }
 
@@ -267,9 +260,7 @@ def _outline(state: _State) -> _State:
 def _empty(outline: _State) -> _State:
     """Return a state with tensors to receive."""
     return {
-        key: torch.empty_strided(
-            value.shape, value.stride, dtype=value.dtype, device=value.device_type
-        )
+        key: torch.empty_like(value.like, device=value.device_type)
         if isinstance(value, _Absent)
         else value
         for key, value in outline.items()
@@ -314,7 +305,7 @@ def _require_divisible(optimizer: torch.optim.Optimizer) -> None:
 
 def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a twin of the optimizer steps one parameter by another's gradients."""
-    with _unchanged_random_numbers():
+    with torch.random.fork_rng(devices=[]):
         for number, group in enumerate(optimizer.param_groups):
             if not group["params"]:
                 continue
@@ -360,13 +351,3 @@ def _trial(optimizer: torch.optim.Optimizer, number: int, scale: float) -> torch
             parameter.grad = (factor * gradient).to(like.dtype)
         step(twin)
     return parameters[0].detach()
-
-
-@contextmanager
-def _unchanged_random_numbers() -> Iterator[None]:
-    """Return a context manager after which the CPU's generator is as before."""
-    before = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(before)

@@ -115,15 +115,21 @@ def saves(comm: fd.Communicator, folder: str) -> None:
     path = f"{folder}/model.keras"
     model = made("adam", True)
     saved: list[list[np.ndarray]] = []
+    held: list[int] = []
     callbacks = [
         keras.callbacks.ModelCheckpoint(path),
         keras.callbacks.ModelCheckpoint(f"{folder}/{{batch}}.keras", save_freq=2),
+        keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: held.append(elements(model))
+        ),
         fd.keras.BackupAndRestore(f"{folder}/backup", save_freq=2),
         keras.callbacks.LambdaCallback(
             on_epoch_end=lambda epoch, logs: saved.append(values(model))
         ),
     ]
     model.fit(*data(), batch_size=20, epochs=2, callbacks=callbacks, verbose=0)
+    assert len(set(held[::2])) == 1  # divided where nothing is saved
+    assert held[0] < held[1] == held[3]
     again = keras.models.load_model(path)
     for one, other in zip(values(again), values(model), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -136,3 +142,105 @@ def saves(comm: fd.Communicator, folder: str) -> None:
 
 def test_what_is_saved_is_whole(replicas: ProcessRanks, tmp_path: Path) -> None:
     replicas.run(saves, str(tmp_path))
+
+
+def at_batch(model: Any, call: Any) -> Any:
+    """A callback that makes a call in the second step."""
+    return keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: call() if batch == 1 else None
+    )
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def goes_on(comm: fd.Communicator, folder: str) -> None:
+    """States outlast errors on all replicas; another number of variables in each step is right."""
+    found = []
+    for shard in (False, True):
+        model = made("nadam", shard)
+        fit = {"batch_size": 12, "verbose": 0}
+        with pytest.raises(ZeroDivisionError):
+            model.fit(*data(), **fit, callbacks=[at_batch(model, fail)])
+        model.save(f"{folder}/{comm.rank}.keras")
+        saved = keras.models.load_model(f"{folder}/{comm.rank}.keras")
+        with pytest.raises(ValueError, match="incompatible"):
+            model.predict(np.ones((3, 7)), verbose=0)
+        model.fit(*data(), **fit)
+        for layer in model.layers[:4]:
+            layer.trainable = False
+        for _ in range(2):
+            model.fit(*data(), **fit)
+        found.append([*values(saved), *values(model)])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_training_goes_on_after_errors(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(goes_on, str(tmp_path))
+
+
+class OwnStates(keras.optimizers.Optimizer):  # type: ignore[misc]
+    """Has states in a dict, of matrices alone."""
+
+    def build(self, variables: Any) -> None:
+        if self.built:
+            return
+        super().build(variables)
+        self.moments = {
+            id(v): self.add_variable_from_reference(v, name="moment")
+            for v in variables
+            if len(v.shape) == 2
+        }
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if (moment := self.moments.get(id(variable))) is not None:
+            self.assign(moment, 0.9 * moment + gradient)
+            gradient = moment
+        self.assign_sub(variable, 0.01 * gradient)
+
+    def get_config(self) -> dict[str, Any]:
+        return {"learning_rate": 0.01}
+
+
+class Normed(keras.optimizers.SGD):  # type: ignore[misc]
+    def _backend_update_step(self, grads: Any, variables: Any, rate: Any) -> None:
+        norm = sum((g * g).sum() for g in grads) ** 0.5
+        super()._backend_update_step([g / norm for g in grads], variables, rate)
+
+
+class LookingBack(OwnStates):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply(grads, trainable_variables)
+
+
+OPTIMIZERS["own"] = lambda: OwnStates(0.01)
+OPTIMIZERS["normed"] = lambda: Normed(0.01)
+OPTIMIZERS["looking back"] = lambda: LookingBack(0.01)
+
+
+def own_optimizers(comm: fd.Communicator, folder: str) -> None:
+    same_bits(comm, "own", folder)
+    for name, why in (("normed", "depends on other"), ("looking back", "its own apply may need")):
+        with pytest.raises(fd.errors.UnsupportedError, match=why):
+            made(name, True).fit(*data(), verbose=0)
+
+
+def test_optimizers_of_users(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(own_optimizers, str(tmp_path))
+
+
+def saves_alone(comm: fd.Communicator, folder: str) -> None:
+    model = made("adam", True)
+    model.train_on_batch(*data())
+    if comm.rank == 0:
+        with pytest.raises(fd.errors.CollectiveMismatchError, match="every replica must save"):
+            model.save(f"{folder}/model.keras")
+    else:
+        with pytest.raises(fd.errors.CollectiveMismatchError):
+            model.train_on_batch(*data())
+
+
+def test_the_chief_does_not_save_alone(replicas: ProcessRanks, tmp_path: Path) -> None:
+    replicas.run(saves_alone, str(tmp_path))

@@ -66,6 +66,12 @@ def _check_calls(comm: Communicator) -> None:
             _check_torch(comm)
             comm.barrier()
     assert joined.last_rank == last
+    with comm.join():  # a flat array matches any shape
+        if comm.rank < last:
+            shape = (6,) if comm.rank == 0 else (2, 3)
+            for arrays in ([np.ones(shape)], [np.ones(shape), np.ones(())], np.ones(shape)):
+                comm.all_reduce(arrays)
+                assert (arrays[0] == last).all()
 
 
 def _check_torch(comm: Communicator) -> None:

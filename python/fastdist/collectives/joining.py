@@ -68,10 +68,10 @@ class Joining:
             # What is not the root's is ignored.
             used = as_list(out) if name == "broadcast" and out is not None else arrays
             is_list = bool(given) and arrays is given[0]
-            own = (name, is_list, [_form(array, in_list=is_list) for array in used], told)
+            own = (name, is_list, _forms(used), told)
             calls = self._tell(own)
             joined = [rank for rank, theirs in enumerate(calls) if theirs is _JOINED]
-            if not joined or any(theirs not in (_JOINED, own) for theirs in calls):
+            if not joined or not _agree([call for call in calls if call is not _JOINED]):
                 raise
         if not _can_be_made(name, told, joined):
             raise UnsupportedError(f"{name} needs data of ranks that have joined: {joined}")
@@ -88,9 +88,10 @@ class Joining:
                 calls = self._tell(_JOINED)
             joined = [rank for rank, call in enumerate(calls) if call is _JOINED]
             theirs = [call for call in calls if call is not _JOINED]
-            op, is_list, forms, told = theirs[0]
+            # Of ranks that agree, one whose arrays are not all flat.
+            op, is_list, forms, told = max(theirs, key=lambda call: not _are_flat(call[2]))
             made += 1
-            if any(call != theirs[0] for call in theirs) or not _can_be_made(op, told, joined):
+            if not _agree(theirs) or not _can_be_made(op, told, joined):
                 continue  # it is an error there
             arrays = [_neutral(told.get("op"), *form) for form in forms]
             given: list[Any] = [arrays] if is_list else arrays
@@ -105,17 +106,39 @@ def _can_be_made(op: str, told: dict[str, Any], joined: Sequence[int]) -> bool:
     return op in _MADE and told.get("root") not in joined
 
 
-def _form(array: Array, *, in_list: bool) -> _Form:
-    """Return what ranks compare of an array. A row-major one outside of a list has any shape."""
-    shape = shape_of(array)
-    stride = getattr(array, "stride", None)  # torch's
-    strides = stride() if callable(stride) else getattr(array, "strides", None)
-    long = [axis for axis, length in enumerate(shape) if length > 1]
-    order = sorted(long, key=lambda axis: -strides[axis]) if strides else long
-    if order == long and not in_list:
-        return dtype_name(array), (math.prod(shape),), (0,)
-    short = [axis for axis, length in enumerate(shape) if length <= 1]
-    return dtype_name(array), shape, (*short, *order)
+def _forms(arrays: Sequence[Array]) -> list[_Form]:
+    """Return what ranks compare of arrays. A row-major one outside of a list may have any shape."""
+    forms = []
+    for array in arrays:
+        shape = shape_of(array)
+        stride = getattr(array, "stride", None)  # torch's
+        strides = stride() if callable(stride) else getattr(array, "strides", None)
+        long = [axis for axis, length in enumerate(shape) if length > 1]
+        order = sorted(long, key=lambda axis: -strides[axis]) if strides else long
+        short = [axis for axis, length in enumerate(shape) if length <= 1]
+        is_flat = order == long and (len(arrays) == 1 or len(shape) < 2)
+        form = ((math.prod(shape),), (0,)) if is_flat else (shape, (*short, *order))
+        forms.append((dtype_name(array), *form))
+    return forms
+
+
+def _are_flat(forms: Sequence[_Form]) -> bool:
+    return all(len(shape) == 1 for _, shape, _ in forms)
+
+
+def _flat(forms: Sequence[_Form]) -> list[_Form]:
+    """Return the forms of flat arrays in place of row-major ones."""
+    return [
+        (dtype, *(((math.prod(shape),), (0,)) if list(order) == sorted(order) else (shape, order)))
+        for dtype, shape, order in forms
+    ]
+
+
+def _agree(calls: Sequence[Any]) -> bool:
+    """Return True if ranks make one call; arrays that are all flat match others of their sizes."""
+    shaped = [forms for _, _, forms, _ in calls if not _are_flat(forms)]
+    alike = [(name, is_list, _flat(forms), told) for name, is_list, forms, told in calls]
+    return all(each == alike[0] for each in alike) and all(each == shaped[0] for each in shaped)
 
 
 def _neutral(op: str | None, dtype: str, shape: tuple[int, ...], order: tuple[int, ...]) -> Any:

@@ -61,10 +61,11 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             self._has_bar,
             self._has_bar and not add_history,
             bool(chiefs),
-            any(isinstance(getattr(each, "save_freq", None), int) for each in chiefs),
+            any(_saves_after(each, options["model"]) for each in chiefs),
         )
         self._reads_train, self._reads_test, self._draws_train, self._draws_test = wanted[:4]
-        self._shares, self._saves_steps = wanted[4:]
+        self._shares, self._saves_next = wanted[4:]  # after the next step
+        self._chiefs = chiefs if is_chief else []
         own = given if is_chief else [c for c in given if not is_chief_only(c)]
         super().__init__(
             own,
@@ -100,7 +101,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Call the callbacks with the logs of all replicas, if any reads them."""
-        if self._saves_steps:
+        if self._saves_next:
             gather_states(self.model)
         super().on_train_batch_end(batch, self._read(logs, self._reads_train))
         self._end_step(self._draws_train)
@@ -139,7 +140,9 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _end_step(self, draws: bool) -> None:
         """Agree when to stop, and whether the bar is drawn after the next step."""
         wait_s = time.monotonic() - self._drawn_at
-        self._is_due = self._agree(draws and self._has_bar and wait_s >= _DRAWN_EVERY_S)
+        is_due = draws and self._has_bar and wait_s >= _DRAWN_EVERY_S
+        saves = any(_saves_after(each, self.model) for each in self._chiefs)
+        self._is_due, self._saves_next = self._agree(is_due, saves)
 
     # Collectives: every replica must call.
 
@@ -150,14 +153,14 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             workers.all_reduce(found, "max")
         return [bool(one) for one in found]
 
-    def _agree(self, condition: bool = False) -> bool:
-        """Stop all replicas if any wants to stop; return True if a condition holds on any."""
+    def _agree(self, *conditions: bool) -> list[bool]:
+        """Stop all replicas if any wants to stop; return True for conditions that hold on any."""
         wanted = [bool(getattr(self.model, name, False)) for name in _STOPS]
-        *wanted, found = self._any_replica(*wanted, condition)
-        for name, is_wanted in zip(_STOPS, wanted, strict=True):
+        found = self._any_replica(*wanted, *conditions)
+        for name, is_wanted in zip(_STOPS, found, strict=False):
             if is_wanted:
                 setattr(self.model, name, True)
-        return found
+        return found[len(_STOPS) :]
 
     def _share_chief(self) -> None:
         """Give all replicas what the chief's callbacks have restored."""
@@ -181,6 +184,13 @@ def flat(callbacks: Any) -> list[Any]:
     if isinstance(callbacks, keras.callbacks.CallbackList):
         callbacks = callbacks.callbacks
     return [callback for callback in keras.tree.flatten(callbacks or []) if callback is not None]
+
+
+def _saves_after(callback: Any, model: Any) -> bool:
+    """Return True if a callback of Keras saves after the next call of the step function."""
+    every = getattr(callback, "save_freq", None)
+    seen = getattr(callback, "_batches_seen_since_last_saving", every)
+    return isinstance(every, int) and seen + model.steps_per_execution >= every
 
 
 def overrides(callbacks: list[Any], *methods: str) -> bool:

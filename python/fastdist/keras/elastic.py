@@ -13,6 +13,7 @@ from fastdist.checkpoints.manager import CheckpointManager
 from fastdist.errors import UnsupportedError
 from fastdist.keras.callback_list import flat
 from fastdist.keras.callback_states import CallbackAttributes
+from fastdist.keras.optimizers import make_room
 from fastdist.strategies.replicated import ReplicatedStrategy
 
 
@@ -44,6 +45,8 @@ class ElasticFit(Elastic):
 
         def attempt() -> Any:
             model._eval_epoch_iterator = None  # of an attempt that ended in its validation
+            if self._commits:  # whose states are loaded
+                make_room(model)
             attributes.restore()
             return fit(dict(given))
 

@@ -2,114 +2,229 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import torch
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.errors import FastdistError
+from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 from fastdist.training.modules import broadcast_state
 from fastdist.training.sharded import with_owners
 
-# Lists with an entry per variable that every replica needs.
-_KEPT = {
-    "_accumulated_gradients",
-    "_model_variables_moving_average",
-    "_trainable_variables",
-    "_variables",
-}
+_Owned = list[tuple[Any, int]]  # states that belong to one variable each, with their owners
+# Lists with an entry for each variable that every replica needs.
+_WHOLE = ("_accumulated_gradients", "_model_variables_moving_average")
+_TRIAL_STEPS = 3
 
 
 class ShardedSlots:
     """Takes the place of the method by which an optimizer changes variables and their states.
 
     From the first step on, a replica has the states of the variables that it owns, and those of
-    others are empty; `gather` completes them. Every replica must make this object.
+    others are empty. `gather` completes them, as saving does. Every replica must make this object.
+
+    Args:
+        optimizer: an optimizer that changes each variable by itself.
+        connect: returns the communicator of all replicas; None if there is one.
     """
 
     def __init__(self, optimizer: Any, connect: Callable[[], Communicator | None]) -> None:
+        _require_divisible(optimizer)
         self._optimizer = optimizer
         self._connect = connect
         self._plain = optimizer._backend_update_step
-        self._workers: Communicator | None = None  # while the states are divided
+        self._place: tuple[int, int] | None = None  # replicas and rank, while states are divided
         self._owners: dict[int, int] = {}  # by the id of a model's variable
+        self._owned: _Owned = []
+        self._shared: list[torch.Tensor] = []  # states of all variables, such as a product
         self._is_lost = False  # True from a loss of states until others are loaded
+        save, load = optimizer.save_own_variables, optimizer.load_own_variables
+        set_weights = optimizer.set_weights
+
+        def save_whole(store: Any) -> None:
+            self.gather()
+            save(store)
+
+        def load_whole(store: Any) -> None:
+            if len(store.keys()) == len(optimizer.variables):  # else nothing is loaded
+                self.release()
+            load(store)
+
+        def set_whole(weights: Any) -> None:
+            self.release()
+            set_weights(weights)
+
         optimizer._backend_update_step = self._step
+        optimizer.save_own_variables = save_whole
+        optimizer.load_own_variables = load_whole
+        optimizer.set_weights = set_whole
 
     def _step(self, grads: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
         workers = self._connect()
-        if self._is_lost or self._workers not in (None, workers):
-            raise FastdistError(
-                f"the states of {type(self._optimizer).__name__}, which is sharded, were lost with "
-                "replicas that had them: restore it on all replicas"
-            )
+        if self._is_lost or self._place not in (None, _place_in(workers)):
+            raise self._lost()
         if workers is None:
             self._plain(grads, variables, learning_rate)
             return
-        if self._workers is None:
+        if self._place is None:
             self._divide(workers)
-        own = [i for i, v in enumerate(variables) if self._owners[id(v)] == workers.rank]
+        owners = [self._owners[id(variable)] for variable in variables]
+        own = [i for i, owner in enumerate(owners) if owner == workers.rank]
         if own:
             self._plain([grads[i] for i in own], [variables[i] for i in own], learning_rate)
-        for owner in range(workers.world_size):
-            changed = [v.value for v in variables if self._owners[id(v)] == owner]
-            if changed:
-                broadcast_state(workers, changed, owner)
+        for owner in sorted(set(owners)):
+            pairs = zip(variables, owners, strict=True)
+            broadcast_state(workers, [v.value for v, its in pairs if its == owner], owner)
+        if self._shared and len(set(owners)) < workers.world_size:
+            broadcast_state(workers, self._shared, owners[0])
 
     def _divide(self, workers: Communicator) -> None:
         variables = self._optimizer._trainable_variables
         values = [variable.value for variable in variables]
         owners = with_owners(self._optimizer, {}, values, workers.world_size)
         self._owners = {id(v): owners[value] for v, value in zip(variables, values, strict=True)}
-        self._workers = workers
-        for slot, owner in self._slots():
+        references, shared = _references(self._optimizer)
+        self._owned = [(slot, self._owners[id(variable)]) for slot, variable in references]
+        self._shared = [variable.value for variable in shared]
+        self._place = _place_in(workers)
+        for slot, owner in self._owned:
             if owner != workers.rank:
                 slot.value.data = slot.value.new_empty(0)
-
-    def _slots(self) -> list[tuple[Any, int]]:
-        """Return the states that belong to one variable each, and the owners."""
-        optimizer = self._optimizer
-        variables = optimizer._trainable_variables
-        return [
-            (slot, self._owners[id(variable)])
-            for name, slots in vars(optimizer).items()
-            if name not in _KEPT and isinstance(slots, list) and len(slots) == len(variables)
-            for slot, variable in zip(slots, variables, strict=True)
-            if isinstance(slot, keras.Variable)
-        ]
 
     def release(self) -> None:
         """Make room for the states of all variables, which are about to be loaded."""
         self._is_lost = False
-        if self._workers is None:
+        if self._place is None:
             return
-        for slot, owner in self._slots():
-            if owner != self._workers.rank:
+        for slot, owner in self._owned:
+            if owner != self._place[1]:
                 slot.value.data = slot.value.new_zeros(slot.shape)
-        self._workers = None
+        self._place = None
 
     def gather(self) -> None:
-        """Complete the states of all variables. Every replica must call."""
-        divided, workers = self._workers, self._connect()
-        if divided is None:
+        """Complete the states of all variables. Every replica must call.
+
+        Raises:
+            FastdistError: replicas that had states are lost.
+        """
+        if self._is_lost:
+            raise self._lost()
+        if self._place is None:
             return
-        slots = self._slots()
+        workers = self._connect()
+        try:
+            is_whole = workers is not None and all(
+                workers.all_gather_object(self._place == _place_in(workers))
+            )
+        except CollectiveMismatchError as error:
+            raise CollectiveMismatchError(
+                f"{type(self._optimizer).__name__} is sharded: every replica must save or load it. "
+                f"{error}",
+                error.ranks,
+            ) from None
         self.release()
-        if divided is not workers:  # it has lost replicas, or got more
+        if not is_whole:
             self._is_lost = True
-            return
+            raise self._lost()
+        assert workers is not None
         for owner in range(workers.world_size):
-            own = [slot.value for slot, its in slots if its == owner]
+            own = [slot.value for slot, its in self._owned if its == owner]
             if own:
                 broadcast_state(workers, own, owner)
-        # Such as a product over steps: replica 0 has made all steps, since it owns the largest.
-        others = {id(slot) for slot, _ in slots}
-        alike = [v.value for v in self._optimizer.variables if id(v) not in others]
-        broadcast_state(workers, alike)
+
+    def _lost(self) -> FastdistError:
+        return FastdistError(
+            f"the states of {type(self._optimizer).__name__}, which is sharded, were lost with "
+            "replicas that had them: load it on all replicas"
+        )
 
 
 def shard_steps(optimizer: Any, connect: Callable[[], Communicator | None]) -> list[ShardedSlots]:
     """Divide the states of an optimizer, or of those inside it."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)  # of LossScaleOptimizer
     return [ShardedSlots(each, connect) for each in getattr(inner, "_inner_optimizers", [inner])]
+
+
+def _place_in(workers: Communicator | None) -> tuple[int, int] | None:
+    return None if workers is None else (workers.world_size, workers.rank)
+
+
+def _references(optimizer: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    """Return the states of one variable each, with their variables, and those of all variables."""
+    variables = optimizer._trainable_variables
+    of: dict[int, Any] = {}
+    known = {id(optimizer.iterations), id(optimizer._iterations), id(optimizer._learning_rate)}
+    for name, listed in vars(optimizer).items():
+        if name in _WHOLE:
+            known |= set(map(id, listed))
+        elif name != "_variables" and isinstance(listed, list) and len(listed) == len(variables):
+            of |= {id(slot): v for slot, v in zip(listed, variables, strict=True)}
+    # Keras names a state after its variable.
+    named = {variable.path.replace("/", "_"): variable for variable in variables}
+    references, shared = [], []
+    for slot in optimizer.variables:
+        if id(slot) in known:
+            continue
+        found = [name for name in named if slot.name.startswith(f"{name}_")]
+        variable = of.get(id(slot), named[max(found, key=len)] if found else None)
+        if variable is not None:
+            references.append((slot, variable))
+        elif len(slot.shape) == 0:
+            shared.append(slot)
+        else:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} cannot be divided among replicas: nothing tells of "
+                f"which variable {slot.path} is a state; make it by add_variable_from_reference"
+            )
+    return references, shared
+
+
+def _require_divisible(optimizer: Any) -> None:
+    """Check that an optimizer steps each variable by itself."""
+    own = [each for each in type(optimizer).__mro__ if not each.__module__.startswith("keras.")]
+    name = type(optimizer).__name__
+    whole = [m for m in ("apply", "_backend_apply_gradients") if any(m in vars(c) for c in own)]
+    if whole:
+        raise UnsupportedError(
+            f"{name} cannot be divided among replicas: its own {whole[0]} may need all states; "
+            "override update_step"
+        )
+    if own[:-1] and _looks_across(optimizer):
+        raise UnsupportedError(
+            f"{name} cannot be divided among replicas: its step of one variable depends on other "
+            "variables' gradients"
+        )
+
+
+def _looks_across(optimizer: Any) -> bool:
+    """Return True if a copy of the optimizer steps one variable by another's gradients."""
+    try:
+        alone, *beside = [_trial(optimizer, scale) for scale in (None, 1.0, 1e4)]
+    except Exception as error:
+        warnings.warn(
+            f"{type(optimizer).__name__} is divided among replicas, which is right only if it "
+            "steps each variable by itself; it could not be tried on small ones: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=2,
+        )
+        return False
+    return not all(torch.equal(a, b) for other in beside for a, b in zip(alone, other, strict=True))
+
+
+@torch.no_grad()
+def _trial(optimizer: Any, scale: float | None) -> list[torch.Tensor]:
+    """Return a variable, and states of all, after steps beside one with gradients of this scale."""
+    twin = type(optimizer).from_config(optimizer.get_config())
+    variables = [keras.Variable(torch.ones(4, 4), name=f"variable{i}") for i in range(2)]
+    twin.build(variables)
+    for turn in range(_TRIAL_STEPS):
+        gradient = torch.linspace(-1.0, 2.0, 16).roll(turn).view(4, 4)
+        gradients = [gradient] if scale is None else [gradient, scale * gradient]
+        stepping = variables[: len(gradients)]
+        twin._backend_update_step(gradients, stepping, twin.learning_rate)
+        twin._iterations.assign_add(1)
+    shared = _references(twin)[1]
+    return [variable.value.detach().clone() for variable in (variables[0], *shared)]

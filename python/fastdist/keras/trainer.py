@@ -85,7 +85,6 @@ class ReplicatedTrainer:
             "get_metrics_result",
             "_get_metrics_result_or_logs",
             "_initialize_ddp",
-            "load_weights",
             "save",
             "save_weights",
         ):
@@ -321,14 +320,8 @@ class ReplicatedTrainer:
         """Save the weights as Keras does; replicas may save to one path at the same time."""
         return self._save("save_weights", filepath, overwrite, **options)
 
-    def load_weights(self, filepath: Any, *args: Any, **options: Any) -> Any:
-        """Load the weights as Keras does."""
-        gather_states(self._model)  # those of the file may be fewer
-        return self._plain("load_weights")(filepath, *args, **options)
-
     def _save(self, call: str, filepath: Any, overwrite: bool, **options: Any) -> Any:
         plain = self._plain(call)
-        gather_states(self._model)
         is_file = isinstance(filepath, (str, Path)) and not options.get("max_shard_size")
         if not is_file or not overwrite or not os.path.isdir(Path(filepath).parent):
             return plain(filepath, overwrite=overwrite, **options)

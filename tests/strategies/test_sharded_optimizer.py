@@ -521,6 +521,9 @@ def test_optimizers_that_look_across_parameters(run: Run, make: Any) -> None:
     run(case, shard_optimizer=True)
 
 
-def test_central_storage_refuses() -> None:
+def test_other_strategies_refuse() -> None:
     with pytest.raises(UnsupportedError, match="one copy of the optimizers' states"):
         fd.CentralStorageStrategy(["cpu:0"], options=fd.CommunicationOptions(shard_optimizer=True))
+    servers: Any = fd.ParameterServerStrategy
+    with pytest.raises(TypeError, match="'options'; use MirroredStrategy or Multi"):
+        servers(options=fd.CommunicationOptions(shard_optimizer=True))

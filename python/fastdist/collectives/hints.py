@@ -27,6 +27,7 @@ _OTHER_KEYWORDS = {
     "dest": "dst=",
     "dst": "root=",
     "num_replicas": 'devices=, one for each replica, such as ["cpu:0", "cpu:1"]',
+    "options": "MirroredStrategy or MultiWorkerMirroredStrategy, which take them",
     "source": "src=",
     "src": "root=",
 }

@@ -21,6 +21,7 @@ from fastdist._config import settings
 from fastdist.checkpoints.files import read_index
 from fastdist.checkpoints.keepers import keep
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
+from fastdist.collectives.hints import refuse_keywords
 from fastdist.errors import (
     ClusterConfigError,
     DamagedCheckpointError,
@@ -123,7 +124,9 @@ class ParameterServerStrategy(ReplicatedStrategy):
         synchronous: bool = False,
         wire: str = "float32",
         refuse_nonfinite: bool = False,
+        **unknown: NoReturn,
     ) -> None:
+        refuse_keywords("ParameterServerStrategy", unknown)
         if max_staleness is not None and (max_staleness < 0 or synchronous):
             raise ValueError(
                 f"max_staleness must be at least 0, and requires synchronous=False; got "

@@ -10,28 +10,7 @@ import fastdist.errors as errors
 from fastdist._version import __version__
 from fastdist.cluster.launch import claim_place
 from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.functions import (
-    all_gather,
-    all_gather_object,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    broadcast_object,
-    gather,
-    gather_object,
-    recv,
-    recv_any,
-    recv_any_object,
-    recv_object,
-    reduce,
-    reduce_scatter,
-    scan,
-    scatter,
-    scatter_object,
-    send,
-    send_object,
-)
+from fastdist.collectives.functions import default as _default
 from fastdist.collectives.hints import unknown_name
 from fastdist.collectives.init import default_communicator, init, is_chief, local_group
 from fastdist.collectives.types import Work
@@ -177,6 +156,27 @@ _OTHER_NAMES = {  # of tf.distribute, torch.distributed, MPI and Horovod
     **{each.replace("_", "").lower(): f"fastdist.cluster.{each}" for each in cluster.__all__},
 }
 
+
+all_gather = _default.all_gather
+all_gather_object = _default.all_gather_object
+all_reduce = _default.all_reduce
+all_to_all = _default.all_to_all
+barrier = _default.barrier
+broadcast = _default.broadcast
+broadcast_object = _default.broadcast_object
+gather = _default.gather
+gather_object = _default.gather_object
+recv = _default.recv
+recv_any = _default.recv_any
+recv_any_object = _default.recv_any_object
+recv_object = _default.recv_object
+reduce = _default.reduce
+reduce_scatter = _default.reduce_scatter
+scan = _default.scan
+scatter = _default.scatter
+scatter_object = _default.scatter_object
+send = _default.send
+send_object = _default.send_object
 
 register_with_torch()
 claim_place()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 import fastdist as fd
 import pytest
 from fastdist.cli.bench.collectives import COLLECTIVES
-from fastdist.collectives import functions
 from fastdist.collectives.engines.engine import OPS
 from paths import ROOT
 from ranks import ThreadRanks
@@ -52,7 +51,7 @@ def read(name: str) -> str:
         (of_tpus, set()),
         (of_torch_backend, set()),
         (lambda: vars(fd.Communicator), set()),
-        (lambda: vars(functions), set()),
+        (lambda: vars(fd), set()),
         (lambda: fd.__all__, set()),
         (lambda: COLLECTIVES, MESSAGES),  # as send_recv
         (of_docs, set()),

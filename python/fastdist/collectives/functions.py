@@ -28,25 +28,4 @@ class _DefaultCommunicator:
         return call
 
 
-_default = cast(Communicator, _DefaultCommunicator())
-
-all_gather = _default.all_gather
-all_gather_object = _default.all_gather_object
-all_reduce = _default.all_reduce
-all_to_all = _default.all_to_all
-barrier = _default.barrier
-broadcast = _default.broadcast
-broadcast_object = _default.broadcast_object
-gather = _default.gather
-gather_object = _default.gather_object
-recv = _default.recv
-recv_any = _default.recv_any
-recv_any_object = _default.recv_any_object
-recv_object = _default.recv_object
-reduce = _default.reduce
-reduce_scatter = _default.reduce_scatter
-scan = _default.scan
-scatter = _default.scatter
-scatter_object = _default.scatter_object
-send = _default.send
-send_object = _default.send_object
+default = cast(Communicator, _DefaultCommunicator())

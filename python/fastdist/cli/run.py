@@ -158,7 +158,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         subparsers,
         "run",
         "run:run",
-        (StartError,),
+        (StartError, ClusterConfigError, ImportError),
         help="start the processes of a job on this machine",
         usage=f"fastdist run [options] {_TARGET} [argument]...",
         description=_DESCRIPTION,
@@ -287,12 +287,9 @@ def _roster(arguments: argparse.Namespace) -> "Roster | Branch":
     host, port = arguments.rdzv
     if _keeps_roster(arguments):
         return _roster_for_machines(arguments, port)
-    try:
-        from fastdist.cluster.branch import Branch  # and numpy
+    from fastdist.cluster.branch import Branch  # and numpy
 
-        return Branch(f"tcp://{join_address(host, port)}", arguments.ranks, _give_up)
-    except (ClusterConfigError, ImportError) as error:
-        raise UsageError(str(error)) from None
+    return Branch(f"tcp://{join_address(host, port)}", arguments.ranks, _give_up)
 
 
 def _keeps_roster(arguments: argparse.Namespace) -> bool:
@@ -312,8 +309,6 @@ def _roster_for_machines(arguments: argparse.Namespace, port: int | str) -> Rost
         return Roster(arguments.min, arguments.max, f"tcp://*:{port}", _give_up, machines)
     except OSError as error:
         raise UsageError(f"cannot listen at {error.strerror}: choose another --rdzv") from None
-    except (ClusterConfigError, ImportError) as error:
-        raise UsageError(str(error)) from None
 
 
 def _give_up(why: str) -> None:
@@ -584,7 +579,7 @@ def _tasks(
             host, port = arguments.rdzv
             try:
                 own = host if _keeps_roster(arguments) else own_address(host, port)
-            except (ClusterConfigError, OSError) as error:
+            except OSError as error:
                 raise UsageError(str(error)) from None
             machines = Machines(arguments.nnodes, arguments.node_rank, own, port, launcher)
         threads = None if arguments.keep is None else 1
@@ -599,10 +594,8 @@ def _tasks(
             machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
         yield rank_tasks(ranks, user, machines)
         return
-    try:
-        from fastdist.link.addresses import MAX_FOLDER_BYTES
-    except ImportError as error:
-        raise UsageError(str(error)) from None
+    from fastdist.link.addresses import MAX_FOLDER_BYTES
+
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator
     _check_limits(tasks, f"{tasks} tasks", files_each=_OUTPUTS + 1)
     with ExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fastdist.cli.command import add_command
+from fastdist.errors import ClusterConfigError
 
 _DESCRIPTION = """\
 Keeps variables and tables for jobs with parameter servers until Ctrl-C or
@@ -34,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         subparsers,
         "serve",
         "serve.command:run",
-        (ImportError,),
+        (ImportError, ClusterConfigError),
         help="run a standalone parameter server",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -14,7 +14,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from fastdist.cli.command import UsageError
-from fastdist.errors import ClusterConfigError
 
 if TYPE_CHECKING:
     from fastdist.ps import Server
@@ -69,8 +68,6 @@ def _opened(address: str | None) -> Server:
         return Server(address)
     except OSError as error:
         raise UsageError(f"cannot listen at {error.strerror}") from None
-    except ClusterConfigError as error:
-        raise UsageError(str(error)) from None
 
 
 @contextmanager

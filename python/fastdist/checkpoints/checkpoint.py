@@ -31,23 +31,12 @@ Stage = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 class Checkpoint:
     """The objects and values of a training job that are saved and restored together.
 
-    Make and use one on every replica:
-
-        checkpoint = fd.Checkpoint(model=model, optimizer=optimizer, data=batches, step=0)
-        manager = fd.CheckpointManager("checkpoints", max_to_keep=3)
-        manager.restore(checkpoint)
-        for batch in batches:
-            ...
-            checkpoint.step += 1
-            if checkpoint.step % 1000 == 0:
-                manager.save(checkpoint)
-
-    A checkpoint does not depend on the strategy or the number of replicas: any other can restore
-    it. Torch alone can restore it too: `model.load_state_dict(safetensors.torch.load_file(path /
-    "model.safetensors"))`. (If parameters share memory, each is saved once, and
-    `safetensors.torch.load_model` loads them.) The exceptions are modules and optimizers of a
-    `ParameterServerStrategy`: its servers write them, and any number of servers or `fd.ps.load` can
-    read them.
+    Make and use one on every replica. A checkpoint does not depend on the strategy or the number of
+    replicas: any other can restore it. Torch alone can restore it too:
+    `model.load_state_dict(safetensors.torch.load_file(path / "model.safetensors"))`. (If parameters
+    share memory, each is saved once, and `safetensors.torch.load_model` loads them.) The exceptions
+    are modules and optimizers of a `ParameterServerStrategy`: its servers write them, and any
+    number of servers or `fd.ps.load` can read them.
 
     Args:
         parts: objects by name. Objects with `state_dict` and `load_state_dict` (modules,

@@ -25,13 +25,7 @@ class PreemptionCheckpointHandler:
     SIGTERM or SIGUSR1 tells a replica to end; they do nothing else while the handler is open.
 
     Make it on every replica, in the main thread, after `manager.restore`, and call
-    `save_if_preempted` after every step:
-
-        with fd.PreemptionCheckpointHandler(manager, checkpoint) as handler:
-            for batch in batches:
-                strategy.run(train_step, args=(batch,))
-                checkpoint.step += 1
-                handler.save_if_preempted()
+    `save_if_preempted` after every step.
 
     A launcher that is told to restart (`fastdist run --max-restarts`, torchrun, Slurm's requeue)
     starts the job again, which restores the checkpoint.

@@ -47,19 +47,6 @@ class Client:
 
     Attributes:
         servers: their addresses.
-
-    Examples:
-        >>> import numpy as np
-        >>> from fastdist import ps
-        >>> server = ps.Server()
-        >>> client = ps.Client([server.address])
-        >>> spec = ps.DenseSpec("w", (2,), ps.RuleSpec("SGD", {"lr": 0.5}))
-        >>> number = client.create(0, spec, np.zeros(2, np.float32))
-        >>> client.push(0, number, np.ones(2, np.float32))
-        >>> client.pull(0, number, (2,))
-        array([-0.5, -0.5], dtype=float32)
-        >>> client.close()
-        >>> server.close()
     """
 
     def __init__(

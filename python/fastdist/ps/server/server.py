@@ -53,13 +53,6 @@ class Server:
         ClusterConfigError: the job's secret cannot be read or made; see `FASTDIST_SECRET`.
         OSError: another process listens there, or the address is not this machine's.
         ImportError: TCP needs cryptography, which is not installed.
-
-    Examples:
-        >>> from fastdist import ps
-        >>> server = ps.Server()  # for programs of this user on this machine
-        >>> server.address.split(":")[0]
-        'ipc'
-        >>> server.close()
     """
 
     def __init__(

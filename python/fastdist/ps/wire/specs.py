@@ -26,10 +26,6 @@ class RuleSpec:
         name: a class of torch.optim: SGD, Adagrad, Adam, AdamW, RMSprop; or RowWiseAdagrad, for
             tables only.
         options: its hyperparameters.
-
-    Examples:
-        >>> from fastdist import ps
-        >>> rule = ps.RuleSpec("Adam", {"lr": 0.01}).make()
     """
 
     name: str
@@ -66,11 +62,6 @@ class DenseSpec:
         wire: encoding of gradients and values in messages: "float32", "bfloat16", "float16", or
             "int8" with a scale for every 1024 elements. Initial and assigned values are float32.
         refuse_nonfinite: reject pushes with NaN or infinity instead of only counting them.
-
-    Examples:
-        >>> from fastdist import ps
-        >>> ps.DenseSpec("w", (2, 3), ps.RuleSpec("SGD", {"lr": 0.5})).size
-        6
     """
 
     name: str
@@ -117,11 +108,6 @@ class RowsSpec:
         wire: encoding of gradients and rows in messages: "float32", "bfloat16", "float16", or
             "int8" with a scale for every row. Assigned values are float32.
         refuse_nonfinite: reject pushes with NaN or infinity instead of only counting them.
-
-    Examples:
-        >>> from fastdist import ps
-        >>> rule = ps.RuleSpec("Adagrad", {"lr": 0.1})
-        >>> table = ps.RowsSpec("words", 16, rule, initializer=("normal", 0.0, 1.0)).make()
     """
 
     name: str

@@ -78,7 +78,6 @@ void wait_for_any(Endpoint& endpoint, const Receive& receive, const CallOptions&
     }
     if (has_read) continue;
     if (pause == kLongestPause) c.check_senders(call, options, read);
-    if (receive.is_done()) return;
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongestPause);
   }

@@ -240,10 +240,10 @@ std::vector<std::uint64_t> HostCommunicator::waits_of_others() const {
 // A message that was sent before the first reading of the waits is found after it.
 void HostCommunicator::check_senders(const Signature& call, const CallOptions& options,
                                      const std::function<bool()>& read) {
-  const bool is_only_call = machine_->one_process() ? labels_.empty() : options.caller->is_alone();
-  if (!is_only_call || submitted_.load(std::memory_order_acquire) != 0) return;
   const std::vector<std::uint64_t> waiting = waits_of_others();
-  if (waiting.empty() || read() || waits_of_others() != waiting) return;
+  if (waiting.empty() || submitted_.load(std::memory_order_acquire) != 0) return;
+  const bool is_only_call = machine_->one_process() ? labels_.empty() : options.caller->is_alone();
+  if (!is_only_call || read() || waits_of_others() != waiting) return;
   std::vector<int> ranks;
   for (int p = 0; p < size(); ++p) {
     if (p == rank_ || !has_left(p)) ranks.push_back(label(p));

@@ -83,7 +83,7 @@ class Communicator:
         reduce_op: str,
         root: int,
         count: int,
-        list_hash: int,
+        list_word: int,
         timeout_s: float,
         /,
     ) -> None: ...

@@ -39,6 +39,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
         ("-n 4 hello.py", "\n  fastdist run -n 4 hello.py\n"),
         ("-m package.train", "\n  fastdist run -n 2 -m package.train\n"),
         ("python hello.py", "\n  fastdist run -n 2 hello.py\n"),
+        ("python_hello.py", "\n  fastdist run -n 2 python_hello.py\n"),
     ],
 )
 def test_a_program_without_run_gets_a_hint(

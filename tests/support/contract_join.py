@@ -69,7 +69,8 @@ def _check_calls(comm: Communicator) -> None:
     with comm.join():  # a flat array matches any shape
         if comm.rank < last:
             shape = (6,) if comm.rank == 0 else (2, 3)
-            for arrays in ([np.ones(shape)], [np.ones(shape), np.ones(())], np.ones(shape)):
+            one = (1, 1) if comm.rank else ()
+            for arrays in ([np.ones(shape)], [np.ones(shape), np.ones(one)], np.ones(shape)):
                 comm.all_reduce(arrays)
                 assert (arrays[0] == last).all()
 

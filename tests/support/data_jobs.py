@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+import fastdist as fd
 import torch
-from fastdist.data import AutoShardPolicy, DistributedDataset, InputContext
+from fastdist.data import DistributedDataset, InputContext
 from fastdist.data.distribute import build, build_from_function
 from fastdist.data.input_context import InputLayout
 from fastdist.data.request import Request, checked
@@ -16,16 +18,8 @@ from fastdist.replicas.per_replica import PerReplica, leaves, map_structure
 from torch.utils.data import Dataset
 
 T = TypeVar("T")
-_DEFAULTS: dict[str, Any] = {  # in the order of Request
-    "global_batch_size": None,
-    "shuffle": False,
-    "seed": 0,
-    "drop_remainder": False,
-    "auto_shard_policy": AutoShardPolicy.AUTO,
-    "collate_fn": None,
-    "num_workers": 0,
-    "prefetch": 2,
-}
+_OPTIONS = inspect.signature(fd.Strategy.distribute_dataset).parameters.values()
+_DEFAULTS = {each.name: each.default for each in _OPTIONS if each.kind is each.KEYWORD_ONLY}
 
 
 def distribute_dataset(source: Any, layout: InputLayout, **options: Any) -> DistributedDataset[Any]:

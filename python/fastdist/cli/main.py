@@ -24,12 +24,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = make_parser()
     words = sys.argv[1:] if argv is None else argv
-    if words and (words[0] in ("-n", "-m", "python", "python3") or words[0].endswith(".py")):
-        options = words[1:] if words[0].startswith("python") else words
+    is_python = words[:1] in (["python"], ["python3"])
+    if words and (is_python or words[0] in ("-n", "-m") or words[0].endswith(".py")):
         ranks = "" if words[0] == "-n" else "-n 2 "
         parser.error(
             f"{words[0]} is no command; to start a program, write\n"
-            f"  fastdist run {ranks}{shlex.join(options)}"
+            f"  fastdist run {ranks}{shlex.join(words[is_python:])}"
         )
     arguments = parser.parse_args(words)
     if "handler" not in arguments:

@@ -68,7 +68,7 @@ class Joining:
             # What is not the root's is ignored.
             used = as_list(out) if name == "broadcast" and out is not None else arrays
             is_list = bool(given) and arrays is given[0]
-            own = (name, is_list, _forms(used), told)
+            own = (name, is_list, [_form(array) for array in used], told)
             calls = self._tell(own)
             joined = [rank for rank, theirs in enumerate(calls) if theirs is _JOINED]
             if not joined or not _agree([call for call in calls if call is not _JOINED]):
@@ -106,38 +106,34 @@ def _can_be_made(op: str, told: dict[str, Any], joined: Sequence[int]) -> bool:
     return op in _MADE and told.get("root") not in joined
 
 
-def _forms(arrays: Sequence[Array]) -> list[_Form]:
-    """Return what ranks compare of arrays. A row-major one outside of a list may have any shape."""
-    forms = []
-    for array in arrays:
-        shape = shape_of(array)
-        stride = getattr(array, "stride", None)  # torch's
-        strides = stride() if callable(stride) else getattr(array, "strides", None)
-        long = [axis for axis, length in enumerate(shape) if length > 1]
-        order = sorted(long, key=lambda axis: -strides[axis]) if strides else long
-        short = [axis for axis, length in enumerate(shape) if length <= 1]
-        is_flat = order == long and (len(arrays) == 1 or len(shape) < 2)
-        form = ((math.prod(shape),), (0,)) if is_flat else (shape, (*short, *order))
-        forms.append((dtype_name(array), *form))
-    return forms
+def _form(array: Array) -> _Form:
+    """Return what ranks compare of an array."""
+    shape = shape_of(array)
+    stride = getattr(array, "stride", None)  # torch's
+    strides = stride() if callable(stride) else getattr(array, "strides", None)
+    long = [axis for axis, length in enumerate(shape) if length > 1]
+    order = sorted(long, key=lambda axis: -strides[axis]) if strides else long
+    if order == long:  # row-major
+        return dtype_name(array), shape or (1,), tuple(range(max(1, len(shape))))
+    short = [axis for axis, length in enumerate(shape) if length <= 1]
+    return dtype_name(array), shape, (*short, *order)
 
 
 def _are_flat(forms: Sequence[_Form]) -> bool:
-    return all(len(shape) == 1 for _, shape, _ in forms)
+    """Return True if arrays match others of their sizes: one array, or flat ones in a list."""
+    return len(forms) == 1 or all(len(shape) == 1 for _, shape, _ in forms)
 
 
-def _flat(forms: Sequence[_Form]) -> list[_Form]:
-    """Return the forms of flat arrays in place of row-major ones."""
-    return [
-        (dtype, *(((math.prod(shape),), (0,)) if list(order) == sorted(order) else (shape, order)))
-        for dtype, shape, order in forms
-    ]
+def _flat(form: _Form) -> _Form:
+    """Return the form of a flat array in place of a row-major one."""
+    dtype, shape, order = form
+    return (dtype, (math.prod(shape),), (0,)) if list(order) == sorted(order) else form
 
 
 def _agree(calls: Sequence[Any]) -> bool:
-    """Return True if ranks make one call; arrays that are all flat match others of their sizes."""
+    """Return True if ranks make one call, by the rule of `matches` in csrc/core/signature.h."""
     shaped = [forms for _, _, forms, _ in calls if not _are_flat(forms)]
-    alike = [(name, is_list, _flat(forms), told) for name, is_list, forms, told in calls]
+    alike = [(op, is_list, list(map(_flat, forms)), told) for op, is_list, forms, told in calls]
     return all(each == alike[0] for each in alike) and all(each == shaped[0] for each in shaped)
 
 

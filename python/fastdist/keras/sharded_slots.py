@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -12,7 +12,7 @@ import torch
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 from fastdist.training.modules import broadcast_state
-from fastdist.training.sharded import with_owners
+from fastdist.training.sharded import differ, with_owners
 
 _Owned = list[tuple[Any, int]]  # states that belong to one variable each, with their owners
 # Lists with an entry for each variable that every replica needs.
@@ -192,26 +192,11 @@ def _require_divisible(optimizer: Any) -> None:
             f"{name} cannot be divided among replicas: its own {whole[0]} may need all states; "
             "override update_step"
         )
-    if own[:-1] and _looks_across(optimizer):
+    if own[:-1] and differ(optimizer, partial(_trial, optimizer), (None, 1.0, 1e4)):
         raise UnsupportedError(
             f"{name} cannot be divided among replicas: its step of one variable depends on other "
             "variables' gradients"
         )
-
-
-def _looks_across(optimizer: Any) -> bool:
-    """Return True if a copy of the optimizer steps one variable by another's gradients."""
-    try:
-        alone, *beside = [_trial(optimizer, scale) for scale in (None, 1.0, 1e4)]
-    except Exception as error:
-        warnings.warn(
-            f"{type(optimizer).__name__} is divided among replicas, which is right only if it "
-            "steps each variable by itself; it could not be tried on small ones: "
-            f"{type(error).__name__}: {error}",
-            stacklevel=2,
-        )
-        return False
-    return not all(torch.equal(a, b) for other in beside for a, b in zip(alone, other, strict=True))
 
 
 @torch.no_grad()

@@ -306,25 +306,29 @@ def _require_divisible(optimizer: torch.optim.Optimizer) -> None:
 def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a twin of the optimizer steps one parameter by another's gradients."""
     with torch.random.fork_rng(devices=[]):
-        for number, group in enumerate(optimizer.param_groups):
-            if not group["params"]:
-                continue
-            try:
-                found = [_trial(optimizer, number, scale) for scale in (1.0, 1e4, 1e-4)]
-            except Exception as error:
-                warnings.warn(
-                    f"{type(optimizer).__name__} is divided among ranks, which is right only if it "
-                    "steps each parameter by itself; it could not be tried on small ones: "
-                    f"{type(error).__name__}: {error}",
-                    stacklevel=2,
-                )
-                return False
-            if not all(torch.equal(one, found[0]) for one in found):
-                return True
-    return False
+        numbers = [i for i, group in enumerate(optimizer.param_groups) if group["params"]]
+        trials = [functools.partial(_trial, optimizer, number) for number in numbers]
+        return any(differ(optimizer, trial, (1.0, 1e4, 1e-4)) for trial in trials)
 
 
-def _trial(optimizer: torch.optim.Optimizer, number: int, scale: float) -> torch.Tensor:
+def differ(
+    optimizer: object, trial: Callable[[Any], list[torch.Tensor]], settings: Sequence[Any]
+) -> bool:
+    """Return True if trials of an optimizer differ by their settings; warn if one fails."""
+    try:
+        first, *others = map(trial, settings)
+    except Exception as error:
+        warnings.warn(
+            f"{type(optimizer).__name__} is divided among ranks, which is right only if it steps "
+            "each parameter by itself; it could not be tried on small ones: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=3,
+        )
+        return False
+    return not all(torch.equal(a, b) for one in others for a, b in zip(one, first, strict=True))
+
+
+def _trial(optimizer: torch.optim.Optimizer, number: int, scale: float) -> list[torch.Tensor]:
     """Return a parameter after steps in which another one has gradients of this scale."""
     torch.default_generator.manual_seed(0)
     group = optimizer.param_groups[number]
@@ -350,4 +354,4 @@ def _trial(optimizer: torch.optim.Optimizer, number: int, scale: float) -> torch
             gradient = torch.linspace(-1.0, 2.0, 16, device=like.device).roll(turn).view(4, 4)
             parameter.grad = (factor * gradient).to(like.dtype)
         step(twin)
-    return parameters[0].detach()
+    return [parameters[0].detach()]

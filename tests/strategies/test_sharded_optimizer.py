@@ -97,8 +97,9 @@ def whole_strategy() -> Strategy:
 QUICK = ("adam", "muon")
 
 
+@pytest.mark.parametrize("overlap", [True, *slow(False)])
 @pytest.mark.parametrize("name", [*QUICK, *slow(*sorted(OPTIMIZERS.keys() - set(QUICK)))])
-def test_bits(run: Run, name: str) -> None:
+def test_bits(run: Run, name: str, overlap: bool) -> None:
     def case(strategy: Strategy) -> None:
         expected, whole = trained(whole_strategy(), OPTIMIZERS[name])
         found, sharded = trained(strategy, OPTIMIZERS[name])
@@ -115,7 +116,7 @@ def test_bits(run: Run, name: str) -> None:
                 )
         assert len(sharded.state) < len(whole.state) or not whole.state
 
-    run(case, shard_optimizer=True)
+    run(case, shard_optimizer=True, overlap=overlap)
 
 
 def test_parts_of_the_state(run: Run) -> None:
@@ -407,8 +408,9 @@ def test_layouts_of_states_stay(run: Run) -> None:
             optimizer.state_dict()["state"].values(), model.parameters(), strict=True
         ):
             assert state["exp_avg"].stride() == p.stride()
+        strategy.check_in_sync()
 
-    run(case, shard_optimizer=True)
+    run(case, shard_optimizer=True, overlap=True)
 
 
 def test_copies_and_calls_of_some_replicas(run: Run) -> None:

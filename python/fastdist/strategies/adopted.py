@@ -158,7 +158,7 @@ class AdoptedModules:
             if self._central is not None:
                 self._central.take_optimizer(optimizer, self._prepare_central, self.connect)
             elif self._options.shard_optimizer:
-                ShardedStep(optimizer, _weakly(self.connect))
+                ShardedStep(optimizer, _weakly(self.connect), self._options.overlap)
         self.use(communicators)
         own(roots, self)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
-import numpy as np
-
-from fastdist.cluster import detect_launch
 from fastdist.collectives.communicator import Communicator
 from fastdist.strategies.options import CommunicationOptions
+from fastdist.training.overlap import agree_on_overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +33,7 @@ class ReplicaCommunicators:
 def connect_replicas(world: Communicator, options: CommunicationOptions) -> ReplicaCommunicators:
     """Make the communicators of all ranks of `world`. Every rank must call."""
     gradients = _copy(world, options)
-    overlaps = options.overlap
-    if overlaps == "auto":
-        launch = detect_launch()
-        idle = len(os.sched_getaffinity(0)) - (1 if launch is None else launch.local_world_size)
-        overlaps = bool(world.all_reduce(np.array([idle > 0]), "min")[0])
+    overlaps = agree_on_overlap(world, options.overlap)
     return ReplicaCommunicators(_copy(world, options), gradients, overlaps)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fastdist.collectives.types import Compression
 from fastdist.training.contributions import GradientReduction
+from fastdist.training.overlap import Overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class CommunicationOptions:
         compress: send gradients as "fp16", "bf16" or "fp8"; None: exact.
         overlap: True: reduce gradients during backward. False: in one call after backward, which is
             faster if replicas use all cores. "auto": True on GPUs, and on the CPU if every machine
-            has more cores than replicas. The same on all replicas.
+            has more cores than replicas. The same on all replicas. Holds for the parameters that a
+            sharded optimizer sends, too: some are sent while others are stepped.
         gradient_reduction: "mean" over the examples of the global batch, so that replicas train
             as one device would, or "sum" over replicas (tf.distribute's convention; see
             `fastdist.nn.compute_average_loss`).
@@ -36,7 +37,7 @@ class CommunicationOptions:
     bucket_bytes: int = 8 << 20
     timeout_s: float | None = None
     compress: Compression | None = None
-    overlap: bool | Literal["auto"] = "auto"
+    overlap: Overlap = "auto"
     gradient_reduction: GradientReduction = "mean"
     shard_optimizer: bool = False
 

@@ -20,11 +20,14 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.types import Work
 from fastdist.collectives.uneven import require_same_call
 from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.training.modules import broadcast_state
+from fastdist.training.overlap import Overlap, agree_on_overlap
 
 _State = dict[str, Any]  # of one parameter
+_PIECES = 4  # of a step, if they overlap
 _TRIAL_STEPS = 6
 _ACROSS = ("LBFGS", "SAM", "DAdapt")  # a trial needs a closure, or many steps
 
@@ -39,16 +42,21 @@ class ShardedStep:
     Args:
         optimizer: an optimizer whose step changes each tensor by itself.
         connect: returns the communicator of all ranks; None if there is one rank.
+        overlap: True: parameters are sent while others are stepped; "auto": where cores are idle.
     """
 
     _wrapped_by_lr_sched = True  # schedulers count steps by `_opt_called`, which is set here
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, connect: Callable[[], Communicator | None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        connect: Callable[[], Communicator | None],
+        overlap: Overlap = "auto",
     ) -> None:
         _require_divisible(optimizer)
         self._optimizer = weakref.ref(optimizer)
         self._connect = connect
+        self._overlap, self._overlaps = overlap, False
         self._owners: dict[torch.Tensor, int] = {}
         self._loading: dict[torch.Tensor, int] = {}
         self._workers: Communicator | None = None  # when the owners were chosen
@@ -78,40 +86,86 @@ class ShardedStep:
             return self._plain(optimizer, *args, **kwargs)
         self._follow(optimizer, workers)
         whole = [group["params"] for group in optimizer.param_groups]
-        stepping: list[torch.Tensor] = []
 
         def show() -> None:
             for group, parameters in zip(optimizer.param_groups, whole, strict=True):
                 group["params"] = parameters
 
-        def hide() -> None:
-            stepping[:] = [p for parameters in whole for p in parameters if p.grad is not None]
-            self._owners = with_owners(optimizer, self._owners, stepping, workers.world_size)
+        def hide(stepping: list[torch.Tensor]) -> None:
+            own = {p for p in stepping if self._owners[p] == workers.rank}
             for group, parameters in zip(optimizer.param_groups, whole, strict=True):
-                group["params"] = [p for p in parameters if self._owners.get(p) == workers.rank]
+                group["params"] = [p for p in parameters if p in own]
 
         def shown(closure: Callable[[], Any]) -> Any:
             show()
             try:
                 return closure()
             finally:
-                hide()
+                stepping[:] = self._with_gradients(optimizer, workers)
+                hide(stepping)
 
+        stepping = self._with_gradients(optimizer, workers)
         if args and callable(args[0]):
-            args = (functools.partial(shown, args[0]), *args[1:])
+            args, pieces = (functools.partial(shown, args[0]), *args[1:]), None
         elif kwargs.get("closure") is not None:
-            kwargs["closure"] = functools.partial(shown, kwargs["closure"])
-        hide()
-        try:
-            result = self._plain(optimizer, *args, **kwargs)
-        finally:
-            show()
-        self._require_same(optimizer, stepping, workers)
-        for owner in range(workers.world_size):
-            own = [p for p in stepping if self._owners[p] == owner]
-            if own:
-                broadcast_state(workers, own, owner)
+            kwargs["closure"], pieces = functools.partial(shown, kwargs["closure"]), None
+        else:
+            self._require_same(optimizer, stepping, workers)
+            pieces = self._pieces(optimizer, stepping, workers)
+        result, sent = None, list[Work]()
+        for piece in pieces or [stepping]:
+            hide(piece)
+            try:
+                result = self._plain(optimizer, *args, **kwargs)
+            finally:
+                show()
+            if pieces is None:
+                self._require_same(optimizer, stepping, workers)
+            sent += self._send(piece, workers)
+        for work in sent:
+            work.wait()
         return result
+
+    def _with_gradients(
+        self, optimizer: torch.optim.Optimizer, workers: Communicator
+    ) -> list[torch.Tensor]:
+        """Return the parameters that have gradients, all of which have owners then."""
+        found = [p for p in _parameters_of(optimizer) if p.grad is not None]
+        self._owners = with_owners(optimizer, self._owners, found, workers.world_size)
+        return found
+
+    def _pieces(
+        self, optimizer: torch.optim.Optimizer, stepping: list[torch.Tensor], workers: Communicator
+    ) -> list[list[torch.Tensor]]:
+        """Cut a step in pieces, in each of which every owner has about as much to do.
+
+        One piece is sent while the next is stepped. A step of one piece after the other is the same
+        for torch's optimizers, which count the steps of each parameter by itself.
+        """
+        if not self._overlaps or not _is_of_torch(optimizer):
+            return [stepping]
+        costs = [0] * workers.world_size
+        for parameter in stepping:
+            costs[self._owners[parameter]] += _cost(optimizer, parameter)
+        pieces: list[list[torch.Tensor]] = [[] for _ in range(_PIECES)]
+        before = [0] * workers.world_size
+        for parameter in stepping:
+            owner = self._owners[parameter]
+            pieces[_PIECES * before[owner] // max(costs[owner], 1)].append(parameter)
+            before[owner] += _cost(optimizer, parameter)
+        return [piece for piece in pieces if piece]
+
+    def _send(self, piece: list[torch.Tensor], workers: Communicator) -> list[Work]:
+        """Broadcast parameters by their owners; return what is left to be waited for."""
+        sent = []
+        for owner in range(workers.world_size):
+            own = [p for p in piece if self._owners[p] == owner]
+            if own and self._overlaps and all(p.is_contiguous() for p in own):
+                values = [p.detach() for p in own]
+                sent.append(workers.broadcast(values, owner, async_op=True))
+            elif own:
+                broadcast_state(workers, own, owner)
+        return sent
 
     def _require_same(
         self, optimizer: torch.optim.Optimizer, stepping: list[torch.Tensor], workers: Communicator
@@ -123,6 +177,7 @@ class ShardedStep:
             name = f"step of {type(optimizer).__name__}, sharded, with gradients for parameters"
             require_same_call(workers, f"{name} {_ranges([numbers[each] for each in stepped])}")
             self._stepped = workers, stepped
+            self._overlaps = agree_on_overlap(workers, self._overlap)
 
     def _follow(self, optimizer: torch.optim.Optimizer, workers: Communicator) -> None:
         """Move the states to owners among the ranks that there are now."""
@@ -286,10 +341,14 @@ def _broadcast_state(workers: Communicator, state: _State, root: int) -> None:
         broadcast_state(workers, [t for t in tensors if t.is_cpu == on_cpu], root)
 
 
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
 def _require_divisible(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer steps each parameter by itself."""
     name = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("torch.optim.") and name != "LBFGS":
+    if _is_of_torch(optimizer) and name != "LBFGS":
         return
     if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
         raise UnsupportedError(

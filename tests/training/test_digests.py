@@ -331,6 +331,19 @@ def test_another_run_begins_anew_and_the_same_goes_on(tmp_path: Path) -> None:
     assert len(found) == 4
 
 
+def test_steps_of_one_replica_count(tmp_path: Path) -> None:
+    """An elastic job may shrink to one replica, and grow again."""
+    (alone,) = fd.local_group(1)
+    digests = StepDigests(Recording(str(tmp_path / "a"), 1, ""), has_states=True)
+    before = StepDigests.steps
+    for workers in (alone, None, alone):
+        if workers is not None:
+            digests.watch([], workers, is_exact=True)
+        digests.note_step()
+        digests.end_run(workers, [])
+    assert [record["step"] - before for record in records(tmp_path / "a")[1:]] == [1, 3]
+
+
 @pytest.mark.slow
 def test_machines(network_of_three: Network, tmp_path: Path) -> None:
     """The file is on the machine of rank 0, and steps that are made again have their numbers."""

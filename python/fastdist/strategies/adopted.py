@@ -395,9 +395,8 @@ class AdoptedModules:
         if self._central is not None and workers is not None:
             self._central.require_unchanged()
             workers.barrier()  # no replica writes while another one computes
-        everyone = None if self._digests is None else self.connect()
-        if self._digests is not None and everyone is not None:
-            self._digests.end_run(everyone, [ref() for ref in self._in_order])
+        if self._digests is not None:
+            self._digests.end_run(self.connect(), [ref() for ref in self._in_order])
         self._first_runs.report(replica == 0)
         self._buffers.report(replica == 0)
 

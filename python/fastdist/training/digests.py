@@ -99,11 +99,12 @@ class StepDigests:
                     self._gradients[name] = zlib.crc32(bytes_of(parameter.grad))
 
     def end_run(
-        self, workers: Communicator, optimizers: Sequence[torch.optim.Optimizer | None]
+        self, workers: Communicator | None, optimizers: Sequence[torch.optim.Optimizer | None]
     ) -> None:
         """Compare and write the digests if this step is recorded. Every replica must call.
 
         Args:
+            workers: None if there is one replica; the step is counted then, and not recorded.
             optimizers: the optimizers, by number; None for one that this replica has released.
         """
         if not self._has_stepped:
@@ -112,7 +113,7 @@ class StepDigests:
         StepDigests.steps += 1
         own, gradients = self._own, self._gradients
         self._has_stepped, self._own, self._gradients = False, 0, {}
-        if not is_due:
+        if not is_due or workers is None:
             return
         parameters = {name: zlib.crc32(bytes_of(p)) for name, p in self._named()}
         digests = _Digests(socket.gethostname(), own, parameters, dict(self._states(optimizers)))

@@ -56,7 +56,6 @@ def test_json_has_the_same_sections_and_the_facts_that_programs_need() -> None:
     assert report["machine"]["cores"] == len(os.sched_getaffinity(0))
     assert report["engines"]["host"] == "available"
     assert report["check"]["all_reduce"] is True
-    assert 0 < report["check"]["p50_us"] < 1e6
     assert report["well"] is True
 
 
@@ -174,15 +173,6 @@ def test_address_space_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) 
     assert not is_well({"": section})
 
 
-def test_memfd_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> int:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    assert fact(machine.memory_section(), "memfd").text.endswith("Function not implemented")
-    assert not is_well({"memory": machine.memory_section()})
-
-
 def test_missing_libraries_come_with_their_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_numpy(name: str) -> str:
         if name == "numpy":
@@ -198,16 +188,10 @@ def test_missing_libraries_come_with_their_commands(monkeypatch: pytest.MonkeyPa
     assert fact(engines.arrays_section(), "torch_cpu").state is State.ABSENT
 
 
-def test_exchange_table_is_found_without_importing_torch() -> None:
-    torch = pytest.importorskip("torch")
-    found = fact(libraries.libraries_section(), "torch_exchange_table").value
-    assert found == hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-
-
 def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(fastdist.Communicator):
-        def all_reduce(self, *_: Any, **__: Any) -> None:
-            """Leaves `out` as it is."""
+        def all_reduce(self, array: Any, *_: Any, **__: Any) -> Any:
+            return 0 * array
 
     def wrong_group(size: int, *, timeout: float) -> list[Wrong]:
         return [Wrong(c.engine, timeout) for c in fastdist.local_group(size, timeout=timeout)]
@@ -215,7 +199,7 @@ def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engines, "local_group", wrong_group)
     section = engines.check_section()
     assert not is_well({"": section})
-    assert "expected [ 3. 30.], got [0. 0.]" in section[0].text
+    assert "expected [3.0, 30.0] on each rank, got [[0.0, 0.0], [0.0, 0.0]]" in section[0].text
 
 
 def test_exit_code_and_text_of_bad_facts(

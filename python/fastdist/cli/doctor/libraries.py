@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import platform
-from pathlib import Path
 
 import fastdist._core as _core
 from fastdist._version import __version__
@@ -13,9 +11,6 @@ from fastdist.cli.doctor.facts import Fact, State, format_bytes
 from fastdist.cluster import detect_launch
 from fastdist.collectives.engines.nccl_library import load
 from fastdist.errors import ClusterConfigError, UnsupportedError
-
-_EXCHANGE_TABLE = "__dlpack_c_exchange_api__"
-
 
 # The purpose of each library; none where no single command installs it.
 _PURPOSES = {
@@ -50,14 +45,12 @@ def build_section() -> list[Fact]:
 
 
 def libraries_section() -> list[Fact]:
-    """Return the versions of installed libraries, and the speed of reading torch tensors."""
+    """Return the versions of installed libraries."""
     facts = []
     for name in _PURPOSES:
         version = version_of(name)
         state = State.ABSENT if version is None else State.PLAIN
         facts.append(Fact(name, version, version or "not installed", state, label=name))
-        if name == "torch" and version is not None:
-            facts.append(_exchange_table())
     return facts
 
 
@@ -147,15 +140,3 @@ def version_of(name: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _exchange_table() -> Fact:
-    """Support of torch for reading tensors by a C call, found in its source without an import."""
-    spec = importlib.util.find_spec("torch")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    sources = [Path(folder) / "_tensor.py" for folder in folders]
-    found = any(_EXCHANGE_TABLE in path.read_text() for path in sources if path.is_file())
-    key = "torch_exchange_table"
-    if found:
-        return Fact(key, True, "available: a tensor costs no more than a numpy array", State.GOOD)
-    return Fact(key, False, "not in this torch: each call takes microseconds more", State.ABSENT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import resource
@@ -39,8 +38,6 @@ def memory_section(cgroups: Cgroups | None = None) -> list[Fact]:
         Fact("cgroup_limit", limit, "none" if limit is None else format_bytes(limit)),
         _address_space(total),
         _open_files(),
-        _memfd(),
-        Fact("dev_shm", False, "not needed"),
         Fact("shared_huge_pages", huge_pages, huge_pages or "not in this kernel"),
     ]
 
@@ -62,20 +59,6 @@ def _open_files() -> Fact:
     if limit == resource.RLIM_INFINITY:
         return Fact("open_files_limit", None, "none")
     return Fact("open_files_limit", limit, f"{limit} (one per rank is needed)")
-
-
-def _memfd() -> Fact:
-    try:
-        fd = os.memfd_create("fastdist-doctor")
-        try:
-            os.ftruncate(fd, mmap.PAGESIZE)
-            with mmap.mmap(fd, mmap.PAGESIZE) as memory:
-                memory[0] = 1
-        finally:
-            os.close(fd)
-    except OSError as error:
-        return Fact("memfd", False, f"does not work: {error.strerror}", State.BAD)
-    return Fact("memfd", True, "works", State.GOOD)
 
 
 def _huge_pages() -> str | None:

@@ -269,13 +269,12 @@ void bind_dense_variable(py::module_& m) {
           py::cpp_function(&DenseVariable::set_step, py::call_guard<py::gil_scoped_release>()));
 }
 
-template <table::Routes (*kRoute)(const table::Owners&, std::span<const std::uint64_t>)>
 py::tuple call_route(const table::Owners& owners, py::handle ids) {
   const Ids from(ids);
   table::Routes routes;
   {
     const GilRelease release;
-    routes = kRoute(owners, from.span());
+    routes = table::route(owners, from.span());
   }
   const auto array = [](const auto& values) {
     return py::array(static_cast<py::ssize_t>(values.size()), values.data());
@@ -301,8 +300,7 @@ void bind_routing(py::module_& m) {
            }),
            py::arg("count"), py::arg("begins") = std::vector<std::uint64_t>(), py::arg("end") = 0)
       .def("owners_of", &owners_of, py::arg("ids"))
-      .def("route", &call_route<table::route>, py::arg("ids"))
-      .def("route_distinct", &call_route<table::route_distinct>, py::arg("ids"));
+      .def("route", &call_route, py::arg("ids"));
 }
 
 void bind_wire(py::module_& m) {

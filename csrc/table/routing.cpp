@@ -1,7 +1,6 @@
 #include "table/routing.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "table/mixing.h"
 #include "table/refuse.h"
@@ -16,28 +15,6 @@ void check_ids(const Owners& owners, std::span<const std::uint64_t> ids) {
     refuse(ErrorCode::kIndex, "row ", static_cast<std::int64_t>(id), " of a table that has ",
            owners.end, " rows");
   }
-}
-
-// Returns the distinct ids in order of first occurrence, and sets for each given id its index
-// there.
-std::vector<std::uint64_t> distinct(std::span<const std::uint64_t> ids,
-                                    std::vector<std::int64_t>& numbers) {
-  std::vector<std::uint64_t> firsts;
-  firsts.reserve(ids.size());
-  numbers.resize(ids.size());
-  // A hash table of indices, plus 1; at most half full.
-  const std::size_t capacity = std::bit_ceil(2 * ids.size() + 2);
-  std::vector<std::uint32_t> seen(capacity);
-  for (std::size_t i = 0; i < ids.size(); ++i) {
-    std::size_t at = key_of(ids[i]) & (capacity - 1);
-    while (seen[at] != 0 && firsts[seen[at] - 1] != ids[i]) at = (at + 1) & (capacity - 1);
-    if (seen[at] == 0) {
-      firsts.push_back(ids[i]);
-      seen[at] = static_cast<std::uint32_t>(firsts.size());
-    }
-    numbers[i] = seen[at] - 1;
-  }
-  return firsts;
 }
 
 }  // namespace
@@ -79,27 +56,6 @@ Routes route(const Owners& owners, std::span<const std::uint64_t> ids) {
     routes.ids[at] = owners.local(ids[i], owner[i]);
     routes.positions[at] = static_cast<std::int64_t>(i);
   }
-  return routes;
-}
-
-Routes route_distinct(const Owners& owners, std::span<const std::uint64_t> ids) {
-  if (ids.size() > UINT32_MAX / 2) {
-    refuse(ErrorCode::kValue, "one call takes at most 2^31 ids, got ", ids.size());
-  }
-  std::vector<std::int64_t> numbers;
-  const std::vector<std::uint64_t> firsts = distinct(ids, numbers);
-  if (owners.count == 1 && ids.size() - firsts.size() <= ids.size() / 8) return route(owners, ids);
-  Routes routes = route(owners, firsts);
-  if (routes.positions.empty()) {
-    routes.positions = std::move(numbers);
-    return routes;
-  }
-  std::vector<std::int64_t> at(firsts.size());
-  for (std::size_t i = 0; i < at.size(); ++i) {
-    at[static_cast<std::size_t>(routes.positions[i])] = static_cast<std::int64_t>(i);
-  }
-  for (std::int64_t& number : numbers) number = at[static_cast<std::size_t>(number)];
-  routes.positions = std::move(numbers);
   return routes;
 }
 

@@ -25,8 +25,7 @@ struct Owners {
 struct Routes {
   std::vector<std::uint64_t> ids;
   std::vector<std::size_t> counts;  // number of ids per owner
-  // From route(): ids[i] was given at positions[i]. From route_distinct(): the id given at i is
-  // ids[positions[i]]. Empty if the ids are unchanged and in their given order.
+  // ids[i] was given at positions[i]. Empty if the ids are unchanged and in their given order.
   std::vector<std::int64_t> positions;
 };
 
@@ -35,8 +34,5 @@ void find_owners(const Owners& owners, std::span<const std::uint64_t> ids,
                  std::span<std::int64_t> found);
 // Throws kIndex for an id outside all ranges.
 [[nodiscard]] Routes route(const Owners& owners, std::span<const std::uint64_t> ids);
-// Removes duplicate ids, unless there is a single owner and so few duplicates that removing them
-// would cost more than sending them.
-[[nodiscard]] Routes route_distinct(const Owners& owners, std::span<const std::uint64_t> ids);
 
 }  // namespace fastdist::table

@@ -282,11 +282,6 @@ class Owners:
     def route(
         self, ids: Any
     ) -> tuple[npt.NDArray[np.uint64], list[int], npt.NDArray[np.int64] | None]: ...
-    # Does the same with duplicates removed; the positions map each given id to its place in the
-    # result.
-    def route_distinct(
-        self, ids: Any
-    ) -> tuple[npt.NDArray[np.uint64], list[int], npt.NDArray[np.int64] | None]: ...
 
 # Encoding of values in messages: "bfloat16", "float16", or "int8" with one scale per `dim` values.
 class WireFormat:

@@ -458,20 +458,20 @@ CASE(routes_and_messages_of_any_size) {
     for (std::uint64_t& id : ids) id = random() % 300;
     for (const Owners& owners :
          {Owners{1, {}}, Owners{3, {}}, Owners{1, {0}, 300}, Owners{3, {0, 7, 200}, 300}}) {
-      const Routes some = route_distinct(owners, ids);
-      const Routes all = route(owners, ids);
-      CHECK(all.ids.size() == count);
+      const Routes routes = route(owners, ids);
+      CHECK(routes.ids.size() == count);
       std::vector<std::uint64_t> given;
       for (std::size_t o = 0; o < owners.count; ++o) {
-        for (std::size_t i = 0; i < some.counts[o]; ++i) {
-          const std::uint64_t local = some.ids[given.size()];
+        for (std::size_t i = 0; i < routes.counts[o]; ++i) {
+          const std::uint64_t local = routes.ids[given.size()];
           given.push_back(owners.begins.empty() ? local : local + owners.begins[o]);
           CHECK(owners.owner_of(given.back()) == o);
         }
       }
       for (std::size_t i = 0; i < count; ++i) {
-        CHECK(given[some.positions.empty() ? i : static_cast<std::size_t>(some.positions[i])] ==
-              ids[i]);
+        const auto at =
+            routes.positions.empty() ? i : static_cast<std::size_t>(routes.positions[i]);
+        CHECK(given[i] == ids[at]);
       }
     }
     const Floats values(count, 3);

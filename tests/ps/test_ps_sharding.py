@@ -178,22 +178,16 @@ def test_routes(given_ids: list[int], owners: int, is_hashed: bool) -> None:
         route = _core.Owners(owners, begins, 100)
         expected = np.searchsorted(bounds, ids, "right") - 1
         assert (route.owners_of(ids) == expected).all()
-    for is_distinct in (False, True):
-        call = route.route_distinct if is_distinct else route.route
-        local, counts, places = call(ids)
-        assert (len(counts), sum(counts)) == (owners, local.size)
-        owner = np.repeat(np.arange(owners), counts)
-        whole = local.astype(np.int64) + np.take(begins, owner)
-        if places is None:
-            assert (whole == ids).all()
-        elif is_distinct:
-            assert (whole[places] == ids).all()
-            assert local.size == np.unique(ids).size
-            assert (owner[places] == expected).all()
-        else:
-            assert (whole == ids[places]).all()
-            assert sorted(places) == list(range(ids.size))
-            assert (owner == expected[places]).all()
+    local, counts, places = route.route(ids)
+    assert (len(counts), sum(counts)) == (owners, local.size)
+    owner = np.repeat(np.arange(owners), counts)
+    whole = local.astype(np.int64) + np.take(begins, owner)
+    if places is None:
+        assert (whole == ids).all()
+    else:
+        assert (whole == ids[places]).all()
+        assert sorted(places) == list(range(ids.size))
+        assert (owner == expected[places]).all()
 
 
 def test_hashed_ids_keep_their_owners() -> None:
@@ -202,14 +196,6 @@ def test_hashed_ids_keep_their_owners() -> None:
     assert _core.Owners(7).owners_of(ids).tolist() == [0, 2, 6, 0, 1, 0, 4, 1, 2]
     many = [0, 338, 858, 118, 153, 2, 706, 281, 353]
     assert _core.Owners(1000).owners_of(ids).tolist() == many
-
-
-def test_equal_ids_are_fetched_once(client: Client) -> None:
-    table = ShardedRows(client, RowsSpec("once", 2, SGD), RoundRobin(3).place((1, 2), 4))
-    local, _, places = table._owners.route_distinct(np.array([7, 7, 8, 7]))
-    assert (local.tolist(), places.tolist()) == ([7, 8], [0, 0, 1, 0])
-    local, _, places = table._owners.route_distinct(np.arange(100) % 95)  # not worth a copy
-    assert (local.size, places) == (100, None)
 
 
 @pytest.mark.filterwarnings(

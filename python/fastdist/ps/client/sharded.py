@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -171,7 +171,7 @@ class ShardedRows:
         return list(zip(servers, self._numbers, parts, strict=True))
 
     def pull(self, ids: Any) -> Array:
-        """Return rows, float32 [ids, dim], in the order of the ids; repeated ids are sent once."""
+        """Return rows, float32 [ids, dim], in the order of the ids."""
         (pulled,) = pull_together(self.client, [self.lookup(ids)])
         return pulled.value
 
@@ -195,10 +195,12 @@ class ShardedRows:
         return [item for item in items if to_all_pieces or item.values.size]
 
     def lookup(self, ids: Any) -> Lookup:
-        """Return what to read for ids; repeated ids are read once."""
-        flat = to_ids(ids).reshape(-1)
-        local, counts, places = self._route(self._owners.route_distinct, flat)
+        """Return what to read for ids."""
+        local, counts, places = self._route(to_ids(ids).reshape(-1))
         rows = np.empty((local.size, self.spec.dim), np.float32)
+        if places is not None:
+            to, places = places, np.empty_like(places)
+            places[to] = np.arange(places.size)
         return Lookup([item.cut() for item in self._items(local, counts, rows)], rows, places)
 
     def _divide(self, ids: Any, values: Any) -> list[Item]:
@@ -210,7 +212,7 @@ class ShardedRows:
                 f"({given.size}, {self.spec.dim}), got {rows.shape}"
             )
         rows = rows.reshape(-1, self.spec.dim)
-        local, counts, places = self._route(self._owners.route, given)
+        local, counts, places = self._route(given)
         return self._items(local, counts, rows if places is None else rows.take(places, 0))
 
     def _items(self, ids: Array, counts: Sequence[int], rows: Array) -> list[Item]:
@@ -222,10 +224,10 @@ class ShardedRows:
             )
         ]
 
-    def _route(self, route: Callable[[Array], _Routed], ids: Array) -> _Routed:
+    def _route(self, ids: Array) -> _Routed:
         """Sort ids by piece; add the table's name to errors."""
         try:
-            return route(ids)
+            return self._owners.route(ids)
         except IndexError as error:
             raise IndexError(f"{self.spec.name!r}: {error}") from None
 

@@ -11,7 +11,7 @@ from fastdist.strategies.default import (
 )
 from fastdist.strategies.mirrored import MirroredStrategy
 from fastdist.strategies.multi_worker import MultiWorkerMirroredStrategy
-from fastdist.strategies.options import CommunicationOptions
+from fastdist.training.options import CommunicationOptions
 
 __all__ = [
     "CentralStorageStrategy",

@@ -10,7 +10,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,8 @@ from fastdist.replicas.per_replica import PerReplica
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
-from fastdist.strategies.communicators import ReplicaCommunicators
-from fastdist.strategies.options import CommunicationOptions
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
+from fastdist.training.communicators import ReplicaCommunicators
 from fastdist.training.contributions import Accumulation, ReducedParameter
 from fastdist.training.digests import StepDigests
 from fastdist.training.first_runs import FirstRuns
@@ -46,6 +45,7 @@ from fastdist.training.modules import (
     when_initialized,
 )
 from fastdist.training.optimizer_steps import OptimizerSteps
+from fastdist.training.options import CommunicationOptions
 from fastdist.training.outside import OutsideParameters
 from fastdist.training.parameter_sample import ParameterSample
 from fastdist.training.parts import watch_parts
@@ -260,21 +260,19 @@ class AdoptedModules:
         if communicators is not None:
             is_one_machine = not communicators.replicas.engine.machines
             self._steps.record.is_exact = is_one_machine and self._device.type == "cpu"
+            self._steps.record.sample = self._sample()
+            if self._device.type == "cuda":
+                communicators = replace(communicators, overlaps=True)
             self.sync = GradientSync(
-                communicators.gradients,
-                communicators.replicas,
+                communicators,
+                self._options,
                 list(self._reduced()),
                 self._places,
                 self._adopted > 1,
                 self._accumulation,
                 self._buffers,
                 self._steps.record,
-                self._sample(),
                 self._first_runs,
-                reduction=self._options.gradient_reduction,
-                bucket_bytes=self._options.bucket_bytes,
-                compress=self._options.compress,
-                overlaps=communicators.overlaps or self._device.type == "cuda",
             )
             self._unreduced = UnreducedRuns(
                 list(self._reduced()),

@@ -10,8 +10,8 @@ from fastdist.errors import UnsupportedError
 from fastdist.replicas.devices import every_device, usable_device, usable_devices
 from fastdist.strategies.central import CentralParameters
 from fastdist.strategies.mirrored import replica_of_machine
-from fastdist.strategies.options import CommunicationOptions
 from fastdist.strategies.replicated import ReplicatedStrategy
+from fastdist.training.options import CommunicationOptions
 
 
 class CentralStorageStrategy(ReplicatedStrategy):

@@ -19,8 +19,8 @@ from fastdist.errors import ClusterConfigError
 from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
 from fastdist.replicas.starting import join_replicas
 from fastdist.strategies.mirrored import device_in_slot, device_under
-from fastdist.strategies.options import CommunicationOptions
 from fastdist.strategies.replicated import ReplicatedStrategy
+from fastdist.training.options import CommunicationOptions
 
 _NAME = "MultiWorkerMirroredStrategy"
 

@@ -39,9 +39,9 @@ from fastdist.replicas.variables import Variable
 from fastdist.strategies.adopted import AdoptedModules
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.central import CentralParameters
-from fastdist.strategies.communicators import ReplicaCommunicators, connect_replicas
-from fastdist.strategies.options import CommunicationOptions
+from fastdist.training.communicators import ReplicaCommunicators, connect_replicas
 from fastdist.training.metrics import adopt_metrics
+from fastdist.training.options import CommunicationOptions
 
 
 class ReplicatedStrategy(Strategy):

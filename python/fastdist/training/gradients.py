@@ -29,8 +29,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import _engine_run_backward
 from torch.autograd.variable import Variable
 
-from fastdist.collectives.communicator import Communicator
-from fastdist.collectives.types import Compression, Work
+from fastdist.collectives.types import Work
 from fastdist.errors import (
     CollectiveMismatchError,
     FastdistError,
@@ -39,6 +38,7 @@ from fastdist.errors import (
 from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.per_replica import shares
 from fastdist.training.buffers import BufferSync
+from fastdist.training.communicators import ReplicaCommunicators
 from fastdist.training.contributions import (
     Accumulation,
     Contributions,
@@ -49,7 +49,7 @@ from fastdist.training.contributions import (
 )
 from fastdist.training.first_runs import FirstRuns
 from fastdist.training.modules import is_materialized
-from fastdist.training.parameter_sample import ParameterSample
+from fastdist.training.options import CommunicationOptions
 from fastdist.training.step_record import StepRecord, hash_bits
 
 _BACKWARD = _engine_run_backward.__code__
@@ -70,46 +70,35 @@ class GradientSync:
     """Keeps the gradients of one replica's parameters equal to those of all other replicas.
 
     Args:
-        communicator: the communicator of all replicas, only for gradients and buffers.
-        questions: a second communicator of all replicas, not used by backward itself.
+        communicators: backward itself uses the one for gradients alone, which no other call does.
+        options: how gradients are reduced.
         places: the number of places of parameters, including released ones.
         has_several_models: True if the strategy has, or has had, several models.
         accumulation: the accumulation of the strategy's gradients.
         buffers: buffers of the same modules; written ones are averaged at the end of backward.
         steps: the runs and optimizers' steps, which travel with the first gradients.
-        sample: takes elements of parameters to compare; None if all replicas have one copy.
         first_runs: hashes of the first runs, which travel with the steps.
-        reduction: "mean", weighted by the examples of each replica, or "sum".
-        bucket_bytes: maximum size of a bucket; a larger gradient gets a bucket to itself.
-        compress: the `compress` of `Communicator.all_reduce`.
-        overlaps: True: the communicator's progress thread reduces buckets during backward; False:
-            one call reduces all buckets after backward. The same on all replicas.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
-        questions: Communicator,
+        communicators: ReplicaCommunicators,
+        options: CommunicationOptions,
         parameters: Sequence[ReducedParameter],
         places: int,
         has_several_models: bool,
         accumulation: Accumulation,
         buffers: BufferSync,
         steps: StepRecord,
-        sample: ParameterSample | None,
         first_runs: FirstRuns,
-        *,
-        reduction: GradientReduction = "mean",
-        bucket_bytes: int,
-        compress: Compression | None = None,
-        overlaps: bool = True,
     ) -> None:
+        communicator, reduction = communicators.gradients, options.gradient_reduction
         self._accumulation = accumulation
         self._contributions = Contributions(
             parameters, communicator.rank, communicator.world_size, accumulation, reduction
         )
         self._communicator = communicator
-        self._questions = questions
+        self._questions = communicators.replicas
         self._has_several_models = has_several_models
         self._is_on_gpu = False
         self._parameters = parameters
@@ -117,16 +106,15 @@ class GradientSync:
         self._sparse = [i for i, parameter in enumerate(parameters) if parameter.is_sparse]
         self._buffer_sync = buffers
         self._steps = steps
-        self._steps.sample = sample
         self._first_runs = first_runs
         self._record: torch.Tensor | None = None  # of steps and first runs; None until it is sent
         self._reduction = reduction
-        self._compress = compress
-        self._overlaps = overlaps
+        self._compress = options.compress
+        self._overlaps = communicators.overlaps
         self._device = torch.device("cpu")
         self._is_running = False
         self._task = -1  # id of the backward under way
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = options.bucket_bytes
         self._trainable: list[bool] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}

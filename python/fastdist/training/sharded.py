@@ -23,8 +23,9 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import Work
 from fastdist.collectives.uneven import require_same_call
 from fastdist.errors import FastdistError, UnsupportedError
+from fastdist.training.communicators import agree_on_overlap
 from fastdist.training.modules import broadcast_state
-from fastdist.training.overlap import Overlap, agree_on_overlap
+from fastdist.training.options import Overlap
 
 _State = dict[str, Any]  # of one parameter
 _PIECES = 4  # of a step, if they overlap

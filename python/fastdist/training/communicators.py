@@ -1,12 +1,15 @@
-"""The communicators of a strategy's replicas."""
+"""The communicators of replicas."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
+import numpy as np
+
+from fastdist.cluster.launch import detect_launch
 from fastdist.collectives.communicator import Communicator
-from fastdist.strategies.options import CommunicationOptions
-from fastdist.training.overlap import agree_on_overlap
+from fastdist.training.options import CommunicationOptions, Overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,18 @@ def connect_replicas(world: Communicator, options: CommunicationOptions) -> Repl
     gradients = _copy(world, options)
     overlaps = agree_on_overlap(world, options.overlap)
     return ReplicaCommunicators(_copy(world, options), gradients, overlaps)
+
+
+def agree_on_overlap(ranks: Communicator, overlap: Overlap) -> bool:
+    """Return `overlap`; for "auto", if every machine has more cores than ranks.
+
+    Every rank must call.
+    """
+    if overlap != "auto":
+        return overlap
+    launch = detect_launch()
+    idle = len(os.sched_getaffinity(0)) - (1 if launch is None else launch.local_world_size)
+    return bool(ranks.all_reduce(np.array([idle > 0]), "min")[0])
 
 
 def _copy(world: Communicator, options: CommunicationOptions) -> Communicator:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from fastdist.collectives.types import Compression
 from fastdist.training.contributions import GradientReduction
-from fastdist.training.overlap import Overlap
+
+Overlap: TypeAlias = bool | Literal["auto"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ import fork_server
 from launched import Launcher
 from paths import TESTS
 
-# Tests, and the ranks and replicas that they start, import from all folders of tests.
-_FOLDERS = [str(folder) for folder in sorted(TESTS.iterdir()) if folder.is_dir()]
+# Tests, and the ranks and replicas that they start, import from all folders of tests. What tests of
+# several folders import is in tests/support.
+_FOLDERS = [str(folder) for folder in sorted([*TESTS.glob("*/"), *TESTS.glob("*/support/")])]
 sys.path[1:1] = _FOLDERS
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*_FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]

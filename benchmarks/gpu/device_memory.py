@@ -22,8 +22,8 @@ from typing import Any
 import fastdist as fd
 from fastdist.cli.bench.models import gradient_shapes
 
-SUPPORT = Path(__file__).parents[2] / "tests" / "support"
-sys.path[:0] = [str(SUPPORT), str(SUPPORT.parent / "virtual_gpu")]
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path[:0] = [str(TESTS / "collectives" / "support"), str(TESTS / "virtual_gpu")]
 
 from gpu_arrays import GpuArrays, choose  # noqa: E402
 

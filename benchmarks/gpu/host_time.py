@@ -23,8 +23,8 @@ from typing import Any
 
 import fastdist as fd
 
-SUPPORT = Path(__file__).parents[2] / "tests" / "support"
-sys.path[:0] = [str(SUPPORT), str(SUPPORT.parent / "virtual_gpu")]
+TESTS = Path(__file__).parents[2] / "tests"
+sys.path[:0] = [str(TESTS / "collectives" / "support"), str(TESTS / "virtual_gpu")]
 
 from gpu_arrays import GpuArrays, choose  # noqa: E402
 

@@ -36,11 +36,12 @@ import fastdist._core as _core
 from fastdist.cli.machine_facts import gpu_facts, machine_facts
 
 ROOT = Path(__file__).parents[2]
-SUPPORT = ROOT / "tests" / "support"
+TESTS = ROOT / "tests"
+SUPPORT = TESTS / "collectives" / "support"
 HERE = Path(__file__).parent
-sys.path[:0] = [str(SUPPORT), str(SUPPORT.parent / "virtual_gpu")]
+sys.path[:0] = [str(SUPPORT), str(TESTS / "virtual_gpu")]
 # Of the programs: the package that runs here, and the modules of the tests.
-MODULES = (Path(_core.__file__).parents[1], SUPPORT, SUPPORT.parent / "virtual_gpu")
+MODULES = (Path(_core.__file__).parents[1], SUPPORT, TESTS / "support", TESTS / "virtual_gpu")
 DRY = {"OMP_NUM_THREADS": "1"}
 
 IS_VIRTUAL = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
@@ -121,7 +122,7 @@ def suites() -> Iterator[Part]:
             "training as on a CPU, captured steps, generators, BatchNorm, recomputation, batches",
             ranks(count, "strategies_on_gpus.py", *STRATEGY_PARTS),
             110,
-            SUPPORT,
+            TESTS / "strategies" / "support",
             is_suite=True,
         )
     tests = "tests/collectives/test_communicator_gpu.py"

@@ -23,7 +23,7 @@ from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Measurement, Report, Row, link_us, median_us
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.main import main
-from paths import ROOT, SUPPORT
+from paths import ROOT, TESTS
 from stream_device import StreamDevice
 
 has_torch = importlib.util.find_spec("torch") is not None
@@ -234,7 +234,7 @@ def stream_engine(name: str, driver: str) -> Engine:
         "run",
         "-n",
         "2",
-        str(SUPPORT / "stream_worker.py"),
+        str(TESTS / "cli" / "support" / "stream_worker.py"),
     )
     return Engine(name, driver, launcher, {"OMP_NUM_THREADS": "1"})
 

@@ -15,7 +15,7 @@ from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.peers import Engine
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
-from paths import SUPPORT
+from paths import TESTS
 
 MODULE = Path(_core.__file__).parent
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def engine(ranks: int, gpus: int) -> Engine:
-    worker = (str(SUPPORT / "virtual_bench.py"),)
+    worker = (str(TESTS / "cli" / "support" / "virtual_bench.py"),)
     launcher = (sys.executable, "-m", "fastdist", "run", "-n", str(ranks))
     environment = {"OMP_NUM_THREADS": "1", "VIRTUAL_GPUS": str(gpus)}
     return Engine("fastdist", "fastdist_cuda", launcher + worker, environment)

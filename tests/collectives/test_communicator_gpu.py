@@ -14,7 +14,7 @@ from pathlib import Path
 import fastdist._core as _core
 import pytest
 from gpu_parts import ALONE, LOSING, TOGETHER
-from paths import SUPPORT
+from paths import TESTS
 
 IS_VIRTUAL = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
 LIMIT_S = 150
@@ -29,7 +29,7 @@ pytestmark = [
 def start(arguments: list[str], gpus: int, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *arguments],
-        cwd=SUPPORT,
+        cwd=TESTS / "collectives" / "support",
         env=os.environ | {"VIRTUAL_GPUS": str(gpus)} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ import fastdist._core as _core
 import gpu_collectives
 import gpu_lifetimes
 import pytest
-from paths import SUPPORT
+from paths import TESTS
 
 PARTS = [part.__name__ for part in (*gpu_collectives.PARTS, *gpu_lifetimes.PARTS)]
 
@@ -23,5 +23,7 @@ pytestmark = [
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_on_gpus(ranks: int, part: str) -> None:
     command = [sys.executable, "-m", "fastdist", "run", "-n", str(ranks), "gpu_rank.py", part]
-    result = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True, timeout=170)
+    result = subprocess.run(
+        command, cwd=TESTS / "collectives" / "support", capture_output=True, text=True, timeout=170
+    )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -12,7 +12,9 @@ import fastdist._core as _core
 import gpu_collectives
 import gpu_lifetimes
 import pytest
-from paths import SUPPORT
+from paths import TESTS
+
+SUPPORT = TESTS / "collectives" / "support"
 
 BUILT = Path(_core.__file__).with_name("libvirtual_cudart.so").exists()
 

@@ -17,7 +17,7 @@ from paths import ROOT
 
 pytest.importorskip("torch")
 
-PROGRAMS = ROOT / "tests" / "support" / "gloo_programs.py"
+PROGRAMS = ROOT / "tests" / "integrations" / "support" / "gloo_programs.py"
 # What each program of another library needs.
 NEEDED = {
     "accelerate": ("accelerate",),

@@ -5,7 +5,7 @@ import sys
 
 import fastdist._core as _core
 import pytest
-from paths import SUPPORT
+from paths import TESTS
 
 torch = pytest.importorskip("torch")
 
@@ -28,7 +28,11 @@ pytestmark = [
 
 def passes(command: list[str]) -> None:
     result = subprocess.run(
-        [sys.executable, *command], cwd=SUPPORT, capture_output=True, text=True, timeout=170
+        [sys.executable, *command],
+        cwd=TESTS / "strategies" / "support",
+        capture_output=True,
+        text=True,
+        timeout=170,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "passed" in result.stdout

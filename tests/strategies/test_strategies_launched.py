@@ -9,7 +9,7 @@ from multiprocessing.connection import Listener
 from tempfile import TemporaryDirectory
 
 import test_strategies
-from paths import SUPPORT
+from paths import TESTS
 from ranks import ProcessRanks
 from strategy_contract import StrategyContract
 from strategy_programs import ProgramsContract
@@ -20,7 +20,7 @@ from test_strategies import (  # noqa: F401
     strategies,
 )
 
-PROGRAM = SUPPORT / "strategy_server.py"
+PROGRAM = TESTS / "strategies" / "support" / "strategy_server.py"
 LAUNCHERS = {
     "self-started": lambda replicas: [],
     "fastdist run": lambda replicas: ["-m", "fastdist", "run", "-n", str(replicas)],

@@ -4,4 +4,3 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-SUPPORT = TESTS / "support"

@@ -15,8 +15,9 @@ from fastdist.recorder.jobs import Job, jobs_here
 from fastdist.recorder.occupation import Kind
 from fastdist.recorder.stacks import stacks_of
 from launched import Launcher
+from paths import TESTS
 
-PROGRAM = Path(__file__).parent / "stalled_rank.py"
+PROGRAM = TESTS / "recorder" / "support" / "stalled_rank.py"
 # `fastdist run` that looks for records in a folder.
 RUN = """
 import pathlib, sys

@@ -1,6 +1,6 @@
 """Steps as CUDA graphs, with a stand-in for the graph: what it captured is called again.
 
-tests/support/strategies_on_gpus.py has the real ones.
+tests/strategies/support/strategies_on_gpus.py has the real ones.
 """
 
 from __future__ import annotations

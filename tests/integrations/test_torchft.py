@@ -134,7 +134,7 @@ def many_quorums(comm: Any, port: int, count: int) -> list[int]:
 @pytest.mark.slow
 def test_quorums_leak_nothing(ranks: ProcessRanks, store: Any) -> None:
     for threads, files, kib in ranks.run(many_quorums, store.port, 100):
-        assert max(threads, files) <= 0  # threads of before may end
+        assert max(threads, files) <= 1  # one may come or go at any moment; a leak is 100
         assert kib < 4096
 
 

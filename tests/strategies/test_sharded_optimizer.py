@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import warnings
 import weakref
@@ -209,6 +211,51 @@ def test_what_people_do_with_optimizers(run: Run) -> None:
             assert torch.equal(one, other)
 
     run(case, shard_optimizer=True)
+
+
+def test_steps_in_pieces(run: Run) -> None:
+    """With a parameter without elements, one that is there twice, and a step that fails midway."""
+
+    def stepped(strategy: Strategy, kind: type[torch.optim.SGD]) -> list[float]:
+        with strategy.scope():
+            model = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(8))
+            model.append(nn.Parameter(torch.ones(0)))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, of the one that is there twice
+                optimizer = kind([*model, model[0]], lr=0.1)
+
+        def step() -> None:
+            sum(p.sum() for p in model).backward()
+            with contextlib.suppress(ZeroDivisionError):
+                optimizer.step()
+
+        strategy.run(step)
+        return [round(p.sum().item(), 3) for p in model]
+
+    class Halves(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.param_groups[0]["lr"] /= 2
+            return super().step()
+
+    def case(strategy: Strategy) -> None:
+        for kind in (torch.optim.SGD, Halves):
+            assert stepped(strategy, kind) == stepped(whole_strategy(), kind)
+        plain, calls = torch.optim.SGD._init_group, itertools.count()
+
+        def fails_later(*args: Any) -> Any:
+            if next(calls) == 2:
+                raise ZeroDivisionError
+            return plain(*args)
+
+        torch.optim.SGD._init_group = fails_later
+        try:
+            sums = stepped(strategy, torch.optim.SGD)
+        finally:
+            torch.optim.SGD._init_group = plain
+        assert set(sums) == {3.2, 3.6, 4.0, 0.0}
+        strategy.check_in_sync()
+
+    run(case, shard_optimizer=True, overlap=True)
 
 
 def test_a_failed_step_leaves_the_groups_whole(run: Run) -> None:

@@ -7,6 +7,7 @@ owner broadcasts its parameters to the other ranks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -65,6 +66,7 @@ class ShardedStep:
         self._stepped: tuple[Communicator | None, list[int]] = None, []
         kind = type(optimizer)
         self._plain = getattr(kind.step, "__wrapped__", kind.step)  # without hooks
+        self._may_be_cut = _is_of_torch(optimizer) and _is_written_by_torch(self._plain)
         copied = functools.partial(_refuse_copy, kind.__name__)
         optimizer.__dict__ |= {"step": self, "__deepcopy__": copied, "__reduce_ex__": copied}
         optimizer.register_state_dict_post_hook(self._gather_states)
@@ -113,25 +115,25 @@ class ShardedStep:
         else:
             self._require_same(optimizer, stepping, workers)
             pieces = self._pieces(optimizer, stepping, workers)
-        result, sent = None, list[Work]()
-        for piece in pieces or [stepping]:
-            hide(piece)
-            try:
-                result = self._plain(optimizer, *args, **kwargs)
-            finally:
-                show()
-            if pieces is None:
-                self._require_same(optimizer, stepping, workers)
-            sent += self._send(piece, workers)
-        for work in sent:
-            work.wait()
+        result = None
+        with contextlib.ExitStack() as sent:  # waits, even if a later piece fails
+            for piece in pieces or [stepping]:
+                hide(piece)
+                try:
+                    result = self._plain(optimizer, *args, **kwargs)
+                finally:
+                    show()
+                if pieces is None:
+                    self._require_same(optimizer, stepping, workers)
+                for work in self._send(piece, workers):
+                    sent.callback(work.wait)
         return result
 
     def _with_gradients(
         self, optimizer: torch.optim.Optimizer, workers: Communicator
     ) -> list[torch.Tensor]:
         """Return the parameters that have gradients, all of which have owners then."""
-        found = [p for p in _parameters_of(optimizer) if p.grad is not None]
+        found = list(dict.fromkeys(p for p in _parameters_of(optimizer) if p.grad is not None))
         self._owners = with_owners(optimizer, self._owners, found, workers.world_size)
         return found
 
@@ -143,7 +145,7 @@ class ShardedStep:
         One piece is sent while the next is stepped. A step of one piece after the other is the same
         for torch's optimizers, which count the steps of each parameter by itself.
         """
-        if not self._overlaps or not _is_of_torch(optimizer):
+        if not self._overlaps or not self._may_be_cut:
             return [stepping]
         costs = [0] * workers.world_size
         for parameter in stepping:
@@ -152,7 +154,8 @@ class ShardedStep:
         before = [0] * workers.world_size
         for parameter in stepping:
             owner = self._owners[parameter]
-            pieces[_PIECES * before[owner] // max(costs[owner], 1)].append(parameter)
+            number = _PIECES * before[owner] // max(costs[owner], 1)
+            pieces[min(number, _PIECES - 1)].append(parameter)  # without elements: the last
             before[owner] += _cost(optimizer, parameter)
         return [piece for piece in pieces if piece]
 
@@ -344,6 +347,15 @@ def _broadcast_state(workers: Communicator, state: _State, root: int) -> None:
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.split(".")[:2] == ["torch", "optim"]
+
+
+def _is_written_by_torch(function: Any) -> bool:
+    """Return False if the function, or one that it wraps, is of another package."""
+    while function is not None:
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def _require_divisible(optimizer: torch.optim.Optimizer) -> None:

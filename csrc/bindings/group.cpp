@@ -1,6 +1,5 @@
 #include "bindings/group.h"
 
-#include <cstring>
 #include <exception>
 #include <string>
 
@@ -37,10 +36,8 @@ py::object Group::record(const CallArguments& given) {
   recorded.given.in_group = true;
   if (gpu != kSomeGpu) {  // others are checked when the GPU is known
     const Placement placement = gpu == kOnHost ? Placement{} : Placement{gpu};
-    const Communicator& ranks = endpoint_.communicator();
-    const Call call(recorded.given, ranks, placement);
+    const Call call(recorded.given, endpoint_.communicator(), placement);
     if (gpu == kOnHost && is_between_two(given.op)) {
-      recorded.is_to_self = call.peer == ranks.rank();
       for (const TensorView& view : call.inputs()) {
         (given.op == Op::kSend ? sent_ : received_)
             .emplace_back(view.data, view.data + view.bytes());
@@ -101,40 +98,8 @@ void Group::check_apart() const {
   }
 }
 
-void Group::copy_to_self() const {
-  std::vector<Call> sent, wanted;
-  for (const Recorded& call : calls_) {
-    if (!call.is_to_self) continue;
-    (call.given.op == Op::kSend ? sent : wanted).emplace_back(call.given, endpoint_.communicator());
-  }
-  if (sent.size() != wanted.size()) {
-    throw Error(ErrorCode::kValue,
-                "a rank that sends to itself in a group must receive as often: " +
-                    std::to_string(sent.size()) + " send, " + std::to_string(wanted.size()) +
-                    " recv");
-  }
-  for (std::size_t i = 0; i < sent.size(); ++i) {
-    const TensorViews from = sent[i].inputs(), to = wanted[i].outputs();
-    bool is_same = from.size() == to.size();
-    for (std::size_t k = 0; is_same && k < from.size(); ++k) {
-      is_same = from[k].dtype == to[k].dtype && from[k].count == to[k].count &&
-                from[k].order == to[k].order;
-    }
-    if (!is_same) {
-      throw Error(ErrorCode::kMismatch,
-                  "what a rank sends to itself differs from what it receives "
-                  "in size or dtype, in message " +
-                      std::to_string(i));
-    }
-    for (std::size_t k = 0; k < from.size(); ++k) {
-      std::memmove(to[k].data, from[k].data, from[k].count * size_of(from[k].dtype));
-    }
-  }
-}
-
 void Group::run_on_hosts() const {
   check_apart();
-  copy_to_self();
   std::exception_ptr first;
   std::vector<py::object> works;
   // An error waits until the calls before it have ended, an interrupt does not.
@@ -149,7 +114,7 @@ void Group::run_on_hosts() const {
     }
   };
   for (const Recorded& call : calls_) {
-    if (call.is_on_gpu || call.is_to_self || first) continue;
+    if (call.is_on_gpu || first) continue;
     CallArguments given = call.given;
     given.async_op = Py_True;
     attempt([&] { works.push_back(make_call(endpoint_, given)); });

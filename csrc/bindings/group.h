@@ -38,15 +38,12 @@ class Group {
     CallArguments given;
     py::object kept;  // what `given` refers to
     bool is_on_gpu;
-    bool is_to_self = false;  // a message of this rank to itself, on the host
   };
 
   using Span = std::pair<const std::byte*, const std::byte*>;
 
   // Throws if a message is received into memory that another one sends.
   void check_apart() const;
-  // Copies what this rank sends to itself; sends and receives are matched in order.
-  void copy_to_self() const;
 
   [[nodiscard]] py::handle longest_timeout() const;
 

@@ -42,6 +42,13 @@ def _check_to_itself(comm: Communicator) -> None:
         comm.recv(np.zeros(2), r)
     with pytest.raises(CollectiveTimeoutError, match=f"rank {r} has sent no message in time"):
         comm.recv(out, r, timeout=0.05)
+    first, second = np.zeros(2), np.zeros(2)
+    with comm.group():
+        comm.recv(second, comm.rank, tag=2)
+        comm.send(np.full(2, 1.0), comm.rank, tag=1)
+        comm.send(np.full(2, 2.0), comm.rank, tag=2)
+        comm.recv(first, comm.rank, tag=1)
+    assert (first.tolist(), second.tolist()) == ([1, 1], [2, 2])
 
 
 def _check_orders(comm: Communicator, after: int, before: int) -> None:

@@ -424,7 +424,8 @@ void check_same_count(const Arrays& in, const Arrays& out) {
 }
 
 std::string text_of(const TensorView& view) {
-  return std::string(name_of(view.dtype)) + " × " + std::to_string(view.count);
+  return std::string(name_of(view.dtype)) + " × " + std::to_string(view.count) +
+         (view.order == 0 ? "" : ", not in row-major order");
 }
 
 void check_fits(const Arrays& in, const Arrays& out) {

@@ -332,6 +332,8 @@ def test_arguments_that_distribute_dataset_does_not_take() -> None:
         strategy.distribute_dataset(x, 16)
     with pytest.raises(TypeError, match=r"the source, got 2; write several arrays as \(x, y\)"):
         strategy.distribute_dataset(x, x, global_batch_size=16)
+    with pytest.raises(TypeError, match="'drop_last'; use drop_remainder="):
+        strategy.distribute_dataset(x, global_batch_size=2, drop_last=True)
     with pytest.raises(TypeError, match="'batch_size'; use global_batch_size=, the examples of"):
         strategy.distribute_dataset(x, batch_size=16)
     with pytest.raises(TypeError, match=r"got None; the source holds examples, and .* the batches"):

@@ -21,6 +21,7 @@ _OTHER_NAMES = {
 }
 _OTHER_KEYWORDS = {
     "batch_size": "global_batch_size=, the examples of all replicas together",
+    "drop_last": "drop_remainder=",
     "communication": "options=",
     "communication_options": "options=",
     "cross_device_ops": "nothing in its place: collectives choose their way",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class SyncBatchNorm(_BatchNorm):
         replica = state.replica
         if not self.training or replica is None or replica.num_replicas_in_sync == 1:
             return super().forward(input)
+        self._require_several(input, replica)
         mean, variance, count = self._statistics(input, replica)
         if self.track_running_stats:
             self._update_running(mean, variance, count)
@@ -94,6 +96,18 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got shape {tuple(input.shape)}")
+
+    @staticmethod
+    def _require_several(input: torch.Tensor, replica: ReplicaContext) -> None:
+        """Check what torch's layer checks, by the numbers of examples that the host knows."""
+        examples = replica.examples
+        if examples is None or len(input) != examples[replica.replica_id_in_sync_group]:
+            return
+        if sum(examples) * math.prod(input.shape[2:]) == 1:
+            raise ValueError(
+                "SyncBatchNorm: expected more than 1 value per channel when training, got 1 in the "
+                "global batch; leave such a batch out by drop_remainder=True"
+            )
 
     def _statistics(self, input: torch.Tensor, replica: ReplicaContext) -> Any:
         """Return mean and variance per channel, and the number of examples.

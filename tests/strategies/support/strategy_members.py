@@ -74,6 +74,15 @@ class MembersContract:
         assert isinstance(converted[0], fd.nn.SyncBatchNorm)
 
     @on_replicas
+    def test_sync_batch_norm_needs_two_values(self, strategy: Strategy) -> None:
+        """As torch's layer does on one device, however many replicas there are."""
+        with strategy.scope():
+            layer = fd.nn.SyncBatchNorm(2)
+        with pytest.raises(Exception, match="expected more than 1 value per channel"):
+            strategy.run(layer, args=batch(strategy, torch.ones(1, 2)))
+        strategy.run(layer, args=batch(strategy, torch.ones(1, 2, 3)))
+
+    @on_replicas
     def test_the_model_stays_the_users_own(self, strategy: Strategy) -> None:
         with strategy.scope():
             model, optimizer = adam()

@@ -409,13 +409,15 @@ def test_dropout_differs_between_replicas_and_steps(replicas: ProcessRanks) -> N
     assert [m.tolist() for m in replicas.run(dropped)[0]] == [m.tolist() for m in first]
 
 
-def in_scope(comm: fd.Communicator) -> int:
+def in_scope(comm: fd.Communicator, folder: Path) -> int:
     strategy = mirrored()
     with strategy.scope():
         model = compiled(dense(), "adam")
-        fit(model, epochs=1)
-        second = compiled(dense(), "adam")
         data = regression()
+        # Saving makes a layer, on the chief alone.
+        files = keras.callbacks.ModelCheckpoint(folder / "{epoch}.keras")
+        fit(model, [files], epochs=1, validation_data=(data["x"], data["y"]))
+        second = compiled(dense(), "adam")
         for _ in range(2):  # makes layers, then adopts them
             second.train_on_batch(data["x"], data["y"])
         with mock.patch("gc.collect") as collect:
@@ -426,8 +428,8 @@ def in_scope(comm: fd.Communicator) -> int:
     return int(model.optimizer.iterations.numpy())
 
 
-def test_fit_inside_the_scope(replicas: ProcessRanks) -> None:
-    assert replicas.run(in_scope) == [5, 5]
+def test_fit_inside_the_scope(replicas: ProcessRanks, tmp_path: Path) -> None:
+    assert replicas.run(in_scope, tmp_path) == [5, 5]
 
 
 def mirror(comm: fd.Communicator) -> None:
@@ -753,7 +755,7 @@ def test_tpus_are_refused() -> None:
 
     model = compiled(dense())
     strategy = type("TPUStrategy", (), {})()
-    extension._attach(strategy, model, lambda: None)
+    extension._attach(strategy, model)
     with pytest.raises(UnsupportedError, match="TPUStrategy: Keras on torch has no XLA devices"):
         model.fit(np.ones((4, 5)), np.ones((4, 1)))
 

@@ -154,6 +154,47 @@ def autograd(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
+@pytest.mark.parametrize("kind", ["mirrored", "central"])
+def test_runs_in_the_open_scope(run: Run, kind: str) -> None:
+    """They use the chief's first values, and train what the scope has made so far."""
+
+    def train(strategy: Strategy) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with strategy.scope():
+            model = nn.Linear(3, 1).double()
+            model.weight.data.fill_(strategy.is_chief)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = (model(x) - y).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss.detach()
+
+            batches = strategy.distribute_dataset(data(26), global_batch_size=13)
+            losses = [strategy.reduce("mean", strategy.run(step, batch)) for batch in batches]
+            strategy.check_in_sync()
+            outer = nn.Sequential(model, nn.Linear(1, 1, bias=False).double())
+            outer[1].weight.data.fill_(strategy.is_chief)
+            strategy.run(lambda: outer(torch.ones(1, 3).double()))
+            strategy.check_in_sync()
+        return [*values(outer), *map(torch.as_tensor, losses)]
+
+    run(as_on_one_device(train), kind)
+
+
+def test_a_module_of_another_strategy(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1).double()
+        other = fd.OneDeviceStrategy("cpu")
+        with pytest.raises(RuntimeError, match="belongs to another strategy than"):
+            other.run(lambda: model(torch.ones(1, 3).double()).sum().backward())
+
+    run(case)
+
+
 @pytest.mark.parametrize("kind", ["mirrored", "central", "sharded"])
 @pytest.mark.parametrize("averages", [False, True])
 def test_steps_by_gradients_of_autograd_grad(run: Run, kind: str, averages: bool) -> None:
@@ -164,20 +205,32 @@ def test_steps_by_gradients_of_autograd_grad(run: Run, kind: str, averages: bool
 
         def step(x: torch.Tensor, y: torch.Tensor) -> None:
             gradients = autograd(model, (model(x) - y).square().mean())
-            if averages:
-                gradients = fd.get_replica_context().all_reduce("mean", gradients)
+            if averages:  # as the error says, and right for uneven parts
+                replica = fd.get_replica_context()
+                weighed = [replica.relative_weight * g for g in gradients]
+                gradients = replica.all_reduce("mean", weighed)
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = gradient
             optimizer.step()
             optimizer.zero_grad()
 
         def train() -> None:
-            for batch in strategy.distribute_dataset(data(24), global_batch_size=12):
+            for batch in strategy.distribute_dataset(data(26), global_batch_size=13):
                 strategy.run(step, batch)
 
+        with fd.OneDeviceStrategy("cpu").scope():
+            alone = nn.Linear(3, 1).double()
+            alone.load_state_dict(model.state_dict())
         if averages:
             train()
             strategy.check_in_sync()
+            one = torch.optim.SGD(alone.parameters(), lr=0.1)
+            x, y = data(26)
+            for part in (slice(13), slice(13, 26)):
+                (alone(x[part]) - y[part]).square().mean().backward()
+                one.step()
+                one.zero_grad()
+            require_close(values(model), values(alone), 1e-12)
         else:
             with pytest.raises(FastdistError, match="in a run without backward") as caught:
                 train()
@@ -278,7 +331,7 @@ def test_tensors_outside_of_modules(run: Run) -> None:
         parameter = nn.Parameter(torch.zeros(3))
         found = warned(lambda: strategy.run(lambda: (tensor * 2).sum().backward()))
         assert ("a tensor of shape (3,), made outside of run," in str(found)) == strategy.is_chief
-        with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) was made outside"):
+        with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) is of no module"):
             strategy.run(lambda: (parameter * 2).sum().backward())
 
     run(case)

@@ -41,22 +41,13 @@ class KerasExtension:
             return
         layer_class = keras.layers.Layer
         make = layer_class.__new__
-        has_new = False
-
-        def adopt() -> None:
-            nonlocal has_new
-            if has_new:  # in a loop of train_on_batch there are none
-                has_new = False
-                scope.adopt()
 
         def made(cls: type, *args: Any, **kwargs: Any) -> Any:
-            nonlocal has_new
             _require_torch(keras)
             layer = make(cls, *args, **kwargs)
             scope.note_module(layer)
-            has_new = True
             if isinstance(layer, keras.Model):
-                _attach(scope.strategy, layer, adopt)
+                _attach(scope.strategy, layer)
             return layer
 
         from fastdist.keras.batch_norm import allow_synchronized
@@ -82,7 +73,7 @@ class KerasExtension:
             if "fit" in vars(layer):
                 continue
             if isinstance(layer, keras.Model):
-                _attach(strategy, layer, lambda: None)
+                _attach(strategy, layer)
             elif hasattr(layer, "fit") and strategy.num_replicas_in_sync > 1:
                 _refuse(layer, "trains and is no keras.Model; make it a subclass of keras.Model")
         if strategy.has_servers:
@@ -139,7 +130,7 @@ def _require_torch(keras: Any) -> None:
         )
 
 
-def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
+def _attach(strategy: Strategy, model: Any) -> None:
     if not isinstance(strategy, ReplicatedStrategy):
         _refuse(
             model,
@@ -160,7 +151,7 @@ def _attach(strategy: Strategy, model: Any, adopt: Callable[[], None]) -> None:
             )
         from fastdist.keras.trainer import ReplicatedTrainer
 
-        ReplicatedTrainer(model, strategy, adopt)
+        ReplicatedTrainer(model, strategy)
     else:
         from fastdist.keras.trainer import accept_distributed_datasets
 

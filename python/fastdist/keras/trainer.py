@@ -67,13 +67,11 @@ class ReplicatedTrainer:
     Args:
         model: the model; it keeps this trainer alive, not the other way round.
         strategy: a strategy of several replicas, in whose scope the model was made.
-        adopt: a function that makes the strategy adopt what its open scope has made so far.
     """
 
-    def __init__(self, model: Any, strategy: ReplicatedStrategy, adopt: Callable[[], None]) -> None:
+    def __init__(self, model: Any, strategy: ReplicatedStrategy) -> None:
         self._ref = weakref.ref(model)
         self._strategy = strategy
-        self._adopt = adopt
         self.steps = ReplicaSteps(self._ref, strategy)
         self.elastic = ElasticFit(strategy) if strategy.is_elastic else None
         self._reads_logs = False  # True in calls for one batch, whose logs are read at once
@@ -228,7 +226,7 @@ class ReplicatedTrainer:
                 f"{type(keras.distribution.distribution()).__name__}, which would divide the data "
                 "of the model a second time; use a strategy or Keras' distribution"
             )
-        self._adopt()
+        self._strategy.adopt_new()
         with self._strategy.together():
             yield
 

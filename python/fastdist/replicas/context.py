@@ -119,7 +119,8 @@ class ReplicaContext:
         numbers of examples.
 
         Args:
-            op: the `op` of `Communicator.all_reduce`.
+            op: the `op` of `Communicator.all_reduce`. A "mean" is over replicas: for that over
+                examples, multiply by `relative_weight` first.
             value: a tensor, a number, or a structure of tensors and numbers, which all replicas
                 pass with equal shapes and dtypes.
         """

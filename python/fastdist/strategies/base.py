@@ -92,6 +92,7 @@ class Strategy(ABC):
         self.devices = tuple(devices)
         self._finished_epochs = weakref.WeakKeyDictionary[Any, dict[Any, int]]()  # by their data
         self._datasets: weakref.WeakSet[DistributedDataset[Any]] = weakref.WeakSet()
+        self._open_scope: Scope | None = None
         self._take_place(worker, workers)
 
     def _take_place(self, worker: int, workers: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -124,6 +125,19 @@ class ReplicatedStrategy(Strategy):
         if serve is not None:
             serve(roots, made)
 
+    def adopt_new(self) -> None:
+        """Adopt what the open scope has made so far, on any replica. Every replica must call."""
+        self._connect()
+        scope = self._open_scope
+        if scope is None or self.has_servers:
+            return
+        is_new = scope.has_new
+        with self.communicator() as workers:
+            if workers is not None:
+                is_new = bool(workers.all_reduce(np.array([is_new]), "max")[0])
+        if is_new:
+            scope.adopt()
+
     def _require_first(self, replicas: int, central: CentralParameters | None) -> None:
         if any(other.is_elastic for other in _connected_strategies):
             gc.collect()  # collects unreferenced strategies
@@ -192,11 +206,11 @@ class ReplicatedStrategy(Strategy):
         scope: AbstractContextManager[None] = nullcontext()
         if self._device.type == "cuda":
             scope = working_on_gpu(self._device)
+        self.adopt_new()
         if self.num_replicas_in_sync == 1:
             with scope:
                 context = ReplicaContext(self, None, 0, examples, weights_of(weight, None))
                 return self._call(fn, given, context, None)
-        self._connect()
         assert self._communicators is not None
         weights: tuple[float, ...] | None = examples
         if weight is not None:
@@ -353,6 +367,7 @@ class ReplicatedStrategy(Strategy):
 
     def check_in_sync(self) -> None:
         """Check that parameters and buffers are bitwise equal on all replicas."""
+        self.adopt_new()
         with self.communicator():
             self._members.refresh()
             self._members.average_buffers()

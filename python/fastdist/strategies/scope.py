@@ -40,6 +40,7 @@ class Scope:
             )
         state.scopes.append(self.strategy)
         if not nested:
+            self.strategy._open_scope = self
             self._recorder = self._stack.enter_context(ModuleRecorder())
             kinds = (torch.optim.Optimizer, LRScheduler, GradScaler)
             self._stack.enter_context(watch_made(kinds, self._note))
@@ -53,12 +54,18 @@ class Scope:
         self._stack.close()
         if kind is None:
             self.adopt()
-        self._recorder = None
+        if self._recorder is not None:
+            self.strategy._open_scope = self._recorder = None
 
     def note_module(self, module: nn.Module) -> None:
         """Record a module, whether or not it registers anything with torch."""
         if self._recorder is not None:
             self._recorder.note(module)
+
+    @property
+    def has_new(self) -> bool:
+        """True if something was made that is not adopted yet."""
+        return self._recorder is not None and (self._recorder.has_new() or bool(self._made))
 
     def adopt(self) -> None:
         """Adopt what was made so far; the end of the scope adopts the rest. Every worker must call.

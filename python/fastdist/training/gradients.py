@@ -36,6 +36,7 @@ from fastdist.errors import (
     LostRankError,
 )
 from fastdist.recorder.phases import Phase, enter
+from fastdist.replicas.context import state
 from fastdist.replicas.per_replica import shares
 from fastdist.training.buffers import BufferSync
 from fastdist.training.communicators import ReplicaCommunicators
@@ -220,6 +221,12 @@ class GradientSync:
                 )
 
     def _on_gradient(self, i: int, parameter: object) -> None:
+        if not self._is_running and state.replica is not None:
+            raise RuntimeError(
+                f"backward has reached {self._parameters[i].name}, which belongs to another "
+                f"strategy than {state.replica.strategy!r}, which runs: train each module by the "
+                "strategy in whose scope it was made"
+            )
         if not self._is_running:
             raise RuntimeError(
                 f"backward has reached {self._parameters[i].name} outside run, where every replica "

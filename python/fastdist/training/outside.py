@@ -87,11 +87,13 @@ class OutsideParameters:
                         stacklevel=2,
                     )
                 return
+            where = "was made outside the scope"
+            if name.startswith("a "):
+                where = "is of no module that was made in the scope"
             raise ValueError(
-                f"{name} was made outside the scope, so every replica trains a separate model: "
-                "make the module and its optimizer inside `with strategy.scope():`, or pass the "
-                "module to strategy.mirror. If it is not to be trained, call "
-                "requires_grad_(False) on it"
+                f"{name} {where}, so every replica trains a separate model: make the module and "
+                "its optimizer inside `with strategy.scope():`, or pass the module to "
+                "strategy.mirror. If it is not to be trained, call requires_grad_(False) on it"
             )
 
         tensor.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]

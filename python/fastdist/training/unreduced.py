@@ -84,7 +84,8 @@ class UnreducedRuns:
                     f"{found[1].value:.9g} on replica {other}, in a run without backward. "
                     "backward() reduces gradients over the replicas; those of torch.autograd.grad "
                     "and torch.func, and updates by hand, are this replica's own: average them "
-                    'first by fastdist.get_replica_context().all_reduce("mean", gradients)',
+                    "first, by replica = fastdist.get_replica_context() and "
+                    'replica.all_reduce("mean", [replica.relative_weight * g for g in gradients])',
                     (other,),
                 )
 

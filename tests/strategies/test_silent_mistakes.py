@@ -184,6 +184,29 @@ def test_runs_in_the_open_scope(run: Run, kind: str) -> None:
     run(as_on_one_device(train), kind)
 
 
+@pytest.mark.parametrize("kind", ["mirrored", "central"])
+def test_evaluations_of_different_data(run: Run, kind: str) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1).double()
+
+        def evaluate(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (model(x) - y).square().mean().detach()
+
+        def mean(first: int) -> None:
+            for x, y in strategy.distribute_dataset(
+                tuple(each[first : first + 12] for each in data(26)), global_batch_size=6
+            ):
+                strategy.reduce("mean", strategy.run(evaluate, (x, y)))
+
+        mean(0)
+        mean(5)
+        with pytest.raises(FastdistError, match="the examples that replica 1 has"):
+            mean(strategy.local_replica_ids[0])
+
+    run(case, kind)
+
+
 def test_a_module_of_another_strategy(run: Run) -> None:
     def case(strategy: Strategy) -> None:
         with strategy.scope():

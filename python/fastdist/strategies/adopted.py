@@ -403,6 +403,11 @@ class AdoptedModules:
         if self._digests is not None:
             self._digests.note_step()
 
+    def compare_data(self, workers: Communicator | None) -> None:
+        """Compare the data of a run without backward. Every replica must call."""
+        if workers is not None:
+            self._steps.record.compare_data(workers)
+
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""
         if self.sync is not None:

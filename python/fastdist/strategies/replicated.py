@@ -327,6 +327,7 @@ class ReplicatedStrategy(Strategy):
 
     def _reduce(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
         with self.communicator() as workers:
+            self._members.compare_data(workers)
             self._members.average_buffers()
             return map_structure(lambda leaf: self._reduce_leaf(workers, op, leaf, axis), value)
 
@@ -355,6 +356,7 @@ class ReplicatedStrategy(Strategy):
 
     def _gather(self, value: Any, axis: int) -> Any:
         with self.communicator() as workers:
+            self._members.compare_data(workers)
             self._members.average_buffers()
             return map_structure(lambda leaf: gather_values(workers, _values_of(leaf), axis), value)
 

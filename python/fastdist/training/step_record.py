@@ -76,6 +76,7 @@ class StepRecord:
         self.has_reduced = self.is_reduced = self.has_stepped = False
         self._run = 0
         self._origin: Origin | None = None
+        self._unseen: Origin | None = None  # of the first run on a dataset's epoch
 
     def begin_run(self, origin: Origin | None) -> None:
         """Count a run that begins, on a batch of this origin."""
@@ -83,6 +84,8 @@ class StepRecord:
         self._backward = 0
         self.has_reduced = self.has_stepped = False
         self._origin = origin
+        if origin is not None and origin.step == 0:
+            self._unseen = origin
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Record a step with the optimizer's present hyperparameters."""
@@ -95,6 +98,7 @@ class StepRecord:
     def note_backward(self) -> None:
         """Note that a backward has reduced gradients."""
         self.has_reduced = self.is_reduced = True
+        self._unseen = None  # it travels with the gradients
 
     def note_step(self) -> None:
         """Note that gradients are used."""
@@ -136,13 +140,23 @@ class StepRecord:
         for describe in (
             _other_runs,
             _other_batches,
-            _other_data,
+            lambda records: _other_data([record.origin for record in records]),
             _other_steps,
             self._other_values,
         ):
             if (found := describe(records)) is not None:
                 message, ranks = found
                 raise FastdistError(message, ranks)
+
+    def compare_data(self, workers: Communicator) -> None:
+        """Compare the data of an epoch whose runs have no backward. Every replica must call."""
+        if self._unseen is None:
+            return
+        everyone = workers.all_gather_object(self._unseen)
+        self._unseen = None
+        if (found := _other_data(everyone)) is not None:
+            message, ranks = found
+            raise FastdistError(message, ranks)
 
     def _other_values(self, records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
         for other in range(1, len(records)):
@@ -223,8 +237,7 @@ def _other_batches(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | 
     )
 
 
-def _other_data(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
-    origins = [record.origin for record in records]
+def _other_data(origins: Sequence[Origin | None]) -> tuple[str, tuple[int, ...]] | None:
     first = origins[0]
     for other, origin in enumerate(origins):
         if first is None or origin is None or origin == first:

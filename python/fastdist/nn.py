@@ -99,11 +99,10 @@ class SyncBatchNorm(_BatchNorm):
 
     @staticmethod
     def _require_several(input: torch.Tensor, replica: ReplicaContext) -> None:
-        """Check what torch's layer checks, by the numbers of examples that the host knows."""
+        """Refuse one value per channel in the global batch, as torch's layer does."""
         examples = replica.examples
-        if examples is None or len(input) != examples[replica.replica_id_in_sync_group]:
-            return
-        if sum(examples) * math.prod(input.shape[2:]) == 1:
+        is_one = examples is not None and sum(examples) == 1
+        if is_one and input.shape[0] <= 1 and math.prod(input.shape[2:]) == 1:
             raise ValueError(
                 "SyncBatchNorm: expected more than 1 value per channel when training, got 1 in the "
                 "global batch; leave such a batch out by drop_remainder=True"

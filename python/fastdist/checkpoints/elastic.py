@@ -132,6 +132,7 @@ class Elastic:
                 "Elastic.run, or Keras' fit in an elastic job, was called twice; train in one call"
             )
         member.has_run = True
+        self._strategy.adopt_new()  # later, ranks that join would have more to adopt than others
         failures, reached = 0, -1
         while True:
             try:

@@ -775,7 +775,8 @@ class Communicator:
 
         On GPUs the calls are one launch. Results are there when the group has ended; on GPUs, as
         after any call, in the order of the stream. A send in a group on GPUs is received by a recv
-        in a group. If the block raises, no call is made.
+        in a group. If the block raises, no call is made. No call may read what another one of the
+        group writes. A message to oneself stays until it is received, by a later call too.
 
         Raises:
             ValueError: a barrier, an object, `async_op`, `splits`, `stream` or `bucket_bytes` in a

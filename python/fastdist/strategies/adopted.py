@@ -150,8 +150,6 @@ class AdoptedModules:
         self._adopted += len(added)
         optimizers = [thing for thing in made if isinstance(thing, torch.optim.Optimizer)]
         new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
-        self._in_order += map(weakref.ref, new)
-        self._optimizers.update(optimizers)
         self._models += added
         self._compare(added)
         for optimizer in new:
@@ -159,6 +157,8 @@ class AdoptedModules:
                 self._central.take_optimizer(optimizer, self._prepare_central, self.connect)
             elif self._options.shard_optimizer:
                 ShardedStep(optimizer, _weakly(self.connect), self._options.overlap)
+        self._in_order += map(weakref.ref, new)
+        self._optimizers.update(optimizers)
         self.use(communicators)
         own(roots, self)
 
@@ -211,7 +211,7 @@ class AdoptedModules:
         named = [*named_parameters(roots), *named_buffers(roots)]
         new = [tensor for _, tensor in named if not self.has(tensor)]
         workers = self.connect()
-        if workers is not None and models:
+        if workers is not None:
             require_same_structure(workers, named)
             if self._central is None:
                 broadcast_state(workers, new)

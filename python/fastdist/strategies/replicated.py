@@ -127,16 +127,16 @@ class ReplicatedStrategy(Strategy):
 
     def adopt_new(self) -> None:
         """Adopt what the open scope has made so far, on any replica. Every replica must call."""
-        self._connect()
         scope = self._open_scope
-        if scope is None or self.has_servers:
+        is_open = bool(state.scopes) and state.scopes[-1] is self  # in this thread
+        if scope is None or not is_open or self.has_servers or self._is_running:
             return
-        is_new = scope.has_new
-        with self.communicator() as workers:
+        with self.together():
+            is_new, workers = scope.has_new, self._connected()
             if workers is not None:
                 is_new = bool(workers.all_reduce(np.array([is_new]), "max")[0])
-        if is_new:
-            scope.adopt()
+            if is_new:
+                scope.adopt()
 
     def _require_first(self, replicas: int, central: CentralParameters | None) -> None:
         if any(other.is_elastic for other in _connected_strategies):
@@ -206,6 +206,7 @@ class ReplicatedStrategy(Strategy):
         scope: AbstractContextManager[None] = nullcontext()
         if self._device.type == "cuda":
             scope = working_on_gpu(self._device)
+        self._connect()
         self.adopt_new()
         if self.num_replicas_in_sync == 1:
             with scope:

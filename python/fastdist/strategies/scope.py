@@ -40,22 +40,24 @@ class Scope:
             )
         state.scopes.append(self.strategy)
         if not nested:
-            self.strategy._open_scope = self
             self._recorder = self._stack.enter_context(ModuleRecorder())
             kinds = (torch.optim.Optimizer, LRScheduler, GradScaler)
             self._stack.enter_context(watch_made(kinds, self._note))
             self._stack.enter_context(watch_metrics(self._recorder.note))
             for extension in extensions:
                 self._stack.enter_context(extension.watch(self))
+            self.strategy._open_scope = self
         return self.strategy
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         state.scopes.pop()
         self._stack.close()
-        if kind is None:
-            self.adopt()
-        if self._recorder is not None:
-            self.strategy._open_scope = self._recorder = None
+        try:
+            if kind is None:
+                self.adopt()
+        finally:
+            if self._recorder is not None:
+                self.strategy._open_scope = self._recorder = None
 
     def note_module(self, module: nn.Module) -> None:
         """Record a module, whether or not it registers anything with torch."""
@@ -73,11 +75,12 @@ class Scope:
         Does nothing once the scope has ended.
         """
         if self._recorder is not None:
-            made, self._made = self._made, []
+            made = list(self._made)
             roots: Sequence[nn.Module] = self._recorder.roots()
             for extension in extensions:
                 roots = extension.adopt(self.strategy, roots)
             self.strategy._adopt(roots, made)
+            del self._made[: len(made)]
 
     def _note(self, thing: Any) -> None:
         if not any(thing is known for known in self._made):  # a subclass calls its base's __init__

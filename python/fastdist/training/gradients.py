@@ -71,7 +71,7 @@ class GradientSync:
     """Keeps the gradients of one replica's parameters equal to those of all other replicas.
 
     Args:
-        communicators: backward itself uses the one for gradients alone, which no other call does.
+        communicators: `gradients` carries gradients and buffers, `replicas` carries questions.
         options: how gradients are reduced.
         places: the number of places of parameters, including released ones.
         has_several_models: True if the strategy has, or has had, several models.
@@ -221,10 +221,12 @@ class GradientSync:
                 )
 
     def _on_gradient(self, i: int, parameter: object) -> None:
-        if not self._is_running and state.replica is not None:
+        other = state.replica
+        is_other = other is not None and other.communicator is not self._questions
+        if not self._is_running and other is not None and is_other:
             raise RuntimeError(
                 f"backward has reached {self._parameters[i].name}, which belongs to another "
-                f"strategy than {state.replica.strategy!r}, which runs: train each module by the "
+                f"strategy than {other.strategy!r}, which runs: train each module by the "
                 "strategy in whose scope it was made"
             )
         if not self._is_running:

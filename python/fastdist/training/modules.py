@@ -43,7 +43,7 @@ class ModuleRecorder:
     """
 
     def __init__(self) -> None:
-        self._new: list[weakref.ref[nn.Module]] = []
+        self._new: dict[int, weakref.ref[nn.Module]] = {}
         self._roots: list[weakref.ref[nn.Module]] = []  # as returned last
         self._seen: dict[int, weakref.ref[nn.Module]] = {}
         self._thread = threading.get_ident()
@@ -69,7 +69,7 @@ class ModuleRecorder:
         if known is None or known() is not module:
             self._seen.pop(id(module), None)  # the entry of a deleted module with the same id
             self._seen[id(module)] = weakref.ref(module)
-            self._new.append(self._seen[id(module)])
+            self._new[id(module)] = self._seen[id(module)]
 
     def _note(self, module: nn.Module, *_: object) -> None:  # returning None keeps the value
         if threading.get_ident() == self._thread:
@@ -79,7 +79,9 @@ class ModuleRecorder:
         """Return True if a module was made that is in none of those that `roots` returned last."""
         known = [root for ref in self._roots if (root := ref()) is not None] if self._new else []
         inner = {id(m) for root in known for m in inner_modules(root)}
-        self._new = [ref for ref in self._new if (m := ref()) is not None and id(m) not in inner]
+        self._new = {
+            key: ref for key, ref in self._new.items() if ref() is not None and key not in inner
+        }
         return bool(self._new)
 
     def roots(self) -> list[nn.Module]:
@@ -89,7 +91,7 @@ class ModuleRecorder:
         alive = [module for ref in self._seen.values() if (module := ref()) is not None]
         inner = {id(m) for module in alive for m in inner_modules(module) if m is not module}
         roots = [module for module in alive if id(module) not in inner]
-        self._new, self._roots = [], [weakref.ref(root) for root in roots]
+        self._new, self._roots = {}, [weakref.ref(root) for root in roots]
         return roots
 
 

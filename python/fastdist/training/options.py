@@ -21,8 +21,8 @@ class CommunicationOptions:
         compress: send gradients as "fp16", "bf16" or "fp8"; None: exact.
         overlap: True: reduce gradients during backward. False: in one call after backward, which is
             faster if replicas use all cores. "auto": True on GPUs, and on the CPU if every machine
-            has more cores than replicas. The same on all replicas. Holds for the parameters that a
-            sharded optimizer sends, too: some are sent while others are stepped.
+            has more cores than replicas. The same on all replicas. A sharded optimizer sends some
+            parameters while it steps others, if True, or if "auto" and cores are idle.
         gradient_reduction: "mean" over the examples of the global batch, so that replicas train
             as one device would, or "sum" over replicas (tf.distribute's convention; see
             `fastdist.nn.compute_average_loss`).

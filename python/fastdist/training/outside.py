@@ -57,17 +57,19 @@ class OutsideParameters:
         assert is_own is not None
         for found in _trained_by(fn, given):
             named: Iterable[tuple[str, torch.Tensor]]
+            where = "was made outside the scope"
             if isinstance(found, nn.Module):
                 kind = type(found).__name__
                 named = ((f"{kind}'s {name}", each) for name, each in found.named_parameters())
             else:
                 kind = "parameter" if isinstance(found, nn.Parameter) else "tensor"
                 named = [(f"a {kind} of shape {tuple(found.shape)}", found)]
+                where = "is of no module that was made in the scope"
             for name, tensor in named:
                 if tensor.requires_grad and not is_own(tensor):
-                    self._watch_one(name, tensor)
+                    self._watch_one(name, tensor, where)
 
-    def _watch_one(self, name: str, tensor: torch.Tensor) -> None:
+    def _watch_one(self, name: str, tensor: torch.Tensor, where: str) -> None:
         if tensor in self._watched:
             return
         self._watched[tensor] = None
@@ -87,9 +89,6 @@ class OutsideParameters:
                         stacklevel=2,
                     )
                 return
-            where = "was made outside the scope"
-            if name.startswith("a "):
-                where = "is of no module that was made in the scope"
             raise ValueError(
                 f"{name} {where}, so every replica trains a separate model: make the module and "
                 "its optimizer inside `with strategy.scope():`, or pass the module to "

@@ -180,8 +180,9 @@ class ShardedStep:
             numbers = {id(p): number for number, p in enumerate(_parameters_of(optimizer))}
             name = f"step of {type(optimizer).__name__}, sharded, with gradients for parameters"
             require_same_call(workers, f"{name} {_ranges([numbers[each] for each in stepped])}")
+            if workers is not self._stepped[0]:
+                self._overlaps = agree_on_overlap(workers, self._overlap)
             self._stepped = workers, stepped
-            self._overlaps = agree_on_overlap(workers, self._overlap)
 
     def _follow(self, optimizer: torch.optim.Optimizer, workers: Communicator) -> None:
         """Move the states to owners among the ranks that there are now."""

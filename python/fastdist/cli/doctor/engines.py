@@ -47,10 +47,12 @@ def check_section() -> list[Fact]:
     """Check the result of an all_reduce between two threads of this process."""
     try:
         communicators = local_group(_RANKS, timeout=_TIMEOUT_S)
-        with ThreadPoolExecutor(_RANKS) as threads:
-            results = list(threads.map(_all_reduce, communicators))
-        for communicator in communicators:
-            communicator.close()
+        try:
+            with ThreadPoolExecutor(_RANKS) as threads:
+                results = list(threads.map(_all_reduce, communicators))
+        finally:
+            for communicator in communicators:
+                communicator.close()
     except Exception as error:  # any failure belongs into the report
         text = f"failed: {type(error).__name__}: {error}"
         return [Fact("all_reduce", False, text, State.BAD)]

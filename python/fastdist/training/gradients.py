@@ -221,15 +221,14 @@ class GradientSync:
                 )
 
     def _on_gradient(self, i: int, parameter: object) -> None:
-        other = state.replica
-        is_other = other is not None and other.communicator is not self._questions
-        if not self._is_running and other is not None and is_other:
-            raise RuntimeError(
-                f"backward has reached {self._parameters[i].name}, which belongs to another "
-                f"strategy than {other.strategy!r}, which runs: train each module by the "
-                "strategy in whose scope it was made"
-            )
         if not self._is_running:
+            other = state.replica
+            if other is not None and other.communicator is not self._questions:
+                raise RuntimeError(
+                    f"backward has reached {self._parameters[i].name}, which belongs to another "
+                    f"strategy than {other.strategy!r}, which runs: train each module by the "
+                    "strategy in whose scope it was made"
+                )
             raise RuntimeError(
                 f"backward has reached {self._parameters[i].name} outside run, where every replica "
                 "works on the same batch: call the step by strategy.run(train_step, "

@@ -108,22 +108,24 @@ class ShardedStep:
                 hide(stepping)
 
         stepping = self._with_gradients(optimizer, workers)
+        has_closure = True
         if args and callable(args[0]):
-            args, pieces = (functools.partial(shown, args[0]), *args[1:]), None
+            args = (functools.partial(shown, args[0]), *args[1:])
         elif kwargs.get("closure") is not None:
-            kwargs["closure"], pieces = functools.partial(shown, kwargs["closure"]), None
+            kwargs["closure"] = functools.partial(shown, kwargs["closure"])
         else:
+            has_closure = False
             self._require_same(optimizer, stepping, workers)
-            pieces = self._pieces(optimizer, stepping, workers)
+        pieces = [stepping] if has_closure else self._pieces(optimizer, stepping, workers)
         result = None
         with contextlib.ExitStack() as sent:  # waits, even if a later piece fails
-            for piece in pieces or [stepping]:
+            for piece in pieces:
                 hide(piece)
                 try:
                     result = self._plain(optimizer, *args, **kwargs)
                 finally:
                     show()
-                if pieces is None:
+                if has_closure:
                     self._require_same(optimizer, stepping, workers)
                 for work in self._send(piece, workers):
                     sent.callback(work.wait)
@@ -147,16 +149,17 @@ class ShardedStep:
         """
         if not self._overlaps or not self._may_be_cut:
             return [stepping]
-        costs = [0] * workers.world_size
-        for parameter in stepping:
-            costs[self._owners[parameter]] += _cost(optimizer, parameter)
+        costs = [_cost(optimizer, parameter) for parameter in stepping]
+        totals = [0] * workers.world_size
+        for parameter, cost in zip(stepping, costs, strict=True):
+            totals[self._owners[parameter]] += cost
         pieces: list[list[torch.Tensor]] = [[] for _ in range(_PIECES)]
         before = [0] * workers.world_size
-        for parameter in stepping:
+        for parameter, cost in zip(stepping, costs, strict=True):
             owner = self._owners[parameter]
-            number = _PIECES * before[owner] // max(costs[owner], 1)
+            number = _PIECES * before[owner] // max(totals[owner], 1)
             pieces[min(number, _PIECES - 1)].append(parameter)  # without elements: the last
-            before[owner] += _cost(optimizer, parameter)
+            before[owner] += cost
         return [piece for piece in pieces if piece]
 
     def _send(self, piece: list[torch.Tensor], workers: Communicator) -> list[Work]:

@@ -153,8 +153,8 @@ class StepRecord:
         origin, self._unseen = self._unseen, None
         if origin is None:
             return
-        own = [hash((origin.epoch, origin.step, origin.code, origin.data))] * 2
-        found = workers.all_gather(np.array([own]))  # no other call gathers a pair
+        own = [origin.epoch, origin.step, origin.code, origin.data]
+        found = workers.all_gather(np.array([own]))
         if (found == found[0]).all():
             return
         if (other := _other_data(workers.all_gather_object(origin))) is not None:

@@ -75,7 +75,7 @@ class MembersContract:
 
     @on_replicas
     def test_sync_batch_norm_needs_two_values(self, strategy: Strategy) -> None:
-        """As torch's layer does on one device, however many replicas there are."""
+        """The layer raises, as torch's does on one device."""
         with strategy.scope():
             layer = fd.nn.SyncBatchNorm(2)
         with pytest.raises(Exception, match="xpected more than 1 value per channel"):

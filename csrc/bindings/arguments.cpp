@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/error.h"
+#include "core/inbox.h"
 
 namespace py = pybind11;
 
@@ -25,7 +26,8 @@ int to_rank(py::handle rank, const char* argument, int size, std::optional<int> 
       rank);
 }
 
-std::uint64_t to_tag(py::handle tag) {
+std::uint64_t to_tag(py::handle tag, bool of_object) {
+  if (of_object) return to_tag(tag, false) | kObjectTag;
   if (tag.is_none()) return 0;
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(tag.ptr(), &overflow);

@@ -30,8 +30,8 @@ template <class... Args>
   return value != 0;
 }
 
-// Converts the tag of a message; None is 0.
-[[nodiscard]] std::uint64_t to_tag(pybind11::handle tag);
+// Converts the tag of a message; None is 0. Messages of objects have tags of their own.
+[[nodiscard]] std::uint64_t to_tag(pybind11::handle tag, bool of_object = false);
 
 // Converts a rank below `size`. If `self` is given, the rank must differ from it.
 [[nodiscard]] int to_rank(pybind11::handle rank, const char* argument, int size,

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bindings/bind.h"
@@ -52,12 +53,18 @@ class EndpointOf : public Endpoint {
 using HostEndpoint = EndpointOf<HostCommunicator>;     // ranks of one machine
 using NetEndpoint = EndpointOf<net::NetCommunicator>;  // ranks of several machines
 
-// Compares a call of another engine with the calls of all ranks.
+// Compares a call that another engine makes, or that is made of others, with the calls of all
+// ranks. `list`: a hash of several arrays, or the shape of one.
 void compare(Endpoint& self, const std::string& op, const std::string& dtype,
-             const std::string& reduce_op, int root, std::uint64_t count, std::uint64_t list,
+             const std::string& reduce_op, int root, std::uint64_t count,
+             const std::variant<std::uint64_t, std::vector<std::int64_t>>& list,
              py::handle timeout) {
   Signature signature{.root = static_cast<std::int16_t>(root), .count = count};
-  signature.list = list == 0 ? 0 : list | 1;
+  if (const auto* const hash = std::get_if<std::uint64_t>(&list)) {
+    signature.list = *hash == 0 ? 0 : *hash << 32 | 1;  // no shapes, see `list_word`
+  } else {
+    signature.list = shape_word(std::get<1>(list));
+  }
   const auto known_dtype = dtype_from_name(dtype);
   const auto known_reduce_op = reduce_op_from_name(reduce_op);
   const auto known_op = op_from_name(op);

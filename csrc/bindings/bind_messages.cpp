@@ -6,6 +6,7 @@
 #include <chrono>
 #include <exception>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -73,8 +74,7 @@ void wait_for_any(Endpoint& endpoint, const Receive& receive, const CallOptions&
     if (receive.is_done()) return;
     if (!has_read) check_senders(c, lost, have_closed);
     if (Clock::now() - start > options.timeout) {
-      throw Error(ErrorCode::kTimeout, "no rank has sent a message with tag " +
-                                           std::to_string(receive.tag()) + " in time");
+      throw Error(ErrorCode::kTimeout, "no rank has sent such a message in time");
     }
     if (has_read) continue;
     if (pause == kLongestPause) c.check_senders(call, options, read);
@@ -98,7 +98,15 @@ Receives add_all(Endpoint& endpoint, const Wanted& wanted) {
 void read(Endpoint& endpoint, Receive& receive, int src, const CallOptions& options) {
   if (src != kAnyRank) return endpoint.inbox(src).read_until(receive, options);
   try {
-    wait_for_any(endpoint, receive, options);
+    try {
+      wait_for_any(endpoint, receive, options);
+    } catch (const Error& error) {
+      std::set<std::uint64_t> kept;
+      for (int p = 0; p < endpoint.communicator().size(); ++p) endpoint.inbox(p).add_kept(kept);
+      const int rank = endpoint.communicator().rank();
+      throw Error(error.code(), error.what() + describe_wait(rank, receive.tag(), "any rank", kept),
+                  error.ranks());
+    }
   } catch (...) {
     receive.withdraw();
   }
@@ -170,7 +178,7 @@ class Messages {
   explicit Messages(py::object endpoint)
       : owner_(std::move(endpoint)), endpoint_(owner_.cast<Endpoint&>()) {}
 
-  py::object recv(py::handle array, py::handle src, py::handle tag, bool is_same,
+  py::object recv(py::handle array, py::handle src, std::uint64_t tag, bool is_same,
                   std::chrono::nanoseconds timeout, bool async) {
     Arrays to(array, Access::kWrite, "array");
     if (to.views().size() != 1) {
@@ -178,7 +186,7 @@ class Messages {
     }
     const int from =
         src.is_none() ? kAnyRank : to_rank(src, "src", endpoint_.communicator().size());
-    const Wanted wanted{to.views(), from, to_tag(tag), is_same ? Fit::kSame : Fit::kLess, timeout};
+    const Wanted wanted{to.views(), from, tag, is_same ? Fit::kSame : Fit::kLess, timeout};
     if (!async) return receive(endpoint_, wanted, py::object());
     return receive_later(endpoint_, wanted, py::object(), py::make_tuple(array, to.take_holder()));
   }
@@ -194,12 +202,12 @@ namespace {
 PyObject* recv(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
   try {
     auto& self = *static_cast<Messages*>(PyCapsule_GetPointer(capsule, nullptr));
-    if (count != 6) {
-      throw Error(ErrorCode::kType, "expected 6 arguments, got " + std::to_string(count));
+    if (count != 7) {
+      throw Error(ErrorCode::kType, "expected 7 arguments, got " + std::to_string(count));
     }
     return self
-        .recv(arguments[0], arguments[1], arguments[2], is_true(arguments[3]),
-              to_duration(arguments[4]), is_true(arguments[5]))
+        .recv(arguments[0], arguments[1], to_tag(arguments[2], is_true(arguments[6])),
+              is_true(arguments[3]), to_duration(arguments[4]), is_true(arguments[5]))
         .release()
         .ptr();
   } catch (...) {

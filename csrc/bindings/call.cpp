@@ -26,7 +26,7 @@ constexpr std::array kNames{
     Name{"out", &CallArguments::out},           Name{"compress", &CallArguments::compress},
     Name{"counts", &CallArguments::counts},     Name{"bucket_bytes", &CallArguments::bucket_bytes},
     Name{"stream", &CallArguments::stream},     Name{"timeout", &CallArguments::timeout},
-    Name{"async_op", &CallArguments::async_op},
+    Name{"async_op", &CallArguments::async_op}, Name{"within", &CallArguments::within},
 };
 
 using Interned = std::array<PyObject*, kNames.size()>;
@@ -238,7 +238,8 @@ py::dict CallArguments::by_name() const {
   py::dict result;
   for (const Name& name : kNames) {
     const py::handle value = this->*name.value;
-    if (value && !value.is_none() && name.value != &CallArguments::tag) result[name.text] = value;
+    const bool is_known = name.value != &CallArguments::tag && name.value != &CallArguments::within;
+    if (value && !value.is_none() && is_known) result[name.text] = value;
   }
   return result;
 }
@@ -269,7 +270,9 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   const auto self = may_be_own ? std::nullopt : std::optional(ranks.rank());
   if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), self);
   if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), self);
-  tag = to_tag(given.tag);
+  const bool is_message = op == Op::kSend || op == Op::kRecv;
+  const bool is_step = !given.within.is_none();
+  tag = to_tag(given.tag, is_message && is_step);
   if (placement.device) refuse_tag_on_gpus(tag);
   if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();
   view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
@@ -277,6 +280,7 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   if (!given.compress.is_none()) wire = to_wire_dtype(given.compress);
   if (wire && op == Op::kAllReduce) check_compressible(*in, reduce_op);
   bucket_bytes = to_bucket_bytes(given);
+  if (is_step && !is_message) within = op_from_name(given.within.cast<std::string>());
 }
 
 void Call::view_arrays(const CallArguments& given, bool is_root, const Placement& placement) {
@@ -308,10 +312,7 @@ void Call::view_arrays(const CallArguments& given, bool is_root, const Placement
     case Op::kRecv:
       out.emplace(given.array, Access::kWrite, "array", placement);
       return;
-    case Op::kBarrier:
-    case Op::kEmpty:
-    case Op::kGroup:
-    case Op::kJoin:
+    default:
       return;
   }
 }
@@ -336,12 +337,7 @@ void Call::check_arrays(const Communicator& ranks) const {
     case Op::kAllToAll:
       check_all_to_all(*in, *out, counts, ranks);
       break;
-    case Op::kSend:
-    case Op::kRecv:
-    case Op::kBarrier:
-    case Op::kEmpty:
-    case Op::kGroup:
-    case Op::kJoin:
+    default:
       break;
   }
   if (!reduces(op)) return;
@@ -350,7 +346,8 @@ void Call::check_arrays(const Communicator& ranks) const {
 
 Signature Call::signature() const {
   if (op == Op::kAllToAll) return all_to_all_signature(in->views(), counts);
-  return signature_of(rooted(op, peer, reduce_op), (op == Op::kScatter ? out : in)->views());
+  const std::optional<Arrays>& shared = op == Op::kScatter || !in ? out : in;
+  return signature_of(rooted(within.value_or(op), peer, reduce_op), shared->views());
 }
 
 }  // namespace fastdist::bindings

@@ -38,7 +38,8 @@ struct CallArguments {
   py::handle stream = Py_None;  // GPUs: the handle of the stream on which the arrays are ready
   py::handle timeout = Py_None;
   py::handle async_op = Py_None;
-  bool in_group = false;  // where a rank may send to itself, also on GPUs
+  py::handle within = Py_None;  // the name of the call of which this one is a step
+  bool in_group = false;        // where a rank may send to itself, also on GPUs
 
   // Returns the array, or list of arrays, that tells where a call's arrays are: scatter has an
   // input on the root only.
@@ -47,7 +48,7 @@ struct CallArguments {
   [[nodiscard]] py::handle result() const {
     return out.is_none() && op != Op::kGather ? array : out;
   }
-  // Returns the arguments that are not None, by name, for engines that know no tags.
+  // Returns the arguments that are not None, by name, for engines that know neither tags nor steps.
   [[nodiscard]] py::dict by_name() const;
   // Returns an object that keeps the arguments alive. Replaces lists, which their owners may
   // change.
@@ -73,6 +74,7 @@ struct Call {
   std::optional<DType> wire;     // the dtype of `compress`
   std::size_t bucket_bytes = 0;  // 0: the engine chooses
   std::vector<std::size_t> counts;  // empty: equal parts
+  std::optional<Op> within;         // the call of which this one is a step
 
   [[nodiscard]] TensorViews inputs() const { return (in ? in : out)->views(); }
   [[nodiscard]] TensorViews outputs() const { return (out ? out : in)->views(); }

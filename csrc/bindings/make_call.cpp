@@ -54,7 +54,7 @@ void as_one(GpuCommunicator& c, const Signature& whole, const CallOptions& optio
 // --- where they do not --------------------------------------------------------------------------
 
 template <class C>
-void make(C& c, const Call& call, const CallOptions& options) {
+void make_arrays(C& c, const Call& call, const CallOptions& options) {
   const auto for_each = [&](const auto& move) {
     const std::size_t count = call.inputs().size();
     if (count == 1) return move(0, options);
@@ -102,11 +102,19 @@ void make(C& c, const Call& call, const CallOptions& options) {
       return;
     case Op::kBarrier:
       return c.barrier(options);
-    case Op::kEmpty:
-    case Op::kGroup:
-    case Op::kJoin:
+    default:
       return;
   }
+}
+
+// Makes a call, which the ranks compare as the one of which it is a step, if it is one.
+template <class C>
+void make(C& c, const Call& call, const CallOptions& options) {
+  if (!call.within) return make_arrays(c, call, options);
+  const Signature whole = call.signature();
+  CallOptions step = options;
+  step.whole = &whole;
+  make_arrays(c, call, step);
 }
 
 // Copies what this rank sends to itself.

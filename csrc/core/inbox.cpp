@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 #include <thread>
 #include <utility>
 
@@ -13,7 +12,25 @@ namespace {
 
 constexpr std::chrono::microseconds kPause{200};
 
+std::string name_of_tag(std::uint64_t tag) {
+  std::string name = "tag ";
+  name += std::to_string(tag & ~kObjectTag);
+  if ((tag & kObjectTag) != 0) name += " of an object";
+  return name;
+}
+
 }  // namespace
+
+std::string describe_wait(int rank, std::uint64_t tag, const std::string& source,
+                          const std::set<std::uint64_t>& kept) {
+  std::string text = "\nrank ";
+  text +=
+      std::to_string(rank) + " waits for a message with " + name_of_tag(tag) + " from " + source;
+  if (kept.empty()) return text;
+  text += ", which has sent others that no receive has asked for:";
+  for (const std::uint64_t other : kept) (text += ' ') += name_of_tag(other);
+  return text;
+}
 
 void Receive::finish(int source, std::exception_ptr error) noexcept {
   source_ = source;
@@ -119,6 +136,11 @@ void Inbox::wait_for(const Receive& receive, const CallOptions& options) {
       }
     }
     options.caller->check_interrupt();
+    if (is_own && Clock::now() - start > kPollInterval && options.caller->is_alone()) {
+      throw Error(ErrorCode::kState,
+                  "no other thread can send what this rank waits for from itself" +
+                      other_tags(receive.tag()));
+    }
     std::this_thread::sleep_for(kPause);
   }
 }
@@ -134,17 +156,15 @@ Message Inbox::await(TensorView out, std::uint64_t tag, const CallOptions& optio
 }
 
 std::string Inbox::other_tags(std::uint64_t tag) {
+  std::set<std::uint64_t> kept;
+  add_kept(kept);
+  if (tag == 0 && kept.empty()) return "";
+  return describe_wait(communicator_.rank(), tag, "rank " + std::to_string(source_), kept);
+}
+
+void Inbox::add_kept(std::set<std::uint64_t>& tags) {
   const std::lock_guard lock(mutex_);
-  if (tag == 0 && kept_.empty()) return "";
-  std::string text = "\nrank " + std::to_string(communicator_.rank()) +
-                     " waits for a message with tag " + std::to_string(tag) + " from rank " +
-                     std::to_string(source_);
-  if (kept_.empty()) return text;
-  text += ", which has sent others that no receive has asked for:";
-  std::set<std::uint64_t> tags;
   for (const Kept& kept : kept_) tags.insert(kept.message.tag);
-  for (const std::uint64_t other : tags) text += " tag " + std::to_string(other);
-  return text;
 }
 
 bool Inbox::read_if_any(const CallOptions& options) {
@@ -216,7 +236,7 @@ void Inbox::fill(Receive& receive, const Kept& kept) const noexcept {
               "send and recv do not match: rank " + std::to_string(source_) + " has sent " +
                   text(kept.message.dtype, kept.message.count) + ", rank " +
                   std::to_string(communicator_.rank()) + " receives " + text(out.dtype, out.count) +
-                  " with tag " + std::to_string(receive.tag()),
+                  " with " + name_of_tag(receive.tag()),
               {source_}));
   }
   receive.finish(source_, error);

@@ -10,6 +10,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,13 @@
 #include "core/work.h"
 
 namespace fastdist {
+
+// Set in the tags of messages that carry objects.
+inline constexpr std::uint64_t kObjectTag = std::uint64_t{1} << 63;
+
+// Says which messages `rank` waits for, from `source`, and which it was sent instead.
+[[nodiscard]] std::string describe_wait(int rank, std::uint64_t tag, const std::string& source,
+                                        const std::set<std::uint64_t>& kept);
 
 // What a message must be for the array that receives it.
 enum class Fit : bool {
@@ -75,6 +83,8 @@ class Inbox {
   bool read_if_any(const CallOptions& options);
   // Takes a message that this rank sends to itself.
   void put(TensorView message, std::uint64_t tag);
+  // Adds the tags of messages that were kept to `tags`.
+  void add_kept(std::set<std::uint64_t>& tags);
   // Returns the number of the next receive, for the records of calls.
   [[nodiscard]] std::uint64_t next_number() noexcept { return ++number_; }
 

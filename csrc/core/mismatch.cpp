@@ -24,6 +24,16 @@ bool differ_in_shapes(std::span<const CallOfRank> calls) {
   return std::ranges::all_of(calls, differs_in_shapes);
 }
 
+// True if ranks make one call with splits, which differ.
+bool differ_in_splits(std::span<const CallOfRank> calls) {
+  return std::ranges::all_of(calls, [&](const CallOfRank& call) {
+    const Signature& s = call.signature;
+    const bool has_splits =
+        s.op == Op::kGatherSplits || s.op == Op::kScatterSplits || s.op == Op::kAllToAllSplits;
+    return has_splits && s.packed() == calls[0].signature.packed();
+  });
+}
+
 // True if ranks call `op` with arrays that differ in nothing but size.
 bool is_uneven(Op op, std::span<const CallOfRank> calls) {
   const auto has_count_of_first = [&](const CallOfRank& call) {
@@ -59,6 +69,7 @@ Error mismatch_of(std::uint64_t sequence, int rank, std::span<const CallOfRank> 
     }
   }
   if (differ_in_shapes(calls)) message += "\nthe arrays of the lists differ in shape";
+  if (differ_in_splits(calls)) message += "\nthe splits differ, or the shapes of the rows";
   if (is_uneven(Op::kAllGather, calls)) {
     message += "\nall_gather of parts that differ in size needs splits=, the rows of each rank";
   }

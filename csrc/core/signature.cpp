@@ -43,6 +43,22 @@ std::string name_of_shape(std::uint64_t word) {
   return text + ")";
 }
 
+bool has_array(Op op) {
+  switch (op) {
+    case Op::kBarrier:
+    case Op::kGroup:
+    case Op::kJoin:
+    case Op::kBroadcastObject:
+    case Op::kAllGatherObject:
+    case Op::kGatherObject:
+    case Op::kScatterObject:
+    case Op::kSplit:
+      return false;
+    default:
+      return true;
+  }
+}
+
 }  // namespace
 
 std::uint64_t word_of_axes(std::span<const std::int64_t> shape) noexcept {
@@ -62,10 +78,20 @@ std::uint64_t word_of_axes(std::span<const std::int64_t> shape) noexcept {
 }
 
 std::string describe(const Signature& s) {
-  std::string text = std::string(name_of(s.op)) + "(";
-  if (s.op != Op::kBarrier && s.op != Op::kGroup && s.op != Op::kJoin) {
-    text += std::string(name_of(s.dtype)) + " × " + std::to_string(s.count);
-    if (is_list(s.list)) text += " in a list";
+  constexpr std::string_view kSplits = "_splits";
+  std::string_view name = name_of(s.op);
+  const bool has_splits = name.ends_with(kSplits);
+  if (has_splits) name.remove_suffix(kSplits.size());
+  std::string text(name);
+  text += "(";
+  std::string between;
+  const auto add = [&](const std::string& what) {
+    text += between + what;
+    between = ", ";
+  };
+  if (has_array(s.op)) {
+    add(std::string(name_of(s.dtype)) + " × " + std::to_string(s.count));
+    if (is_list(s.list) && !has_splits) text += " in a list";
     if (!is_list(s.list) && s.list != 0) text += " of shape " + name_of_shape(s.list);
     if (s.order != 0) text += ", not in row-major order";
     if (s.on_gpu) text += ", on GPUs";
@@ -73,33 +99,39 @@ std::string describe(const Signature& s) {
   switch (s.op) {
     case Op::kAllReduce:
     case Op::kReduceScatter:
-      text += ", op=\"" + std::string(name_of(s.reduce_op)) + "\"";
-      if (s.compress) {
-        text += ", compress=\"" + std::string(name_of_compression(*s.compress)) + "\"";
-      }
-      break;
+    case Op::kReduceScatterSplits:
     case Op::kReduce:
-      text += ", op=\"" + std::string(name_of(s.reduce_op)) + "\", root=" + std::to_string(s.root);
+    case Op::kScan:
+      add("op=\"" + std::string(name_of(s.reduce_op)) + "\"");
       break;
+    default:
+      break;
+  }
+  if (s.compress) add("compress=\"" + std::string(name_of_compression(*s.compress)) + "\"");
+  switch (s.op) {
+    case Op::kReduce:
     case Op::kBroadcast:
     case Op::kGather:
     case Op::kScatter:
-      text += ", root=" + std::to_string(s.root);
+    case Op::kBroadcastObject:
+    case Op::kScatterObject:
+    case Op::kGatherSplits:
+    case Op::kScatterSplits:
+      add("root=" + std::to_string(s.root));
       break;
     case Op::kSend:
-      text += ", dst=" + std::to_string(s.root);
+      add("dst=" + std::to_string(s.root));
       break;
     case Op::kRecv:
-      text += ", src=" + (s.root < 0 ? "any" : std::to_string(s.root));
+      add("src=" + (s.root < 0 ? "any" : std::to_string(s.root)));
       break;
-    case Op::kAllGather:
-    case Op::kAllToAll:
-    case Op::kBarrier:
-    case Op::kEmpty:
-    case Op::kGroup:
-    case Op::kJoin:
+    case Op::kScan:
+      if (s.root != 0) add("exclusive=True");
+      break;
+    default:
       break;
   }
+  if (has_splits) add("splits=…");
   return text + ")";
 }
 

@@ -18,9 +18,31 @@ constexpr std::array<std::size_t, kDTypeCount> kDTypeBytes{1, 1, 2, 4, 8, 1, 2, 
 constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"sum", "mean", "prod", "min",
                                                                   "max", "and",  "or",   "xor"};
 
-constexpr std::array<std::string_view, kOpCount> kOps{
-    "all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter",
-    "all_to_all", "send",   "recv",      "barrier",    "empty",  "group",   "join"};
+constexpr std::array<std::string_view, kOpCount> kOps{"all_reduce",
+                                                      "reduce",
+                                                      "broadcast",
+                                                      "all_gather",
+                                                      "gather",
+                                                      "scatter",
+                                                      "reduce_scatter",
+                                                      "all_to_all",
+                                                      "send",
+                                                      "recv",
+                                                      "barrier",
+                                                      "empty",
+                                                      "group",
+                                                      "join",
+                                                      "scan",
+                                                      "broadcast_object",
+                                                      "all_gather_object",
+                                                      "gather_object",
+                                                      "scatter_object",
+                                                      "split",
+                                                      "all_gather_splits",
+                                                      "gather_splits",
+                                                      "scatter_splits",
+                                                      "reduce_scatter_splits",
+                                                      "all_to_all_splits"};
 
 // The name of a number from another process that stands for nothing.
 constexpr std::string_view kUnknown = "unknown";

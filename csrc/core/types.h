@@ -48,8 +48,20 @@ enum class Op : std::uint8_t {
   kEmpty,  // allocation of memory that the engine can use in place
   kGroup,  // calls that are launched as one
   kJoin,   // a rank that has no more data takes part in the calls of others
+  // Calls that Python makes of others, which are compared as what they are.
+  kScan,
+  kBroadcastObject,
+  kAllGatherObject,
+  kGatherObject,
+  kScatterObject,
+  kSplit,
+  kAllGatherSplits,
+  kGatherSplits,
+  kScatterSplits,
+  kReduceScatterSplits,
+  kAllToAllSplits,
 };
-inline constexpr int kOpCount = 14;
+inline constexpr int kOpCount = 25;
 inline constexpr int kCollectiveCount = 11;  // those that users call, which come first
 
 [[nodiscard]] std::size_t size_of(DType dtype) noexcept;

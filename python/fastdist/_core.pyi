@@ -75,7 +75,8 @@ class Communicator:
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    # Compare a call of another engine, in one sequence with this engine's own.
+    # Compare a call that another engine makes, or that is made of others, in one sequence with this
+    # engine's own. `list_word`: a hash of several arrays, or the shape of one.
     def compare(
         self,
         op: str,
@@ -83,7 +84,7 @@ class Communicator:
         reduce_op: str,
         root: int,
         count: int,
-        list_word: int,
+        list_word: int | Sequence[int],
         timeout_s: float,
         /,
     ) -> None: ...
@@ -147,8 +148,8 @@ class Receive:
 class Messages:
     def __init__(self, communicator: Communicator, /) -> None: ...
     # array, source (None: any), tag, whether the message must have the array's size and dtype,
-    # timeout, async; returns a Receive
-    def recv(self, /) -> Callable[[Any, int | None, int, bool, float, bool], Any]: ...
+    # timeout, async, whether it is of an object; returns a Receive
+    def recv(self, /) -> Callable[[Any, int | None, int, bool, float, bool, bool], Any]: ...
 
 # bind_recorder.cpp
 

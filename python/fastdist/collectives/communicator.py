@@ -65,7 +65,9 @@ class Communicator:
     Attributes:
         rank: this rank, from 0.
         world_size: the number of ranks.
-        engine: the engine that moves the bytes; for other parts of fastdist.
+        timeout_s: seconds that calls wait for other ranks, unless they are given another time.
+        engine, calls: the engine that moves the bytes, and its collectives; for other parts of
+            fastdist.
 
     Examples:
         >>> import fastdist as fd
@@ -84,11 +86,11 @@ class Communicator:
         self.engine: Engine = engine
         self._on_end = on_end  # called with the communicator that takes this one's place
         self._regroup = regroup  # makes the next communicator of an elastic job
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._inside: str | None = None  # the block whose calls are not made as they stand
         self._recv_any: Callable[..., Any] | None = None
         self._gpus = NcclEngine(engine) if engine.compiled is not None and is_possible() else None
-        self._calls = (self._gpus or engine).calls(timeout_s)
+        self.calls = (self._gpus or engine).calls(timeout_s)
         self.rank: int = engine.rank
         self.world_size: int = engine.size
         if engine.compiled is not None and engine.size > 1:
@@ -204,7 +206,7 @@ class Communicator:
             >>> work.wait()
             array([4, 6])
         """
-        call = self._calls.all_reduce
+        call = self.calls.all_reduce
         while True:
             try:
                 return call(
@@ -255,7 +257,7 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("reduce", unknown)
-        call = self._calls.reduce
+        call = self.calls.reduce
         while True:
             try:
                 return call(
@@ -301,7 +303,7 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("broadcast", unknown)
-        call = self._calls.broadcast
+        call = self.calls.broadcast
         while True:
             try:
                 return call(
@@ -353,7 +355,7 @@ class Communicator:
             return uneven.all_gather(self, array, splits, out, keywords)
         if out is None:
             out = joined_like(array, self.world_size)
-        return self._calls.all_gather(
+        return self.calls.all_gather(
             array, out=out, stream=stream, timeout=timeout, async_op=async_op
         )
 
@@ -410,7 +412,7 @@ class Communicator:
             out = None
         elif out is None:
             out = joined_like(array, self.world_size)
-        return self._calls.gather(
+        return self.calls.gather(
             array, root=root, out=out, stream=stream, timeout=timeout, async_op=async_op
         )
 
@@ -478,7 +480,7 @@ class Communicator:
             check_parts(array, self.world_size)
         if out is None:
             out = part_like(array, self.world_size)
-        return self._calls.scatter(
+        return self.calls.scatter(
             array, root=root, out=out, stream=stream, timeout=timeout, async_op=async_op
         )
 
@@ -538,7 +540,7 @@ class Communicator:
         check_parts(array, self.world_size)
         if out is None:
             out = part_like(array, self.world_size)
-        return self._calls.reduce_scatter(
+        return self.calls.reduce_scatter(
             array, op=op, out=out, stream=stream, timeout=timeout, async_op=async_op
         )
 
@@ -586,7 +588,7 @@ class Communicator:
         else:
             check_parts(array, self.world_size)
             out = empty_like(array) if out is None else out
-        return self._calls.all_to_all(
+        return self.calls.all_to_all(
             array, out=out, counts=counts, stream=stream, timeout=timeout, async_op=async_op
         )
 
@@ -630,7 +632,7 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("send", unknown)
-        return self._calls.send(
+        return self.calls.send(
             array, dst=dst, tag=tag, stream=stream, timeout=timeout, async_op=async_op
         )
 
@@ -646,7 +648,7 @@ class Communicator:
 
     def recv(
         self,
-        array: Arrays,
+        array: Arrays = None,
         src: int = -1,
         *,
         tag: int = 0,
@@ -669,7 +671,9 @@ class Communicator:
         """
         if unknown:
             hints.refuse_keywords("recv", unknown)
-        return self._calls.recv(
+        if array is None:
+            raise TypeError("recv needs the array to write into; recv_object returns an object")
+        return self.calls.recv(
             array, src=src, tag=tag, stream=stream, timeout=timeout, async_op=async_op
         )
 
@@ -712,8 +716,8 @@ class Communicator:
             raise UnsupportedError("recv_any is for arrays on hosts; on GPUs recv names its source")
         if self._recv_any is None:
             self._recv_any = _core.Messages(compiled).recv()
-        seconds = self._timeout_s if timeout is None else timeout
-        received = self._recv_any(array, None, tag, True, seconds, async_op)
+        seconds = self.timeout_s if timeout is None else timeout
+        received = self._recv_any(array, None, tag, True, seconds, async_op, False)
         return _Source(received) if async_op else received.source
 
     @overload
@@ -729,7 +733,7 @@ class Communicator:
             >>> import fastdist as fd
             >>> fd.init().barrier()
         """
-        return self._calls.barrier(timeout=timeout, async_op=async_op)
+        return self.calls.barrier(timeout=timeout, async_op=async_op)
 
     def scan(
         self,
@@ -787,7 +791,7 @@ class Communicator:
         if self.engine.compiled is None:
             raise UnsupportedError("calls of a TPU cannot be grouped: its program launches them")
         group = _core.Group(self.engine.compiled, device_of if self._gpus else None)
-        with self._calling(Calls(**group.calls(self._timeout_s)), "group"):
+        with self._calling(Calls(**group.calls(self.timeout_s)), "group"):
             yield
         if self._gpus is not None:
             self._gpus.run_group(group)
@@ -829,7 +833,7 @@ class Communicator:
         self._refuse_inside("join")
         if self.engine.compiled is None:
             raise UnsupportedError("ranks of a TPU cannot join: its program launches their calls")
-        plain = self._calls
+        plain = self.calls
 
         def tell(call: Any) -> list[Any]:
             with self._calling(plain, None):
@@ -838,16 +842,16 @@ class Communicator:
         joining = Joining(self.rank, plain, self.engine.compiled, tell)
         with self._calling(joining.calls(), "join"):
             yield joining
-        joining.take_part(self._timeout_s)
+        joining.take_part(self.timeout_s)
 
     @contextmanager
     def _calling(self, calls: Calls, inside: str | None) -> Iterator[None]:
-        before = self._calls, self._inside
-        self._calls, self._inside = calls, inside
+        before = self.calls, self._inside
+        self.calls, self._inside = calls, inside
         try:
             yield
         finally:
-            self._calls, self._inside = before
+            self.calls, self._inside = before
 
     def _refuse_inside(self, what: str) -> None:
         if self._inside:
@@ -855,7 +859,9 @@ class Communicator:
                 f"{what} cannot be in a {self._inside}: leave the {self._inside} first"
             )
 
-    def broadcast_object(self, value: T, root: int = 0, *, timeout: float | None = None) -> T:
+    def broadcast_object(
+        self, value: T, root: int = 0, *, timeout: float | None = None, **unknown: Any
+    ) -> T:
         """Return the root's object on every rank, by pickle. Every rank must call.
 
         Examples:
@@ -867,6 +873,8 @@ class Communicator:
             ...     list(threads.map(lambda comm: comm.broadcast_object(x[comm.rank]), ranks))
             [{'lr': 0.1}, {'lr': 0.1}]
         """
+        if unknown:
+            hints.refuse_keywords("broadcast_object", unknown)
         self._refuse_inside("broadcast_object")
         return objects.broadcast(self, value, root, timeout)
 
@@ -885,7 +893,7 @@ class Communicator:
         return objects.all_gather(self, value, timeout)
 
     def gather_object(
-        self, value: T, root: int = 0, *, timeout: float | None = None
+        self, value: T, root: int = 0, *, timeout: float | None = None, **unknown: Any
     ) -> list[T] | None:
         """Return the objects of all ranks on the root, by pickle; None on the other ranks.
 
@@ -896,11 +904,18 @@ class Communicator:
             >>> fd.init().gather_object({"lr": 0.1})  # one rank
             [{'lr': 0.1}]
         """
+        if unknown:
+            hints.refuse_keywords("gather_object", unknown)
         self._refuse_inside("gather_object")
         return objects.gather(self, value, root, timeout)
 
     def scatter_object(
-        self, values: Sequence[T] | None, root: int = 0, *, timeout: float | None = None
+        self,
+        values: Sequence[T] | None,
+        root: int = 0,
+        *,
+        timeout: float | None = None,
+        **unknown: Any,
     ) -> T:
         """Return this rank's object of the root's list, by pickle. Every rank must call.
 
@@ -918,6 +933,8 @@ class Communicator:
             >>> fd.init().scatter_object(["for rank 0"])  # one rank
             'for rank 0'
         """
+        if unknown:
+            hints.refuse_keywords("scatter_object", unknown)
         self._refuse_inside("scatter_object")
         return objects.scatter(self, values, root, timeout)
 
@@ -978,6 +995,7 @@ class Communicator:
             ...     first.recv_any_object()
             ('done', 1)
         """
+        self._refuse_inside("recv_any_object")
         return objects.recv_any(self, tag, timeout)
 
     def split(
@@ -1041,9 +1059,9 @@ class Communicator:
         """
         self._refuse_inside("shrink")
         left = membership.remaining(self, exclude)
-        seconds = self._timeout_s if timeout is None else timeout
+        seconds = self.timeout_s if timeout is None else timeout
         engine = self.engine.survivors(left, seconds)
-        made = Communicator(engine, self._timeout_s, self._on_end)
+        made = Communicator(engine, self.timeout_s, self._on_end)
         if self._on_end is not None:
             self._on_end(self, made)
         with suppress(FastdistError):
@@ -1082,11 +1100,11 @@ class Communicator:
                 "regroup works on the communicator of fastdist.init(elastic=True); the number of "
                 "ranks of this one is fixed"
             )
-        return self._regroup(self, self._timeout_s if timeout is None else timeout)
+        return self._regroup(self, self.timeout_s if timeout is None else timeout)
 
     def succeeded_by(self, engine: Engine) -> Communicator:
         """Return a communicator of an elastic job with the same settings."""
-        return Communicator(engine, self._timeout_s, self._on_end, self._regroup)
+        return Communicator(engine, self.timeout_s, self._on_end, self._regroup)
 
     def empty(
         self,
@@ -1116,7 +1134,7 @@ class Communicator:
         """
         shape, dtype, nbytes = to_layout(shape, dtype)
         if device is not None:
-            seconds = self._timeout_s if timeout is None else timeout
+            seconds = self.timeout_s if timeout is None else timeout
             gpu = to_gpu(device)
             memory = self._on_gpus().empty(max(nbytes, 1), gpu, seconds)
             return view_gpu_bytes(memory, nbytes, shape, dtype)
@@ -1134,7 +1152,7 @@ class Communicator:
             dropped.
         """
         self._refuse_inside("register")
-        return self._on_gpus().lend(array, self._timeout_s if timeout is None else timeout)
+        return self._on_gpus().lend(array, self.timeout_s if timeout is None else timeout)
 
     def _on_gpus(self) -> NcclEngine:
         if self._gpus is None:
@@ -1142,8 +1160,8 @@ class Communicator:
         return self._gpus
 
     def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
-        engine = self.engine.subset(groups, self._timeout_s if timeout is None else timeout)
-        return None if engine is None else Communicator(engine, self._timeout_s)
+        engine = self.engine.subset(groups, self.timeout_s if timeout is None else timeout)
+        return None if engine is None else Communicator(engine, self.timeout_s)
 
 
 class _Source:

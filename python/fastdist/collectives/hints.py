@@ -25,13 +25,10 @@ _OTHER_KEYWORDS = {
     "communication": "options=",
     "communication_options": "options=",
     "cross_device_ops": "nothing in its place: collectives choose their way",
-    "dest": "dst=",
-    "dst": "root=",
     "num_replicas": 'devices=, one for each replica, such as ["cpu:0", "cpu:1"]',
     "options": "MirroredStrategy or MultiWorkerMirroredStrategy, which take them",
-    "source": "src=",
-    "src": "root=",
 }
+_OTHER_RANKS = frozenset({"dest", "dst", "source", "src", "root"})
 _OBJECTS = (
     "objects go by broadcast_object, all_gather_object, gather_object, scatter_object, send_object"
 )
@@ -85,13 +82,24 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
     """
     public = [name for name in vars(communicator) if not name.startswith("_")]
     names = {_squeezed(ours): ours for ours in public} | {"bcast": "broadcast"}
-    names |= {f"i{name}": f"{ours}(…, async_op=True)" for name, ours in names.items()}
-    names |= {f"{_squeezed(ours)}v": f"{ours}(…, splits=…)" for ours in _WITH_SPLITS}
+    may_be_async = {
+        name
+        for name in public
+        if "async_op" in (getattr(vars(communicator)[name], "__kwdefaults__", None) or ())
+    }
+    names |= {
+        f"i{name}": f"{ours}(…, async_op=True)" if ours in may_be_async else ours
+        for name, ours in names.items()
+    }
+    with_splits = {f"{_squeezed(ours)}v": f"{ours}(…, splits=…)" for ours in _WITH_SPLITS}
+    names |= with_splits | {f"i{name}": ours for name, ours in with_splits.items()}
     names |= {"get_rank": "rank", "get_world_size": "world_size", "get_size": "world_size"}
-    names |= {"size": "world_size", "sendrecv": "send and recv in a group"}
-    names |= {"exscan": "scan(…, exclusive=True)", "reduce_scatter_block": "reduce_scatter"}
+    names |= {"size": "world_size", "reduce_scatter_block": "reduce_scatter"}
+    names |= dict.fromkeys(("sendrecv", "sendrecv_replace"), "send and recv in a group")
+    names |= dict.fromkeys(("exscan", "iexscan"), "scan(…, exclusive=True)")
     names |= {
         "reduce_scatter": "reduce_scatter",
+        "ireduce_scatter": "reduce_scatter(…, async_op=True)",
         "create_group": "subgroup",
         "dup": "split(0)",
         "free": "close",
@@ -124,7 +132,10 @@ def _squeezed(name: str) -> str:
 def refuse_keywords(call: str, unknown: Mapping[str, Any]) -> None:
     """Raise TypeError if a call got keywords that it does not take."""
     for name in unknown:
-        hint = f"; use {_OTHER_KEYWORDS[name]}" if name in _OTHER_KEYWORDS else ""
+        ours = _OTHER_KEYWORDS.get(name)
+        if name in _OTHER_RANKS:
+            ours = "dst=" if "send" in call else "src=" if "recv" in call else "root="
+        hint = f"; use {ours}" if ours else ""
         raise TypeError(f"{call} got an unexpected keyword argument {name!r}{hint}")
 
 

@@ -17,7 +17,8 @@ def by_color(comm: Ranks, color: int | None, key: int, timeout: float | None) ->
     if color is not None and color < 0:
         raise ValueError(f"color must not be negative, got {color}")
     own = np.array([[-1 if color is None else color, to_integer(key, "key")]], np.int64)
-    table = comm.all_gather(own, timeout=timeout)
+    table = np.empty((comm.world_size, 2), np.int64)
+    comm.calls.all_gather(own, out=table, timeout=timeout, within="split")
     by_key = sorted(range(comm.world_size), key=lambda r: (int(table[r, 1]), r))
     colors = sorted({int(c) for c in table[:, 0] if c >= 0})
     return [[r for r in by_key if table[r, 0] == c] for c in colors]

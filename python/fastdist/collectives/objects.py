@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+import fastdist._core as _core
 from fastdist.collectives.types import Ranks
-from fastdist.errors import FastdistError
+from fastdist.errors import FastdistError, UnsupportedError
 
 T = TypeVar("T")
 Bytes = np.ndarray[Any, np.dtype[Any]]
@@ -28,19 +29,20 @@ def broadcast(comm: Ranks, value: T, root: int, timeout: float | None) -> T:
         except Exception as error:  # raised below, after the other ranks know
             failure = error
     size = np.array([-1 if data is None else data.size], np.int64)
-    comm.broadcast(size, root, timeout=timeout)
+    keywords = {"root": root, "timeout": timeout, "within": "broadcast_object"}
+    comm.calls.broadcast(size, **keywords)
     if failure is not None:
         raise failure
     if size[0] < 0:
         raise FastdistError(f"rank {root} could not pickle its object", (root,))
     buffer = np.empty(int(size[0]), np.uint8) if data is None else data
-    comm.broadcast(buffer, root, timeout=timeout)
+    comm.calls.broadcast(buffer, **keywords)
     return value if comm.rank == root else pickle.loads(buffer.data)
 
 
 def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
     """Return the objects of all ranks, in rank order."""
-    data, sizes = _prepared(comm, value, timeout)
+    data, sizes = _prepared(comm, value, timeout, "all_gather_object")
     if comm.engine.compiled is not None:
         return _unpickled(comm.all_gather(data, splits=sizes, timeout=timeout), sizes)
     padded = np.zeros(int(sizes.max()), np.uint8)  # TPUs join equal parts alone
@@ -51,7 +53,7 @@ def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
 
 def gather(comm: Ranks, value: T, root: int, timeout: float | None) -> list[T] | None:
     """Return the objects of all ranks on the root, in rank order; None on the others."""
-    data, sizes = _prepared(comm, value, timeout)
+    data, sizes = _prepared(comm, value, timeout, "gather_object")
     whole = comm.gather(data, root, splits=sizes, timeout=timeout)
     return None if whole is None else _unpickled(whole, sizes)
 
@@ -66,6 +68,10 @@ def scatter(comm: Ranks, values: Sequence[T] | None, root: int, timeout: float |
     failure: Exception | None = None
     if comm.rank == root:
         try:
+            if isinstance(values, str | bytes | dict):
+                raise TypeError(
+                    f"scatter_object takes a list of objects, got {type(values).__name__}"
+                )
             parts = [_pickled(each) for each in values or ()]
             if len(parts) != comm.world_size:
                 failure = ValueError(
@@ -76,7 +82,7 @@ def scatter(comm: Ranks, values: Sequence[T] | None, root: int, timeout: float |
             failure = error
     known = [each.size for each in parts] if parts and not failure else [-1] * comm.world_size
     sizes = np.array(known)
-    comm.broadcast(sizes, root, timeout=timeout)
+    comm.calls.broadcast(sizes, root=root, timeout=timeout, within="scatter_object")
     if failure is not None:
         raise failure
     if sizes[0] < 0:
@@ -88,48 +94,65 @@ def scatter(comm: Ranks, values: Sequence[T] | None, root: int, timeout: float |
     return value
 
 
+# The messages of objects have tags of their own, so that a receive of an array gets none of them.
+
+
 def send(comm: Ranks, value: Any, dst: int, tag: int, timeout: float | None) -> None:
     """Send an object to a rank, which calls `recv`."""
+    keywords = {"dst": dst, "tag": tag, "timeout": timeout, "within": "send_object"}
     try:
         data = _pickled(value)
     except Exception:
-        comm.send(np.array([-1]), dst, tag=tag, timeout=timeout)
+        comm.calls.send(np.array([-1]), **keywords)
         raise
-    comm.send(np.array([data.size]), dst, tag=tag, timeout=timeout)
-    comm.send(data, dst, tag=tag, timeout=timeout)
+    comm.calls.send(np.array([data.size]), **keywords)
+    comm.calls.send(data, **keywords)
 
 
 def recv(comm: Ranks, src: int, tag: int, timeout: float | None) -> Any:
     """Return the object that a rank sends by `send`."""
-    size = comm.recv(np.zeros(1, np.int64), src, tag=tag, timeout=timeout)
+    size = np.zeros(1, np.int64)
+    comm.calls.recv(size, src=src, tag=tag, timeout=timeout, within="recv_object")
     return _recv_sized(comm, size, src, tag, timeout)
 
 
 def recv_any(comm: Ranks, tag: int, timeout: float | None) -> tuple[Any, int]:
     """Return the object that a rank sends first by `send`, and that rank."""
     size = np.zeros(1, np.int64)
-    src = comm.recv_any(size, tag=tag, timeout=timeout)
+    if comm.engine.compiled is None:
+        raise UnsupportedError("recv_any_object does not work on TPUs")
+    seconds = comm.timeout_s if timeout is None else timeout
+    receive = _core.Messages(comm.engine.compiled).recv()
+    src = receive(size, None, tag, True, seconds, False, True).source
     return _recv_sized(comm, size, src, tag, timeout), src
 
 
 def _recv_sized(comm: Ranks, size: Bytes, src: int, tag: int, timeout: float | None) -> Any:
     _require_pickled(size, (src,))
     data = np.empty(int(size[0]), np.uint8)
-    return pickle.loads(comm.recv(data, src, tag=tag, timeout=timeout).data)
+    comm.calls.recv(data, src=src, tag=tag, timeout=timeout, within="recv_object")
+    return pickle.loads(data.data)
 
 
-def _prepared(comm: Ranks, value: Any, timeout: float | None) -> tuple[Bytes, Bytes]:
+def _prepared(comm: Ranks, value: Any, timeout: float | None, call: str) -> tuple[Bytes, Bytes]:
     """Pickle this rank's object; return it, and the sizes of all ranks' objects.
+
+    `call` is what the user has called.
 
     Raises:
         FastdistError: another rank could not pickle its object; that rank raises PicklingError.
     """
+    data, failure = None, None
     try:
         data = _pickled(value)
-    except Exception:
-        comm.all_gather(np.array([-1]), timeout=timeout)
-        raise
-    sizes: Bytes = comm.all_gather(np.array([data.size]), timeout=timeout)
+    except Exception as error:  # raised below, after the other ranks know
+        failure = error
+    size = np.array([-1 if data is None else data.size], np.int64)
+    sizes = np.empty(comm.world_size, np.int64)
+    comm.calls.all_gather(size, out=sizes, timeout=timeout, within=call)
+    if data is None:
+        assert failure is not None
+        raise failure
     _require_pickled(sizes, range(comm.world_size))
     return data, sizes
 

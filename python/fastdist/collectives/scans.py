@@ -12,7 +12,7 @@ import numpy as np
 from fastdist.collectives.arrays import dtype_name, new_like, require_writable, shape_of
 from fastdist.collectives.hints import unknown_op
 from fastdist.collectives.types import Array, Ranks
-from fastdist.collectives.uneven import require_same_call
+from fastdist.collectives.uneven import require_same
 
 # The names of numpy and cupy for each operation, and what no rank adds up to.
 _FUNCTIONS = {
@@ -58,7 +58,7 @@ def scan(
     require_writable(result)
     own = _flat(array)
     combine = getattr(_library(own), name)
-    require_same_call(comm, f'scan({dtype} of shape {shape}, "{op}", {exclusive=})', timeout)
+    require_same(comm, "scan", dtype, op, int(exclusive), own.size, shape, timeout)
     flat = None if dtype in _NARROW else _elements(result)
     target: Any = new_like(own, shape_of(own)) if flat is None else flat
     is_free = flat is None or not np.may_share_memory(flat, own)

@@ -21,7 +21,7 @@ from fastdist.collectives.arrays import (
     shape_of,
 )
 from fastdist.collectives.types import Array, Arrays, Ranks, Work
-from fastdist.errors import CollectiveMismatchError
+from fastdist.errors import CollectiveMismatchError, UnsupportedError
 
 
 def all_gather(
@@ -39,9 +39,10 @@ def all_gather(
 
     def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
         part = for_each(out, lambda x: _rows(x, begin, end))
+        of = {"root": rank, "within": "all_gather_splits"} | keywords
         if rank == comm.rank:
-            return comm.broadcast(arrays, rank, out=part, **keywords)
-        return comm.broadcast(part, rank, **keywords)
+            return comm.calls.broadcast(arrays, out=part, **of)
+        return comm.calls.broadcast(part, **of)
 
     return _call_all(comm, rows, call, out, keywords)
 
@@ -70,6 +71,41 @@ def _described(arrays: Arrays) -> str:
     )
 
 
+def require_same(
+    comm: Ranks,
+    call: str,
+    dtype: str,
+    op: str,
+    root: int,
+    count: int,
+    shape: int | Sequence[int],
+    timeout: float | None,
+) -> None:
+    """Compare a call that is made of others on all ranks.
+
+    Args:
+        call: a name of csrc/core/types.cpp.
+        shape: of the array, or a hash of several.
+
+    Raises:
+        CollectiveMismatchError: ranks disagree.
+    """
+    if comm.engine.compiled is None:
+        raise UnsupportedError(f"{call} does not work on TPUs")
+    seconds = comm.timeout_s if timeout is None else timeout
+    comm.engine.compiled.compare(call, dtype, op, root, count, shape, seconds)
+
+
+def _require_same_splits(
+    comm: Ranks, call: str, arrays: Arrays, root: int, rows: list[int], timeout: float | None
+) -> None:
+    """Compare a call with the same splits on all ranks."""
+    each = as_list(arrays)
+    count = sum(rows) * sum(prod(shape_of(array)[1:]) for array in each)
+    code = zlib.crc32(f"{_described(arrays)} {rows}".encode())
+    require_same(comm, call, dtype_name(each[0]), "sum", root, count, code, timeout)
+
+
 def gather(
     comm: Ranks,
     arrays: Arrays,
@@ -87,7 +123,7 @@ def gather(
         out = rows_like(arrays, sum(rows))
     if out is not None:
         _check(out, sum(rows), "the sum of splits", "out", arrays)
-    require_same_call(comm, f"gather({_described(arrays)}, {root=}, splits={rows})", timeout)
+    _require_same_splits(comm, "gather_splits", arrays, root, rows, timeout)
     with comm.group():
         if rows[comm.rank]:
             comm.send(arrays, root, timeout=timeout)
@@ -113,7 +149,7 @@ def scatter(
     if out is None:
         out = rows_like(arrays, rows[root])
     _check(out, rows[comm.rank], f"splits[{comm.rank}]", "out", arrays if is_root else None)
-    require_same_call(comm, f"scatter({_described(out)}, {root=}, splits={rows})", timeout)
+    _require_same_splits(comm, "scatter_splits", out, root, rows, timeout)
     with comm.group():
         if is_root:
             for rank, part in _parts(arrays, rows):
@@ -143,7 +179,9 @@ def reduce_scatter(
 
     def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
         part = for_each(arrays, lambda x: _rows(x, begin, end))
-        return comm.reduce(part, op, rank, out=out if rank == comm.rank else None, **keywords)
+        own = out if rank == comm.rank else None
+        of = {"op": op, "root": rank, "within": "reduce_scatter_splits"} | keywords
+        return comm.calls.reduce(part, out=own, **of)
 
     return _call_all(comm, rows, call, out, keywords)
 
@@ -162,6 +200,7 @@ def exchange_counts(
         one array after the other.
     """
     row = np.array([to_integers(splits, "splits")], np.int64)
+    shapes = [shape_of(array)[1:] for array in as_list(arrays)]
     for array in as_list(arrays):
         rows = (*shape_of(array), 0)[0]
         if row.shape[1] != comm.world_size or row.min() < 0 or row.sum() != rows:
@@ -169,10 +208,22 @@ def exchange_counts(
                 f"splits must be {comm.world_size} numbers that add up to the array's "
                 f"{rows} rows, got {list(splits)}"
             )
-    table: np.ndarray[Any, np.dtype[np.int64]] = comm.all_gather(row, timeout=timeout)
+    # With a hash of the shapes of rows, 0 of flat ones, which fit all of their size.
+    code = zlib.crc32(repr(shapes).encode()) if any(len(shape) > 1 for shape in shapes) else 0
+    everyone = np.empty((comm.world_size, comm.world_size + 1), np.int64)
+    own = np.append(row, [[code]], axis=1)
+    comm.calls.all_gather(own, out=everyone, timeout=timeout, within="all_to_all_splits")
+    table, codes = everyone[:, :-1], everyone[:, -1]
+    if len(set(codes) - {0}) > 1:
+        told = comm.all_gather_object(shapes, timeout=timeout)
+        raise CollectiveMismatchError(
+            "all_to_all of rows that differ in shape:"
+            + "".join(f"\n  rank {rank}: {each}" for rank, each in enumerate(told)),
+            tuple(rank for rank, each in enumerate(codes) if each not in (0, codes[comm.rank])),
+        )
     counts: list[int] = []
-    for array in as_list(arrays):
-        counts += (table.ravel() * prod(shape_of(array)[1:])).tolist()
+    for shape in shapes:
+        counts += (table.ravel() * prod(shape)).tolist()
     if out is None:
         out = rows_like(arrays, int(table[:, comm.rank].sum()))
     return out, counts

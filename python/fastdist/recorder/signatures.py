@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_OPS = (
+OPS = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"),
-    *("all_to_all", "send", "recv", "barrier", "empty", "group", "join"),
+    *("all_to_all", "send", "recv", "barrier", "empty", "group", "join", "scan"),
+    *("broadcast_object", "all_gather_object", "gather_object", "scatter_object", "split"),
+    *("all_gather_splits", "gather_splits", "scatter_splits", "reduce_scatter_splits"),
+    "all_to_all_splits",
 )
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -21,10 +24,12 @@ REQUESTS = (
 """Requests to parameter servers, as ps/wire/protocol.py numbers them, from 1."""
 
 _FIRST_REQUEST = 65
-_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-_ROOTED = {"reduce": "root", "broadcast": "root", "gather": "root", "scatter": "root"}
+_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "scan")
+_ROOTED = dict.fromkeys(
+    ("reduce", "broadcast", "gather", "scatter", "broadcast_object", "scatter_object"), "root"
+)
 _PEERS = {"send": "dst", "recv": "src"}
-_WITHOUT_ARRAY = ("barrier", "group", "join")
+_WITHOUT_ARRAY = ("barrier", "group", "join", "split", *(op for op in OPS if "object" in op))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Signature:
         number = self.packed & 0x7F
         if number >= _FIRST_REQUEST:
             return _name(REQUESTS, number - _FIRST_REQUEST)
-        return _name(_OPS, number)
+        return _name(OPS, number).removesuffix("_splits")
 
     @property
     def is_pairwise(self) -> bool:

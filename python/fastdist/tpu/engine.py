@@ -91,9 +91,10 @@ class SpmdEngine(Engine):
         async_op: bool = False,
         stream: Any = None,
         bucket_bytes: Any = None,
+        within: Any = None,
         **given: Any,
     ) -> Any:
-        del timeout, bucket_bytes  # XLA decides
+        del timeout, bucket_bytes, within  # XLA decides
         if stream is not None:
             raise UnsupportedError(f"{name}: stream= is not supported for XLA tensors")
         if async_op:

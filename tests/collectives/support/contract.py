@@ -265,9 +265,13 @@ def check_scan(comm: Communicator) -> None:
         for op, array in (
             ("sum", np.ones(3 + (r == 1))),
             ("prod" if r == 1 else "sum", np.ones(3)),
+            ("sum", np.ones((2, 3) if r == 1 else (3, 2))),
         ):
-            with pytest.raises(CollectiveMismatchError, match=r"rank 1: scan\(float64 of shape"):
+            told = r"rank 1: scan\(float64 × .* at .*contract\.py"
+            with pytest.raises(CollectiveMismatchError, match=told):
                 comm.scan(array, op)
+    shape = 6 if r == 0 else (2, 3)
+    assert comm.scan(np.ones(shape)).ravel().tolist() == [r + 1] * 6  # flat fits any shape
     with pytest.raises(ValueError, match="scan cannot be in a group"), comm.group():
         comm.scan(ones)
 
@@ -283,11 +287,19 @@ def check_objects(comm: Communicator) -> None:
         for wrong in ([1] * (n + 1), [], None, [lambda: 0] * n):
             with pytest.raises(Exception, match=r"needs one object|could not (pickle|scatter)"):
                 comm.scatter_object(wrong if r == root else None, root)
+        with pytest.raises(Exception, match=r"a list of objects, got dict|could not scatter"):
+            comm.scatter_object(dict.fromkeys(range(n)) if r == root else None, root)
     if r > 0:
         comm.send_object({r: objects[r]}, 0)
     else:
         for other in range(n - 1, 0, -1):
             assert comm.recv_object(other) == {other: objects[other]}
+    if n > 1 and r == 0:  # a receive of an array takes no object
+        comm.send_object("kept", 1, tag=3)
+        comm.send(np.ones(1), 1, tag=3)
+    if r == 1:
+        assert comm.recv(np.zeros(1), 0, tag=3) == 1
+        assert comm.recv_object(0, tag=3) == "kept"
     if n > 1:
         for call in (comm.all_gather_object, comm.gather_object):
             with pytest.raises(Exception, match="could not pickle"):
@@ -360,6 +372,14 @@ def check_uneven_parts(comm: Communicator) -> None:
         with comm.group():
             comm.all_gather(x, splits=[n] * n)
     if n > 1:
+        shape = (n, 2, 3) if r else (n, 3, 2)
+        with pytest.raises(CollectiveMismatchError, match=r"rank 0: \[\(3, 2\)\]\n  rank 1: "):
+            comm.all_to_all(np.ones(shape), splits=[1] * n)
+        flat = (n, 6) if r else (n, 3, 2)
+        assert comm.all_to_all(np.ones(flat), splits=[1] * n).shape == flat
+        for given in ([1] * n, [2] + [1] * (n - 1)):
+            with pytest.raises(CollectiveMismatchError, match="the splits differ, or the shapes"):
+                comm.gather(np.ones((given[r], 1 + (r == n - 1))), splits=given)
         with pytest.raises(CollectiveMismatchError):
             comm.all_gather(np.ones(4 + (r == 0)), splits=[4 + (r == 0)] * n)
 

@@ -196,6 +196,11 @@ def other_spellings(comm: Communicator) -> list[Bad]:
         (ValueError, 'got .*maximum.*; use op="max"$', lambda: comm.all_reduce(x, np.maximum)),
         (TypeError, "'dest'; use dst=$", lambda: comm.send(x, dest=0)),  # type: ignore[call-overload]
         (TypeError, "'source'; use src=$", lambda: comm.recv(x, source=0)),  # type: ignore[call-overload]
+        (TypeError, "'source'; use src=$", lambda: comm.recv(source=0)),  # type: ignore[call-overload]
+        (TypeError, "recv_object returns an object$", lambda: comm.recv(src=0)),  # type: ignore[call-overload]
+        (TypeError, "'dest'; use root=$", lambda: comm.gather(x, dest=0)),  # type: ignore[call-overload]
+        (TypeError, "'source'; use root=$", lambda: comm.broadcast(x, source=0)),  # type: ignore[call-overload]
+        (TypeError, "'dst'; use root=$", lambda: comm.gather_object(x, dst=0)),
         (TypeError, r"pass x.to_numpy\(\)$", lambda: comm.all_reduce(frame)),
         (TypeError, "'src'; use root=$", lambda: comm.broadcast(x, src=0)),  # type: ignore[call-overload]
         (TypeError, "'dst'; use root=$", lambda: comm.reduce(x, dst=0)),  # type: ignore[call-overload]
@@ -252,6 +257,8 @@ def check_wrong_on_one_rank_for_good(comm: Communicator, folder: Path) -> None:
 def check_mismatch(comm: Communicator) -> None:
     n = comm.world_size
     odd_one_out = comm.rank == n - 1
+
+    one = np.ones(1, int)
 
     def zeros(size: int, dtype: str = "float32") -> np.ndarray:
         return np.zeros(size, dtype)
@@ -327,6 +334,22 @@ def check_mismatch(comm: Communicator) -> None:
             lambda: comm.all_to_all([zeros(n), zeros(n)], splits=[1] * n),
             lambda: comm.all_to_all([zeros(n), zeros(n, "int8")], splits=[1] * n),
             "all_to_all(float32 × 0 in a list)",
+        ),
+        # Calls that are made of others do not match these.
+        (lambda: comm.scan(zeros(3)), lambda: comm.all_gather(one), "scan(float32 × 3, "),
+        (lambda: comm.gather_object(1), lambda: comm.all_gather_object(1), " gather_object()"),
+        (lambda: comm.all_gather_object(1), lambda: comm.all_gather(one), "all_gather_object()"),
+        (lambda: comm.broadcast_object(1), lambda: comm.broadcast(one), "broadcast_object(root=0)"),
+        (lambda: comm.split(0), lambda: comm.all_gather(np.ones((1, 2), int)), "split()"),
+        (
+            lambda: comm.gather(zeros(1), splits=[1] * n),
+            lambda: comm.all_gather(one),
+            f"gather(float32 × {n}, root=0, splits=…)",
+        ),
+        (
+            lambda: comm.all_to_all(zeros(n), splits=[1] * n),
+            lambda: comm.all_gather(np.ones((1, n + 1), int)),
+            f"all_to_all(int64 × {n + 1} of shape (1, {n + 1}), splits=…)",
         ),
     ]
     for usual, other, text in cases:

@@ -506,7 +506,7 @@ class Calls(_ProcessGroup):
 
     def _receiver(self, plain: torch.Tensor, src: int | None, tag: int) -> Callable[[bool], Any]:
         """Return a function that receives a message, which may be smaller; later, if it is True."""
-        return lambda later: self._recv(plain, src, tag, False, self._timeout_s, later)
+        return lambda later: self._recv(plain, src, tag, False, self._timeout_s, later, False)
 
     def _message(
         self,

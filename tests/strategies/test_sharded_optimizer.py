@@ -321,6 +321,40 @@ class ByEstimate(Own):
         return before
 
 
+class ByOrder(torch.optim.SGD):
+    """Has another rate for each parameter, by its place."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                parameter.data.sub_(parameter.grad, alpha=0.1 * 0.5**number)
+
+
+class ByNumber(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad, alpha=0.1 / len(group["params"]))
+
+
+class Noisy(torch.optim.SGD):
+    """Samples, as SGLD does."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(torch.randn_like(parameter))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps by another optimizer, whose groups it has."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base = torch.optim.SGD(parameters, lr=0.1)
+        super().__init__([{"params": []}], {})
+        self.param_groups = self.base.param_groups
+
+
 class WithModes(Own):
     """Has modes that change parameters, as schedule-free optimizers have."""
 
@@ -558,13 +592,47 @@ def test_a_group_of_another_backend(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("make", [torch.optim.LBFGS, ByNorm, ByEstimate, WithModes])
+ACROSS = [torch.optim.LBFGS, ByNorm, ByEstimate, ByOrder, ByNumber, Noisy, Lookahead, WithModes]
+
+
+@pytest.mark.parametrize("make", ACROSS)
 def test_optimizers_that_look_across_parameters(run: Run, make: Any) -> None:
     def case(strategy: Strategy) -> None:
         scope = strategy.scope()
         scope.__enter__()
-        make(nn.Linear(3, 2).parameters())
-        with pytest.raises(UnsupportedError, match=f"{make.__name__} cannot be divided"):
+        made = make(nn.Linear(3, 2).parameters())
+        named = f"{make.__name__}.* cannot be divided"
+        with pytest.raises(UnsupportedError, match=named):
+            scope.__exit__(None, None, None)
+        assert made
+
+    run(case, shard_optimizer=True)
+
+
+def test_a_step_that_the_program_wraps(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer.state["program"] = {"calls": 7}  # of no parameter
+        plain, calls = optimizer.step, []
+        optimizer.step = lambda *given: calls.append(plain(*given))  # type: ignore[method-assign]
+
+        def step() -> None:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        assert len(calls) == 1
+        state = optimizer.state_dict()
+        assert state["state"]["program"] == {"calls": 7}
+        optimizer.load_state_dict(state)
+        strategy.check_in_sync()
+        scope = strategy.scope()
+        scope.__enter__()
+        other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+        other.step = other.step  # type: ignore[method-assign]
+        with pytest.raises(UnsupportedError, match="step of this SGD has been replaced"):
             scope.__exit__(None, None, None)
 
     run(case, shard_optimizer=True)

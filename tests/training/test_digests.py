@@ -34,7 +34,7 @@ import torch.nn.functional as F
 import fastdist as fd
 
 harm = dict(pair.split("=") for pair in sys.argv[1:])
-torch.set_num_threads(1)
+torch.set_num_threads(int(harm.get("threads", 1)))
 options = fd.CommunicationOptions(
     shard_optimizer="shard" in harm, bucket_bytes=int(harm.get("bucket", 1 << 20))
 )
@@ -207,17 +207,25 @@ def test_where_runs_part(train: Callable[..., Any], tmp_path: Path) -> None:
     assert found["gradients"][0] == found["parameters"][0] == "0.weight"
     done = compare("a", "lr", folder=tmp_path)
     assert "Gradients are equal" not in done.stdout  # step 1 had another learning rate
+    assert train("threads", "data=2", "threads=2").returncode == 0
+    done = compare("a", "threads", folder=tmp_path)
+    assert "torch had [1, 1, 1] and [2, 2, 2] threads; set OMP_NUM_THREADS alike" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "replica", "bit"),
-    [*(("gradient=5", 2, bit) for bit in (0, 30)), ("parameter=6", 0, 0), ("state=7", 1, 0)],
+    [
+        *(("gradient=5", 2, bit) for bit in (0, 30)),
+        ("parameter=6", 0, 0),
+        ("state=7", 1, 0),
+        *(("gradient=5 shard=1", replica, 30) for replica in (0, 1, 2)),
+    ],
 )
 def test_a_flipped_bit_names_the_replica(
     train: Callable[..., Any], tmp_path: Path, what: str, replica: int, bit: int
 ) -> None:
-    done = train("a", what, f"replica={replica}", f"bit={bit}", "element=17", every=1)
+    done = train("a", *what.split(), f"replica={replica}", f"bit={bit}", "element=17", every=1)
     errors = done.stderr.decode()
     assert done.returncode != 0
     said = re.search(
@@ -249,7 +257,7 @@ def test_of_two_replicas_both_are_named(train: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
-    kinds = {"gradients": {}, "parameters": {}, "states": {}}
+    kinds = {"threads": [1, 1], "gradients": {}, "parameters": {}, "states": {}}
     for name, step, replicas in (("a", 1, "xy"), ("b", 2, "xy"), ("c", 1, "xyz"), ("d", 3, "xy")):
         record = {"step": step, "replicas": list(replicas), **kinds}
         # The first line of a file, and one of a job that was killed.
@@ -292,6 +300,7 @@ def test_options_that_do_not_fit(launcher: Launcher, tmp_path: Path) -> None:
         (["-n", 2, "--record", "missing/a"], "there is no folder"),
         (["-n", 1, "--record", "a"], "at least two ranks"),
         (["--keep", 1, "--record", "a"], "at least two ranks"),
+        (["-n", 2, "--record-every", 3], "--record-every needs --record FILE"),
         (["--workers", 1, "--ps", 1, "--record", "a"], "at least two ranks"),
     ):
         done = launcher.run(*words, "true")
@@ -308,7 +317,7 @@ def test_one_rank_on_each_of_two_machines(launcher: Launcher, tmp_path: Path) ->
 def test_a_file_that_becomes_unwritable(tmp_path: Path) -> None:
     """Training goes on, and says once that nothing more is recorded."""
     (alone,) = fd.local_group(1)
-    digests = StepDigests(Recording(str(tmp_path), 1, ""), has_states=True)
+    digests = StepDigests(Recording(str(tmp_path), 1, ""), has_states=True, is_sharded=False)
     digests.watch([], alone, is_exact=True)
     digests.note_step()
     with pytest.warns(UserWarning, match="no more steps are recorded: .*Is a directory"):
@@ -321,7 +330,7 @@ def test_another_run_begins_anew_and_the_same_goes_on(tmp_path: Path) -> None:
     (alone,) = fd.local_group(1)
     path = tmp_path / "a"
     for name in ("first", "second", "second"):
-        digests = StepDigests(Recording(str(path), 2, name), has_states=True)
+        digests = StepDigests(Recording(str(path), 2, name), has_states=True, is_sharded=False)
         digests.watch([], alone, is_exact=True)
         for _ in range(4):
             digests.note_step()
@@ -334,7 +343,7 @@ def test_another_run_begins_anew_and_the_same_goes_on(tmp_path: Path) -> None:
 def test_steps_of_one_replica_count(tmp_path: Path) -> None:
     """An elastic job may shrink to one replica, and grow again."""
     (alone,) = fd.local_group(1)
-    digests = StepDigests(Recording(str(tmp_path / "a"), 1, ""), has_states=True)
+    digests = StepDigests(Recording(str(tmp_path / "a"), 1, ""), has_states=True, is_sharded=False)
     before = StepDigests.steps
     for workers in (alone, None, alone):
         if workers is not None:

@@ -78,7 +78,8 @@ def run(options: argparse.Namespace) -> int:
     elif parting is None:
         show(f"equal in all {len(steps)} steps that both have recorded, up to step {steps[-1]}\n")
     else:
-        show(_told(parting, len(first[parting.step]["replicas"]), steps))
+        records = first[parting.step], second[parting.step]
+        show(_told(parting, *(record["threads"] for record in records), steps))
     return int(parting is not None)
 
 
@@ -111,17 +112,17 @@ def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name for name in one | other if one.get(name) != other.get(name)]
 
 
-def _told(parting: Parting, replicas: int, steps: list[int]) -> str:
+def _told(parting: Parting, threads: Any, others: Any, steps: list[int]) -> str:
     before = [step for step in steps if step < parting.step]
     since = f"; they are equal up to step {before[-1]}." if before else ", the first of both files."
     lines = [f"The runs part at step {parting.step}{since}"]
     if parting.replicas:
         some = f"replica {', '.join(map(str, parting.replicas))}"
-        who = "every replica" if len(parting.replicas) == replicas else some
-        lines.append(
-            f"Own gradients differ on {who}: other parameters since an earlier step, data, random "
-            "numbers, threads or processors."
-        )
+        who = "every replica" if len(parting.replicas) == len(threads) else some
+        why = "other parameters since an earlier step, data, random numbers or processors"
+        if threads != others:
+            why = f"torch had {threads} and {others} threads; set OMP_NUM_THREADS alike"
+        lines.append(f"Own gradients differ on {who}: {why}.")
     elif parting.gradients:
         lines.append("Each replica's own gradients are equal, and their sums differ.")
     else:
@@ -145,7 +146,8 @@ def _read(path: Path) -> dict[int, Any]:
         with suppress(*_UNREADABLE):
             record = json.loads(line)
             values = [record[kind] for kind in _KINDS]
-            if isinstance(record["replicas"], list) and all(isinstance(v, dict) for v in values):
+            lists = record["replicas"], record["threads"]
+            if all(isinstance(v, list) for v in lists) and all(isinstance(v, dict) for v in values):
                 records[int(record["step"])] = record
     if not records:
         raise UsageError(

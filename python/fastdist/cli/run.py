@@ -46,6 +46,7 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _OUTPUTS = 2
 _OTHER_FILES = 24
 _MAX_RESTARTS = 3
+_RECORD_EVERY = 100
 _MAX_MACHINE_RESTARTS = 100  # of each machine of an elastic job, some seconds after each other
 _PORTS = range(20_000, 32_000)
 _SSH_PORT = 22
@@ -146,7 +147,7 @@ _HELP = {
     "--record": "write digests of a strategy's gradients, parameters and optimizers' states, and "
     "fail if replicas differ; fastdist compare-runs compares two files. The same on all machines; "
     "that of rank 0 has the file",
-    "--record-every": "steps between two records (default: 100)",
+    "--record-every": f"steps between two records (default: {_RECORD_EVERY})",
     "-m": "run a module, as `python -m` does",
     "command": "a Python script, a module after -m, or a program; then its arguments",
 }
@@ -192,7 +193,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--no-prefix", dest="prefix", action="store_false")
     add("--trace", metavar="FILE", type=Path)
     add("--record", metavar="FILE", type=Path)
-    add("--record-every", metavar="K", type=_count("steps"), default=100)
+    add("--record-every", metavar="K", type=_count("steps"))
     add("-m", dest="is_module", action="store_true")
     command = parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="command", help=_HELP["command"]
@@ -212,7 +213,10 @@ def run(arguments: argparse.Namespace) -> int:
         _check_replacing(arguments)
         arguments.env.append((REPLACE_VARIABLE, arguments.replace))
     if arguments.record is not None:
+        arguments.record_every = arguments.record_every or _RECORD_EVERY
         _record(arguments)
+    elif arguments.record_every is not None:
+        raise UsageError("--record-every needs --record FILE")
     _say_what_comes_first(arguments)
     outcome = _run_with_restarts(arguments)
     if arguments.record is not None and not outcome.has_failed:

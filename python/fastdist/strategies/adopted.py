@@ -49,7 +49,7 @@ from fastdist.training.options import CommunicationOptions
 from fastdist.training.outside import OutsideParameters
 from fastdist.training.parameter_sample import ParameterSample
 from fastdist.training.parts import watch_parts
-from fastdist.training.sharded import ShardedStep
+from fastdist.training.sharded import ShardedStep, require_own_groups
 from fastdist.training.unreduced import UnreducedRuns
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
@@ -124,7 +124,9 @@ class AdoptedModules:
         self._outside = OutsideParameters(self.has)
         self._unreduced: UnreducedRuns | None = None
         found = recording()
-        self._digests = None if found is None else StepDigests(found, central is None)
+        self._digests = (
+            None if found is None else StepDigests(found, central is None, options.shard_optimizer)
+        )
         self._steps.record.digests = self._digests
         if replicas > 1:
             self._steps.begin(has_one_copy=central is not None)
@@ -152,6 +154,8 @@ class AdoptedModules:
         new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
         self._models += added
         self._compare(added)
+        if self._options.shard_optimizer:
+            require_own_groups(optimizers)
         for optimizer in new:
             if self._central is not None:
                 self._central.take_optimizer(optimizer, self._prepare_central, self.connect)

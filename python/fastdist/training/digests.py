@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +30,19 @@ from fastdist.training.modules import bytes_of
 
 @dataclass(frozen=True, slots=True)
 class _Digests:
-    """The digests of one replica; of a sharded optimizer it has the states that it owns."""
+    """The digests of one replica.
+
+    Attributes:
+        threads: of an operation of torch, on which bits depend.
+        own: of its gradients before they were reduced.
+        gradients: with which an optimizer has stepped, if it is sharded.
+        states: of a sharded optimizer those that the replica owns.
+    """
 
     host: str
+    threads: int
     own: int
+    gradients: dict[str, int]
     parameters: dict[str, int]
     states: dict[str, int]
 
@@ -43,6 +53,7 @@ class StepDigests:
     Args:
         recording: what is recorded.
         has_states: True if the optimizers' states are those of the replicas.
+        is_sharded: True if replicas step by gradients of which the others see nothing.
 
     Attributes:
         steps: the steps of this process: runs in which an optimizer has stepped.
@@ -50,8 +61,9 @@ class StepDigests:
 
     steps = 0
 
-    def __init__(self, recording: Recording, has_states: bool) -> None:
+    def __init__(self, recording: Recording, has_states: bool, is_sharded: bool) -> None:
         self._recording = recording
+        self._is_sharded = is_sharded
         self._has_states = has_states
         self._is_exact = True
         self._has_stepped = False
@@ -116,10 +128,15 @@ class StepDigests:
         if not is_due or workers is None:
             return
         parameters = {name: zlib.crc32(bytes_of(p)) for name, p in self._named()}
-        digests = _Digests(socket.gethostname(), own, parameters, dict(self._states(optimizers)))
+        states = dict(self._states(optimizers))
+        stepped = gradients if self._is_sharded else {}
+        place = socket.gethostname(), torch.get_num_threads()
+        digests = _Digests(*place, own, stepped, parameters, states)
         everyone = workers.all_gather_object(digests)
         if workers.rank == 0:
-            record = {"step": self.steps, "replicas": [f"{each.own:08x}" for each in everyone]}
+            record: dict[str, Any] = {"step": self.steps}
+            record["replicas"] = [f"{each.own:08x}" for each in everyone]
+            record["threads"] = [each.threads for each in everyone]
             states = {k: v for each in reversed(everyone) for k, v in each.states.items()}
             kinds = {"gradients": gradients, "parameters": parameters, "states": states}
             for kind, values in kinds.items():
@@ -142,7 +159,12 @@ class StepDigests:
 
     def _compare(self, everyone: Sequence[_Digests]) -> None:
         """Raise FastdistError if replicas differ; what only some of them have is left out."""
-        found = [each.parameters | each.states for each in everyone]
+        found = [
+            {f"the gradient of {name}": code for name, code in each.gradients.items()}
+            | each.parameters
+            | each.states
+            for each in everyone
+        ]
         common = [name for name in found[0] if all(name in each for each in found)]
         differing = [name for name in common if len({each[name] for each in found}) > 1]
         if not differing:

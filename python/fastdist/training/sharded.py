@@ -29,8 +29,11 @@ from fastdist.training.modules import broadcast_state
 from fastdist.training.options import Overlap
 
 _State = dict[str, Any]  # of one parameter
+_SHARDED = "_fastdist_sharded"
 _PIECES = 4  # of a step, if they overlap
 _TRIAL_STEPS = 6
+# The scales of the gradients in a trial; None is that of the parameter that is looked at.
+_BESIDE = (None, 1.0), (None, 1e4), (None, 1e-4), (None,), (1.0, None)
 _ACROSS = ("LBFGS", "SAM", "DAdapt")  # a trial needs a closure, or many steps
 
 
@@ -68,7 +71,8 @@ class ShardedStep:
         self._plain = getattr(kind.step, "__wrapped__", kind.step)  # without hooks
         self._may_be_cut = _is_of_torch(optimizer) and _is_written_by_torch(self._plain)
         copied = functools.partial(_refuse_copy, kind.__name__)
-        optimizer.__dict__ |= {"step": self, "__deepcopy__": copied, "__reduce_ex__": copied}
+        methods = {"step": self, "__deepcopy__": copied, "__reduce_ex__": copied}
+        optimizer.__dict__ |= methods | {_SHARDED: self}  # programs wrap `step` in their own
         optimizer.register_state_dict_post_hook(self._gather_states)
         optimizer.register_load_state_dict_pre_hook(self._own)
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
@@ -210,13 +214,19 @@ class ShardedStep:
         if workers is None:
             return None
         require_same_call(workers, f"state_dict of {type(optimizer).__name__}, which is sharded")
-        own: dict[int, _State] = state_dict["state"]
+        parameters = _parameters_of(optimizer)
+        own: dict[int, _State] = {
+            key: state
+            for key, state in state_dict["state"].items()
+            if key in range(len(parameters))
+        }
         everyone: list[dict[int, _State]] = workers.all_gather_object(
             {key: _outline(state) for key, state in own.items()}
         )
         owners = self._owners if workers is self._workers else {}
-        whole: dict[int, _State] = {}
-        parameters = _parameters_of(optimizer)
+        whole: dict[Any, Any] = {  # what belongs to no parameter is the same on all ranks
+            key: state for key, state in state_dict["state"].items() if key not in own
+        }
         for key in sorted({key for outlines in everyone for key in outlines}):
             root = owners.get(parameters[key], -1)
             if root < 0 or key not in everyone[root]:
@@ -231,16 +241,14 @@ class ShardedStep:
         """Choose owners of states that are about to be loaded, and leave out other ranks'."""
         workers = self._connect()
         parameters, states = _parameters_of(optimizer), state_dict.get("state", {})
-        if workers is None or not all(key in range(len(parameters)) for key in states):
+        if workers is None:
             self._loading = {}
             return state_dict
-        loaded = [parameters[key] for key in sorted(states)]
+        numbers = sorted(key for key in states if key in range(len(parameters)))
+        loaded = [parameters[number] for number in numbers]
         self._loading = with_owners(optimizer, {}, loaded, workers.world_size)
-        own = {
-            key: state
-            for key, state in states.items()
-            if self._loading[parameters[key]] == workers.rank
-        }
+        others = {n for n in numbers if self._loading[parameters[n]] != workers.rank}
+        own = {key: state for key, state in states.items() if key not in others}
         return {**state_dict, "state": own}
 
     def _note_loaded(self, optimizer: torch.optim.Optimizer) -> None:
@@ -249,7 +257,7 @@ class ShardedStep:
 
 @torch.optim.Optimizer.profile_hook_step
 def _step_with_hooks(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    return vars(optimizer)["step"]._step(optimizer, *args, **kwargs)
+    return vars(optimizer)[_SHARDED]._step(optimizer, *args, **kwargs)
 
 
 def _refuse_copy(name: str, *_: object) -> NoReturn:
@@ -365,6 +373,12 @@ def _is_written_by_torch(function: Any) -> bool:
 def _require_divisible(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer steps each parameter by itself."""
     name = type(optimizer).__name__
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not getattr(replaced, "_wrapped_by_lr_sched", False):
+        raise UnsupportedError(
+            f"the method step of this {name} has been replaced, and would not be called: replace "
+            "it after the scope"
+        )
     if _is_of_torch(optimizer) and name != "LBFGS":
         return
     if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
@@ -375,16 +389,29 @@ def _require_divisible(optimizer: torch.optim.Optimizer) -> None:
     if any(each in name for each in _ACROSS) or _looks_across(optimizer):
         raise UnsupportedError(
             f"{name} cannot be divided among ranks: its step of one parameter depends on other "
-            "parameters' gradients"
+            "parameters' gradients, number or order, or draws random numbers"
         )
 
 
+def require_own_groups(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Check that no optimizer steps the groups of another one, as Lookahead does."""
+    known: dict[int, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if (other := known.setdefault(id(group), optimizer)) is not optimizer:
+                names = " and ".join(type(each).__name__ for each in (other, optimizer))
+                raise UnsupportedError(
+                    f"{names} share their groups of parameters: one of them calls the other, and "
+                    "they cannot be divided among ranks"
+                )
+
+
 def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a twin of the optimizer steps one parameter by another's gradients."""
+    """Return True if a twin of the optimizer steps one parameter otherwise beside others."""
     with torch.random.fork_rng(devices=[]):
         numbers = [i for i, group in enumerate(optimizer.param_groups) if group["params"]]
         trials = [functools.partial(_trial, optimizer, number) for number in numbers]
-        return any(differ(optimizer, trial, (1.0, 1e4, 1e-4)) for trial in trials)
+        return any(differ(optimizer, trial, _BESIDE) for trial in trials)
 
 
 def differ(
@@ -404,16 +431,19 @@ def differ(
     return not all(torch.equal(a, b) for one in others for a, b in zip(one, first, strict=True))
 
 
-def _trial(optimizer: torch.optim.Optimizer, number: int, scale: float) -> list[torch.Tensor]:
-    """Return a parameter after steps in which another one has gradients of this scale."""
+def _trial(
+    optimizer: torch.optim.Optimizer, number: int, scales: Sequence[float | None]
+) -> list[torch.Tensor]:
+    """Return the parameter without a scale after steps beside others with these."""
     torch.default_generator.manual_seed(0)
     group = optimizer.param_groups[number]
     like: torch.Tensor = group["params"][0]
     ones = torch.ones(4, 4, dtype=like.dtype, device=like.device)
-    parameters = [nn.Parameter(ones.clone()) for _ in range(2)]
+    parameters = [nn.Parameter(ones.clone()) for _ in scales]
     nothing = torch.empty(0)
     memo: dict[int, Any] = {id(p): nothing for p in _parameters_of(optimizer)}
-    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    others = {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    state: defaultdict[Any, Any] = defaultdict(dict, copy.deepcopy(others))
     memo[id(optimizer.state)] = state
     settings = {key: value for key, value in group.items() if key != "params"}
     own = vars(optimizer).items()
@@ -426,8 +456,8 @@ def _trial(optimizer: torch.optim.Optimizer, number: int, scale: float) -> list[
     twin.param_groups = [copy.deepcopy(settings, memo) | {"params": parameters}]
     step = getattr(type(twin).step, "__wrapped__", type(twin).step)
     for turn in range(_TRIAL_STEPS):
-        for parameter, factor in zip(parameters, (1.0, scale), strict=True):
+        for parameter, scale in zip(parameters, scales, strict=True):
             gradient = torch.linspace(-1.0, 2.0, 16, device=like.device).roll(turn).view(4, 4)
-            parameter.grad = (factor * gradient).to(like.dtype)
+            parameter.grad = ((1.0 if scale is None else scale) * gradient).to(like.dtype)
         step(twin)
-    return [parameters[0].detach()]
+    return [parameters[scales.index(None)].detach()]

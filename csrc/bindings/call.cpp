@@ -265,13 +265,15 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
       is_async(is_true(given.async_op)),
       result(given.result()) {
   if (reduces(op)) reduce_op = to_reduce_op(given.reduce_op);
-  if (is_rooted(op)) peer = to_rank(given.root, "root", ranks.size());
+  const bool is_message = op == Op::kSend || op == Op::kRecv;
+  const bool is_step = !given.within.is_none();
+  if (is_rooted(op) || (is_step && !given.root.is_none())) {
+    peer = to_rank(given.root, "root", ranks.size());
+  }
   const bool may_be_own = given.in_group || !placement.device;
   const auto self = may_be_own ? std::nullopt : std::optional(ranks.rank());
   if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), self);
   if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), self);
-  const bool is_message = op == Op::kSend || op == Op::kRecv;
-  const bool is_step = !given.within.is_none();
   tag = to_tag(given.tag, is_message && is_step);
   if (placement.device) refuse_tag_on_gpus(tag);
   if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();

@@ -114,6 +114,7 @@ std::string describe(const Signature& s) {
     case Op::kGather:
     case Op::kScatter:
     case Op::kBroadcastObject:
+    case Op::kGatherObject:
     case Op::kScatterObject:
     case Op::kGatherSplits:
     case Op::kScatterSplits:

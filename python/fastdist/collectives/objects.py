@@ -15,6 +15,8 @@ from fastdist.errors import FastdistError, UnsupportedError
 T = TypeVar("T")
 Bytes = np.ndarray[Any, np.dtype[Any]]
 
+_PADDED_BYTES = 1 << 16
+
 
 def broadcast(comm: Ranks, value: T, root: int, timeout: float | None) -> T:
     """Return the root's object on every rank.
@@ -42,20 +44,36 @@ def broadcast(comm: Ranks, value: T, root: int, timeout: float | None) -> T:
 
 def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
     """Return the objects of all ranks, in rank order."""
-    data, sizes = _prepared(comm, value, timeout, "all_gather_object")
-    if comm.engine.compiled is not None:
-        return _unpickled(comm.all_gather(data, splits=sizes, timeout=timeout), sizes)
-    padded = np.zeros(int(sizes.max()), np.uint8)  # TPUs join equal parts alone
-    padded[: data.size] = data
-    rows = comm.all_gather(padded, timeout=timeout).reshape(comm.world_size, -1)
-    return [pickle.loads(row[:size].data) for row, size in zip(rows, sizes, strict=True)]
+    data, sizes = _prepared(comm, value, timeout, within="all_gather_object")
+    if _are_small(comm, sizes):
+        return _unpickled(_rows(comm, data, sizes, timeout))
+    return _unpickled(_cut(comm.all_gather(data, splits=sizes, timeout=timeout), sizes))
 
 
 def gather(comm: Ranks, value: T, root: int, timeout: float | None) -> list[T] | None:
     """Return the objects of all ranks on the root, in rank order; None on the others."""
-    data, sizes = _prepared(comm, value, timeout, "gather_object")
+    data, sizes = _prepared(comm, value, timeout, within="gather_object", root=root)
+    if _are_small(comm, sizes):
+        rows = _rows(comm, data, sizes, timeout)
+        return _unpickled(rows) if comm.rank == root else None
     whole = comm.gather(data, root, splits=sizes, timeout=timeout)
-    return None if whole is None else _unpickled(whole, sizes)
+    return None if whole is None else _unpickled(_cut(whole, sizes))
+
+
+def _are_small(comm: Ranks, sizes: Bytes) -> bool:
+    """Return True if padded parts are faster than parts of their own sizes; TPUs have no others."""
+    return comm.engine.compiled is None or sizes.max() * sizes.size <= _PADDED_BYTES
+
+
+def _rows(comm: Ranks, data: Bytes, sizes: Bytes, timeout: float | None) -> list[Bytes]:
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: data.size] = data
+    rows = comm.all_gather(padded, timeout=timeout).reshape(comm.world_size, -1)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+
+def _cut(whole: Bytes, sizes: Bytes) -> list[Bytes]:
+    return np.split(whole, np.cumsum(sizes)[:-1])
 
 
 def scatter(comm: Ranks, values: Sequence[T] | None, root: int, timeout: float | None) -> T:
@@ -134,10 +152,10 @@ def _recv_sized(comm: Ranks, size: Bytes, src: int, tag: int, timeout: float | N
     return pickle.loads(data.data)
 
 
-def _prepared(comm: Ranks, value: Any, timeout: float | None, call: str) -> tuple[Bytes, Bytes]:
+def _prepared(comm: Ranks, value: Any, timeout: float | None, **call: Any) -> tuple[Bytes, Bytes]:
     """Pickle this rank's object; return it, and the sizes of all ranks' objects.
 
-    `call` is what the user has called.
+    `call` is what the user has called, as keywords of a step of it.
 
     Raises:
         FastdistError: another rank could not pickle its object; that rank raises PicklingError.
@@ -149,7 +167,7 @@ def _prepared(comm: Ranks, value: Any, timeout: float | None, call: str) -> tupl
         failure = error
     size = np.array([-1 if data is None else data.size], np.int64)
     sizes = np.empty(comm.world_size, np.int64)
-    comm.calls.all_gather(size, out=sizes, timeout=timeout, within=call)
+    comm.calls.all_gather(size, out=sizes, timeout=timeout, **call)
     if data is None:
         assert failure is not None
         raise failure
@@ -170,5 +188,5 @@ def _pickled(value: Any) -> Bytes:
         raise pickle.PicklingError(f"could not pickle {type(value).__name__}: {error}") from error
 
 
-def _unpickled(whole: Bytes, sizes: Bytes) -> list[Any]:
-    return [pickle.loads(part.data) for part in np.split(whole, np.cumsum(sizes)[:-1])]
+def _unpickled(parts: list[Bytes]) -> list[Any]:
+    return [pickle.loads(part.data) for part in parts]

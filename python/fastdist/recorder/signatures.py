@@ -26,7 +26,11 @@ REQUESTS = (
 _FIRST_REQUEST = 65
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "scan")
 _ROOTED = dict.fromkeys(
-    ("reduce", "broadcast", "gather", "scatter", "broadcast_object", "scatter_object"), "root"
+    (
+        *("reduce", "broadcast", "gather", "scatter"),
+        *("broadcast_object", "gather_object", "scatter_object"),
+    ),
+    "root",
 )
 _PEERS = {"send": "dst", "recv": "src"}
 _WITHOUT_ARRAY = ("barrier", "group", "join", "split", *(op for op in OPS if "object" in op))

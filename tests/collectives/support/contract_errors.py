@@ -155,6 +155,7 @@ def bad_ranks(comm: Communicator) -> list[Bad]:
     bad: list[Bad] = [
         (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
         (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
+        (ValueError, "root must be", lambda: comm.gather_object(x, comm.world_size)),
         (ValueError, "src must be", lambda: comm.recv(x, comm.world_size)),
     ]
     last = comm.world_size - 1
@@ -337,9 +338,14 @@ def check_mismatch(comm: Communicator) -> None:
         ),
         # Calls that are made of others do not match these.
         (lambda: comm.scan(zeros(3)), lambda: comm.all_gather(one), "scan(float32 × 3, "),
-        (lambda: comm.gather_object(1), lambda: comm.all_gather_object(1), " gather_object()"),
+        (
+            lambda: comm.gather_object(1),
+            lambda: comm.all_gather_object(1),
+            " gather_object(root=0)",
+        ),
         (lambda: comm.all_gather_object(1), lambda: comm.all_gather(one), "all_gather_object()"),
         (lambda: comm.broadcast_object(1), lambda: comm.broadcast(one), "broadcast_object(root=0)"),
+        (lambda: comm.gather_object(1), lambda: comm.gather_object(1, n - 1), f"root={n - 1})"),
         (lambda: comm.split(0), lambda: comm.all_gather(np.ones((1, 2), int)), "split()"),
         (
             lambda: comm.gather(zeros(1), splits=[1] * n),

@@ -11,6 +11,7 @@ import fastdist as fd
 import keras
 import numpy as np
 import pytest
+import torch
 from ranks import ProcessRanks
 from test_keras import compare
 
@@ -210,6 +211,11 @@ class Normed(keras.optimizers.SGD):  # type: ignore[misc]
         super()._backend_update_step([g / norm for g in grads], variables, rate)
 
 
+class Noisy(OwnStates):
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(gradient + torch.randn_like(gradient), variable, learning_rate)
+
+
 class LookingBack(OwnStates):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         super().apply(grads, trainable_variables)
@@ -217,12 +223,17 @@ class LookingBack(OwnStates):
 
 OPTIMIZERS["own"] = lambda: OwnStates(0.01)
 OPTIMIZERS["normed"] = lambda: Normed(0.01)
+OPTIMIZERS["noisy"] = lambda: Noisy(0.01)
 OPTIMIZERS["looking back"] = lambda: LookingBack(0.01)
 
 
 def own_optimizers(comm: fd.Communicator, folder: str) -> None:
     same_bits(comm, "own", folder)
-    for name, why in (("normed", "depends on other"), ("looking back", "its own apply may need")):
+    for name, why in (
+        ("normed", "depends on other"),
+        ("noisy", "or draws random numbers"),
+        ("looking back", "its own apply may need"),
+    ):
         with pytest.raises(fd.errors.UnsupportedError, match=why):
             made(name, True).fit(*data(), verbose=0)
 

@@ -12,12 +12,11 @@ import torch
 from fastdist.collectives.communicator import Communicator
 from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedError
 from fastdist.training.modules import broadcast_state
-from fastdist.training.sharded import differ, with_owners
+from fastdist.training.sharded import BESIDE, TRIAL_STEPS, differ, with_owners
 
 _Owned = list[tuple[Any, int]]  # states that belong to one variable each, with their owners
 # Lists with an entry for each variable that every replica needs.
 _WHOLE = ("_accumulated_gradients", "_model_variables_moving_average")
-_TRIAL_STEPS = 3
 
 
 class ShardedSlots:
@@ -192,24 +191,28 @@ def _require_divisible(optimizer: Any) -> None:
             f"{name} cannot be divided among replicas: its own {whole[0]} may need all states; "
             "override update_step"
         )
-    if own[:-1] and differ(optimizer, partial(_trial, optimizer), (None, 1.0, 1e4)):
+    with torch.random.fork_rng(devices=[]):
+        looks_across = own[:-1] and differ(optimizer, partial(_trial, optimizer), BESIDE)
+    if looks_across:
         raise UnsupportedError(
             f"{name} cannot be divided among replicas: its step of one variable depends on other "
-            "variables' gradients"
+            "variables' gradients, number or order, or draws random numbers"
         )
 
 
 @torch.no_grad()
-def _trial(optimizer: Any, scale: float | None) -> list[torch.Tensor]:
-    """Return a variable, and states of all, after steps beside one with gradients of this scale."""
+def _trial(optimizer: Any, scales: Sequence[float | None]) -> list[torch.Tensor]:
+    """Return the variable without a scale, and states of all, after steps beside others."""
+    torch.default_generator.manual_seed(0)
     twin = type(optimizer).from_config(optimizer.get_config())
     variables = [keras.Variable(torch.ones(4, 4), name=f"variable{i}") for i in range(2)]
     twin.build(variables)
-    for turn in range(_TRIAL_STEPS):
+    for turn in range(TRIAL_STEPS):
         gradient = torch.linspace(-1.0, 2.0, 16).roll(turn).view(4, 4)
-        gradients = [gradient] if scale is None else [gradient, scale * gradient]
-        stepping = variables[: len(gradients)]
-        twin._backend_update_step(gradients, stepping, twin.learning_rate)
+        gradients = [(1.0 if scale is None else scale) * gradient for scale in scales]
+        twin._backend_update_step(gradients, variables[: len(scales)], twin.learning_rate)
         twin._iterations.assign_add(1)
     shared = _references(twin)[1]
-    return [variable.value.detach().clone() for variable in (variables[0], *shared)]
+    return [
+        variable.value.detach().clone() for variable in (variables[scales.index(None)], *shared)
+    ]

@@ -31,9 +31,9 @@ from fastdist.training.options import Overlap
 _State = dict[str, Any]  # of one parameter
 _SHARDED = "_fastdist_sharded"
 _PIECES = 4  # of a step, if they overlap
-_TRIAL_STEPS = 6
+TRIAL_STEPS = 6
 # The scales of the gradients in a trial; None is that of the parameter that is looked at.
-_BESIDE = (None, 1.0), (None, 1e4), (None, 1e-4), (None,), (1.0, None)
+BESIDE = (None, 1.0), (None, 1e4), (None, 1e-4), (None,), (1.0, None)
 _ACROSS = ("LBFGS", "SAM", "DAdapt")  # a trial needs a closure, or many steps
 
 
@@ -411,7 +411,7 @@ def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
     with torch.random.fork_rng(devices=[]):
         numbers = [i for i, group in enumerate(optimizer.param_groups) if group["params"]]
         trials = [functools.partial(_trial, optimizer, number) for number in numbers]
-        return any(differ(optimizer, trial, _BESIDE) for trial in trials)
+        return any(differ(optimizer, trial, BESIDE) for trial in trials)
 
 
 def differ(
@@ -455,7 +455,7 @@ def _trial(
     twin.state = state
     twin.param_groups = [copy.deepcopy(settings, memo) | {"params": parameters}]
     step = getattr(type(twin).step, "__wrapped__", type(twin).step)
-    for turn in range(_TRIAL_STEPS):
+    for turn in range(TRIAL_STEPS):
         for parameter, scale in zip(parameters, scales, strict=True):
             gradient = torch.linspace(-1.0, 2.0, 16, device=like.device).roll(turn).view(4, 4)
             parameter.grad = ((1.0 if scale is None else scale) * gradient).to(like.dtype)

@@ -78,8 +78,8 @@ def run(options: argparse.Namespace) -> int:
     elif parting is None:
         show(f"equal in all {len(steps)} steps that both have recorded, up to step {steps[-1]}\n")
     else:
-        records = first[parting.step], second[parting.step]
-        show(_told(parting, *(record["threads"] for record in records), steps))
+        threads, others = (run[parting.step]["threads"] for run in (first, second))
+        show(_told(parting, threads, others, steps))
     return int(parting is not None)
 
 

@@ -212,15 +212,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replace is not None:
         _check_replacing(arguments)
         arguments.env.append((REPLACE_VARIABLE, arguments.replace))
+    record_every: int = arguments.record_every or _RECORD_EVERY
     if arguments.record is not None:
-        arguments.record_every = arguments.record_every or _RECORD_EVERY
-        _record(arguments)
+        _record(arguments, record_every)
     elif arguments.record_every is not None:
         raise UsageError("--record-every needs --record FILE")
     _say_what_comes_first(arguments)
     outcome = _run_with_restarts(arguments)
     if arguments.record is not None and not outcome.has_failed:
-        _say_if_nothing_is_recorded(arguments.record, arguments.record_every)
+        _say_if_nothing_is_recorded(arguments.record, record_every)
     return outcome.exit_code
 
 
@@ -454,7 +454,7 @@ def _check_replacing(arguments: argparse.Namespace) -> None:
         raise UsageError("--replace needs fastdist to be installed by pip: torch cannot find it")
 
 
-def _record(arguments: argparse.Namespace) -> None:
+def _record(arguments: argparse.Namespace, every: int) -> None:
     """Tell the ranks where to write digests."""
     path = arguments.record.absolute()
     here = arguments.max or arguments.ranks or len(os.sched_getaffinity(0))
@@ -463,7 +463,7 @@ def _record(arguments: argparse.Namespace) -> None:
         raise UsageError("--record compares replicas: it needs at least two ranks, without --ps")
     if arguments.hosts is None and not path.parent.is_dir():
         raise UsageError(f"--record {path}: there is no folder {path.parent}")
-    values = str(path), str(arguments.record_every), secrets.token_hex(8)
+    values = str(path), str(every), secrets.token_hex(8)
     arguments.env += zip(RECORD_VARIABLES, values, strict=True)
     if arguments.hosts is None and not arguments.node_rank:
         with suppress(OSError):  # the ranks tell why

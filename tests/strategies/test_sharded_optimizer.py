@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import pickle
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -628,12 +630,18 @@ def test_a_step_that_the_program_wraps(run: Run) -> None:
         assert state["state"]["program"] == {"calls": 7}
         optimizer.load_state_dict(state)
         strategy.check_in_sync()
-        scope = strategy.scope()
-        scope.__enter__()
-        other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
-        other.step = other.step  # type: ignore[method-assign]
-        with pytest.raises(UnsupportedError, match="step of this SGD has been replaced"):
-            scope.__exit__(None, None, None)
+        for before_scheduler in (True, False):
+            scope = strategy.scope()
+            scope.__enter__()
+            other = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
+            if not before_scheduler:
+                torch.optim.lr_scheduler.StepLR(other, 1)
+            own = types.MethodType(functools.wraps(other.step)(lambda self: None), other)
+            other.step = own  # type: ignore[method-assign]
+            if before_scheduler:
+                torch.optim.lr_scheduler.StepLR(other, 1)
+            with pytest.raises(UnsupportedError, match="step of this SGD has been replaced"):
+                scope.__exit__(None, None, None)
 
     run(case, shard_optimizer=True)
 

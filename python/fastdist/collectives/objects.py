@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import fastdist._core as _core
+from fastdist.collectives.arguments import to_rank
 from fastdist.collectives.types import Ranks
 from fastdist.errors import FastdistError, UnsupportedError
 
@@ -52,6 +53,7 @@ def all_gather(comm: Ranks, value: T, timeout: float | None) -> list[T]:
 
 def gather(comm: Ranks, value: T, root: int, timeout: float | None) -> list[T] | None:
     """Return the objects of all ranks on the root, in rank order; None on the others."""
+    root = to_rank(root, "root", comm.world_size)
     data, sizes = _prepared(comm, value, timeout, within="gather_object", root=root)
     if _are_small(comm, sizes):
         rows = _rows(comm, data, sizes, timeout)

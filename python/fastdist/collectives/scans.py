@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -58,7 +59,7 @@ def scan(
     require_writable(result)
     own = _flat(array)
     combine = getattr(_library(own), name)
-    require_same(comm, "scan", dtype, op, int(exclusive), own.size, shape, timeout)
+    require_same(comm, "scan", dtype, op, int(exclusive), prod(shape), shape, timeout)
     flat = None if dtype in _NARROW else _elements(result)
     target: Any = new_like(own, shape_of(own)) if flat is None else flat
     is_free = flat is None or not np.may_share_memory(flat, own)

@@ -103,7 +103,8 @@ def _require_same_splits(
     each = as_list(arrays)
     count = sum(rows) * sum(prod(shape_of(array)[1:]) for array in each)
     code = zlib.crc32(f"{_described(arrays)} {rows}".encode())
-    require_same(comm, call, dtype_name(each[0]), "sum", root, count, code, timeout)
+    dtype = dtype_name(each[0]) if each else "bool"
+    require_same(comm, call, dtype, "sum", root, count, code, timeout)
 
 
 def gather(

@@ -94,7 +94,9 @@ class SpmdEngine(Engine):
         within: Any = None,
         **given: Any,
     ) -> Any:
-        del timeout, bucket_bytes, within  # XLA decides
+        del timeout, bucket_bytes  # XLA decides
+        if within == "gather_object":
+            del given["root"]
         if stream is not None:
             raise UnsupportedError(f"{name}: stream= is not supported for XLA tensors")
         if async_op:

@@ -256,6 +256,8 @@ def check_scan(comm: Communicator) -> None:
         comm.scan(ones, "max", exclusive=True)
     with pytest.raises(TypeError, match='op="xor" is not defined for dtype float16'):
         comm.scan(ones, "xor")
+    with pytest.raises(TypeError, match="that collectives do not support: >f4"):
+        comm.scan(np.ones(2, ">f4"))
     for wrong in (np.ones(5, np.float16), np.ones(3, np.int64)):
         with pytest.raises(ValueError, match="out must have the array's shape"):
             comm.scan(ones, out=wrong)
@@ -355,6 +357,7 @@ def check_uneven_parts(comm: Communicator) -> None:
     assert list(comm.all_gather(bytearray([r]) * r, splits=range(n))) == [
         i for i in range(n) for _ in range(i)
     ]
+    assert comm.gather([], n - 1, splits=[1] * n) == ([] if r == n - 1 else None)
     x = np.ones(n)
     for wrong in ([1] * (n + 1), [-1] * n, "ab"):
         with pytest.raises((ValueError, TypeError), match="splits must be"):

@@ -156,6 +156,7 @@ def bad_ranks(comm: Communicator) -> list[Bad]:
         (ValueError, "root must be", lambda: comm.broadcast(x, comm.world_size)),
         (ValueError, "root must be", lambda: comm.reduce(x, "sum", -1)),
         (ValueError, "root must be", lambda: comm.gather_object(x, comm.world_size)),
+        (TypeError, "root must be", lambda: comm.gather_object(x, None)),  # type: ignore[arg-type]
         (ValueError, "src must be", lambda: comm.recv(x, comm.world_size)),
     ]
     last = comm.world_size - 1

@@ -20,6 +20,14 @@ _NAMES = {  # torch's, where they differ
     "reduce_scatter": "reduce_scatter_single",
     "all_to_all": "all_to_all_single",
 }
+_STEPS = {  # of calls that torch does not know
+    "scan": "all_reduce",
+    "split": "all_gather",
+    "all_gather_object": "all_gather",
+    "gather_object": "all_gather",
+    "broadcast_object": "broadcast",
+    "scatter_object": "broadcast",
+}
 _NO_NAME = "undefined"
 _SITE = re.compile(r"(.*):(\d+) in (.*)")
 
@@ -77,8 +85,12 @@ def _entry(number: int, call: TracedCall, groups: Groups) -> dict[str, Any]:
     }
 
 
+def _op(call: TracedCall) -> str:
+    return _STEPS.get(call.signature.op, call.signature.op)
+
+
 def _name(call: TracedCall) -> str:
-    op, root = call.signature.op, call.signature.root
+    op, root = _op(call), call.signature.root
     if op == "send":
         return f"send {call.rank}->{root}"
     if op == "recv":
@@ -88,7 +100,7 @@ def _name(call: TracedCall) -> str:
 
 def _sizes(call: TracedCall) -> tuple[list[int], list[int]]:
     """Return the shapes of the argument and the result, as one axis."""
-    n, count, op = call.size, call.signature.count, call.signature.op
+    n, count, op = call.size, call.signature.count, _op(call)
     is_root = call.rank == call.signature.root
     if op == "all_gather":
         return [count], [count * n]

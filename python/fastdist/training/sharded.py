@@ -374,8 +374,8 @@ def _require_divisible(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer steps each parameter by itself."""
     name = type(optimizer).__name__
     replaced = vars(optimizer).get("step")
-    by_scheduler = getattr(replaced, "__wrapped__", None) is type(optimizer).step
-    if replaced is not None and not by_scheduler:
+    wrapped = getattr(replaced, "__wrapped__", None)  # by a scheduler
+    if replaced is not None and getattr(wrapped, "__func__", wrapped) is not type(optimizer).step:
         raise UnsupportedError(
             f"the method step of this {name} has been replaced, and would not be called: replace "
             "it after the scope"

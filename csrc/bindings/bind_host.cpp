@@ -68,8 +68,9 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
   const auto known_dtype = dtype_from_name(dtype);
   const auto known_reduce_op = reduce_op_from_name(reduce_op);
   const auto known_op = op_from_name(op);
-  if (!known_dtype)
+  if (!known_dtype) {
     throw Error(ErrorCode::kType, "array has a dtype that collectives do not support: " + dtype);
+  }
   if (!known_reduce_op || !known_op) {
     throw Error(ErrorCode::kValue, "unknown call: " + op + ", " + dtype + ", " + reduce_op);
   }

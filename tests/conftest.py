@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,6 +50,11 @@ with contextlib.suppress(ImportError):  # the tests of wheels do without
     settings.load_profile("tests")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the choice of a part of the tests."""
+    parser.addoption("--part", metavar="I/N", help="run the I-th of N equal parts of the tests")
+
+
 def pytest_configure() -> None:
     """Undo the ignored signals of runs in the background; child processes would inherit them."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -67,12 +73,15 @@ def insecure(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are deselected and before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a class or file in one process; tests on two machines are slow.
 
     Groups with a long test come first, then large ones, so that none is left to one process at the
     end.
     """
+    if config.option.part:
+        part, parts = map(int, config.option.part.split("/"))
+        items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % parts == part - 1]
     longest: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     for item in items:

@@ -24,8 +24,7 @@ sys.path.insert(0, str(_FOLDER.parent))
 
 from bars import Bar, printed, with_failure, write_results  # noqa: E402
 from fastdist import _core  # noqa: E402
-from fastdist.cli.bench.cases import Case, array_cases, list_case  # noqa: E402
-from fastdist.cli.bench.collectives import COLLECTIVES  # noqa: E402
+from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case  # noqa: E402
 from fastdist.cli.bench.gpu import Placement, place_ranks  # noqa: E402
 from fastdist.cli.bench.peers import (  # noqa: E402
     CUDA_PEER_NAMES,

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastdist.cli.bench.cases import Case, array_cases
-from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import (
     MPI_NAMES,

@@ -14,10 +14,9 @@ from typing import Any
 import fastdist._core as _core
 import pytest
 from fastdist.cli.bench import report as text
-from fastdist.cli.bench.arrays import torch_arrays
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
 from fastdist.cli.bench.gpu import Placement, nvlink_gb_per_s, pcie_link
-from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
+from fastdist.cli.bench.measured_call import Batches, Lead, MeasuredCall
 from fastdist.cli.bench.peers import Engine, find_peers
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Measurement, Report, Row, link_us, median_us
@@ -191,8 +190,8 @@ class OneRankOnAStream:
         pass
 
 
-def gpu_call(driver: OneRankOnAStream, case: Case, graph: bool = True) -> GpuCall:
-    return GpuCall(driver, Lead(driver.gpu), case, "list", graph)
+def gpu_call(driver: OneRankOnAStream, case: Case, graph: bool = True) -> MeasuredCall:
+    return MeasuredCall(driver, case, "list", Lead(driver.gpu), graph)
 
 
 @pytest.mark.parametrize("corrupted", [0, 3])
@@ -384,7 +383,7 @@ def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
 def test_overlapped_buckets_bring_every_tensor_back(variant: str, tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
-    from fastdist.cli.bench.torch_driver import TorchCalls
+    from fastdist.cli.bench.torch_driver import TorchDriver
 
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
@@ -393,7 +392,7 @@ def test_overlapped_buckets_bring_every_tensor_back(variant: str, tmp_path: Path
         tensors = [torch.arange(4_000_000.0), torch.ones(3), torch.arange(5_000_000.0)]
         expected = [tensor.clone() for tensor in tensors]
         case = list_case("resnet50", "float32", "sum", "torch")
-        calls = TorchCalls(torch_arrays(), overlap=True)
+        calls = TorchDriver("test", overlap=True)
         calls.bind_list(case, variant, tensors)()
         assert all(torch.equal(got, right) for got, right in zip(tensors, expected, strict=True))
     finally:

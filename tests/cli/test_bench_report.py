@@ -21,7 +21,7 @@ from fastdist.cli.bench.command import make_plan
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError
-from fastdist.cli.bench.full_report import last_run, measure, recorded_object, report_cases
+from fastdist.cli.bench.full_report import last_run, measure, page, recorded_object, report_cases
 from fastdist.cli.bench.intervals import median_interval, ratio_interval
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
@@ -31,9 +31,8 @@ from fastdist.cli.bench.peers import (
     peer_of,
     tuned_settings,
 )
-from fastdist.cli.bench.results import Measurement, Report, Row, combined
+from fastdist.cli.bench.results import Measurement, Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort
-from fastdist.cli.bench.summary import peer_sentences, unstable_titles
 from fastdist.cli.machine_facts import machine_facts
 from fastdist.cli.main import main
 
@@ -390,8 +389,6 @@ class Page(HTMLParser):
 
 @pytest.mark.skipif(not makes_pages, reason="matplotlib or jinja2 is not installed")
 def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
-    from fastdist.cli.bench.page import page
-
     report = a_report(1, 0.2)
     recorded = recorded_object(report, 1.0)
     change = compare(RecordedRun("before.json", recorded), RecordedRun("", recorded))
@@ -410,7 +407,7 @@ def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
     items = found.texts["li"]
     assert set(peer_sentences(report)) <= set(items)
     assert "impi is not installed: pip install </script>" in items
-    unstable = unstable_titles(report)
+    unstable = report.unstable_titles
     assert len(unstable) > 0
     assert any(item.endswith(", ".join(unstable)) for item in items)
     assert "Since the last run on this machine" in found.texts["h2"]

@@ -9,8 +9,7 @@ from pathlib import Path
 import fastdist._core as _core
 import pytest
 import small_list
-from fastdist.cli.bench.cases import Case, array_case, list_case
-from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.cases import COLLECTIVES, Case, array_case, list_case
 from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.peers import Engine
 from fastdist.cli.bench.results import Row

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import fastdist as fd
 import pytest
-from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.cases import COLLECTIVES
 from fastdist.collectives.engines.engine import OPS
 from fastdist.recorder import signatures
 from paths import ROOT

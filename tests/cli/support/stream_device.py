@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
-from fastdist.cli.bench.arrays import ArrayLibrary, numpy_arrays
+from fastdist.cli.bench.driver import ArrayLibrary, numpy_arrays
 
 Step = Callable[[], object]
 
@@ -21,13 +21,26 @@ Step = Callable[[], object]
 class StreamEvent:
     """Notes when the stream comes to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, enqueue: Callable[[Step], None]) -> None:
+        self._enqueue = enqueue
         self.reached = threading.Event()
         self.at_ns = 0
 
     def reach(self) -> None:
         self.at_ns = perf_counter_ns()
         self.reached.set()
+
+    def record(self) -> None:
+        self.reached.clear()
+        self._enqueue(self.reach)
+
+    def query(self) -> bool:
+        return self.reached.is_set()
+
+    def elapsed_time(self, end: StreamEvent) -> float:
+        assert self.reached.is_set()
+        assert end.reached.is_set()
+        return (end.at_ns - self.at_ns) / 1e6
 
 
 class StreamDevice:
@@ -60,23 +73,11 @@ class StreamDevice:
             self._captured.append(step)
 
     def event(self) -> StreamEvent:
-        return StreamEvent()
-
-    def record(self, event: StreamEvent) -> None:
-        event.reached.clear()
-        self.enqueue(event.reach)
-
-    def is_over(self, event: StreamEvent) -> bool:
-        return event.reached.is_set()
-
-    def elapsed_ns(self, start: StreamEvent, end: StreamEvent) -> int:
-        assert start.reached.is_set()
-        assert end.reached.is_set()
-        return end.at_ns - start.at_ns
+        return StreamEvent(self.enqueue)
 
     def synchronize(self) -> None:
-        end = StreamEvent()
-        self._steps.put(end.reach)
+        end = StreamEvent(self._steps.put)
+        end.record()
         assert end.reached.wait(60)
         if self._error is not None:
             raise self._error

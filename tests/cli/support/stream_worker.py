@@ -9,22 +9,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import fastdist
 from fastdist.cli.bench import fastdist_driver, torch_driver
-from fastdist.cli.bench.arrays import ArrayLibrary
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.fastdist_driver import FastdistCalls
+from fastdist.cli.bench.driver import ArrayLibrary
+from fastdist.cli.bench.fastdist_driver import FastdistDriver
 from fastdist.cli.bench.worker import main
 from stream_device import StreamDevice
 
 Call = Callable[[], object]
 
 
-class StreamDriver(FastdistCalls):
+class StreamDriver(FastdistDriver):
     """A call enqueues its work; where `is_capturable` is False, capturing a call raises."""
 
     def __init__(self, is_capturable: bool) -> None:
-        super().__init__(fastdist.init())
+        super().__init__()
         self.gpu = StreamDevice()
         self.version = "streams on CPUs"
         self._is_capturable = is_capturable
@@ -48,12 +47,8 @@ class StreamDriver(FastdistCalls):
 
         return enqueue
 
-    def close(self) -> None:
-        self.gpu.synchronize()
-        self._comm.close()
-
 
 if __name__ == "__main__":
-    fastdist_driver.FastdistCudaDriver = partial(StreamDriver, True)  # type: ignore[misc]
-    torch_driver.TorchNcclDriver = partial(StreamDriver, False)  # type: ignore[misc]
+    fastdist_driver.open_cuda = partial(StreamDriver, True)
+    torch_driver.open_nccl = partial(StreamDriver, False)  # type: ignore[assignment]
     raise SystemExit(main())

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 
 import virtual_arrays as va
 from fastdist.cli.bench import gpu
-from fastdist.cli.bench.arrays import ArrayLibrary
+from fastdist.cli.bench.driver import ArrayLibrary
 from fastdist.cli.bench.worker import main
 from small_list import add_small_list
 
@@ -31,6 +31,22 @@ class VirtualEvent:
         self.handle = ctypes.c_void_p()
         va.cuda.cudaEventCreateWithFlags(ctypes.byref(self.handle), 0)
         self.recorded_ns = 0
+
+    def record(self) -> None:
+        va.cuda.cudaEventRecord(self.handle, ctypes.c_void_p(va.current_stream()))
+        self.recorded_ns = perf_counter_ns()
+
+    def query(self) -> bool:
+        try:
+            va.cuda.cudaEventQuery(self.handle)
+        except va.CudaError:
+            return False
+        return True
+
+    def elapsed_time(self, end: VirtualEvent) -> float:
+        assert self.query()
+        assert end.query()
+        return (end.recorded_ns - self.recorded_ns) / 1e6
 
 
 class VirtualGpu:
@@ -52,22 +68,6 @@ class VirtualGpu:
 
     def event(self) -> VirtualEvent:
         return VirtualEvent()
-
-    def record(self, event: VirtualEvent) -> None:
-        va.cuda.cudaEventRecord(event.handle, ctypes.c_void_p(va.current_stream()))
-        event.recorded_ns = perf_counter_ns()
-
-    def is_over(self, event: VirtualEvent) -> bool:
-        try:
-            va.cuda.cudaEventQuery(event.handle)
-        except va.CudaError:
-            return False
-        return True
-
-    def elapsed_ns(self, start: VirtualEvent, end: VirtualEvent) -> int:
-        assert self.is_over(start)
-        assert self.is_over(end)
-        return end.recorded_ns - start.recorded_ns
 
     def synchronize(self) -> None:
         va.synchronize()

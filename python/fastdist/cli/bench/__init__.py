@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from fastdist.cli.bench.cases import DEVICE_ARRAYS, DTYPE_BYTES, REDUCE_OPS
-from fastdist.cli.bench.collectives import COLLECTIVES
+from fastdist.cli.bench.cases import COLLECTIVES, DEVICE_ARRAYS, DTYPE_BYTES, REDUCE_OPS
 from fastdist.cli.bench.models import MODEL_NAMES
 from fastdist.cli.bench.peers import CUDA_PEER_NAMES, PEER_NAMES, cache_dir
 from fastdist.cli.command import add_command

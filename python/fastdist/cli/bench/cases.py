@@ -1,12 +1,20 @@
-"""The cases of a command line, and their dtypes, reduce ops and arrays."""
+"""What is measured: collectives, sizes, lists of gradients, dtypes, reduce ops, arrays.
+
+N is the "bytes" column and n the world size. As in nccl-tests, N is the size of the larger of a
+rank's two buffers; if that buffer consists of n blocks, "count" is the elements of one block.
+
+Floor traffic: every byte that a rank passes is read once, and every byte that a rank gets is
+written once, all in one memory system. The floor is the time of this traffic at the speed of n
+ranks that copy at the same time, where a copy counts the bytes read and the bytes written. The
+floor does not apply to buffers in the caches, which are faster than memory.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fastdist.cli.bench.collectives import COLLECTIVES
 from fastdist.cli.bench.models import gradient_shapes
 from fastdist.cli.sizes import format_size
 
@@ -24,6 +32,53 @@ DTYPE_BYTES = {
 REDUCE_OPS = ("sum", "mean", "prod", "min", "max")
 # The kinds of arrays of each device; the first is the default.
 DEVICE_ARRAYS = {"cpu": ("numpy", "torch", "empty"), "cuda": ("torch", "empty")}
+ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """The properties of a collective; functions are of the world size.
+
+    `passes` and `gets` name the buffers of a rank, as in `buffer_elements`.
+    """
+
+    bus_factor: Callable[[int], float]  # busbw / algbw, as in nccl-tests
+    floor_buffers: Callable[[int], int]  # floor traffic in units of N
+    passes: str = "count"
+    gets: str = ""  # the result replaces what is passed
+    reduces: bool = False  # takes a reduce op
+
+
+def _one(world_size: int) -> float:
+    return 1.0
+
+
+def _others(world_size: int) -> float:
+    return (world_size - 1) / world_size
+
+
+# By method of `Communicator`; `send_recv` sends to the next rank and receives from the previous.
+COLLECTIVES = {
+    "all_reduce": Collective(lambda n: 2 * _others(n), lambda n: 2 * n, reduces=True),
+    "reduce": Collective(_one, lambda n: n + 1, reduces=True),
+    "broadcast": Collective(_one, lambda n: n),
+    "all_gather": Collective(_others, lambda n: n + 1, "count", "blocks"),
+    "gather": Collective(_others, lambda n: 2, "count", "blocks on the root"),
+    "scatter": Collective(_others, lambda n: 2, "blocks on the root", "count"),
+    "reduce_scatter": Collective(_others, lambda n: n + 1, "blocks", "count", reduces=True),
+    "all_to_all": Collective(_others, lambda n: 2 * n, "blocks", "blocks"),
+    "send_recv": Collective(_one, lambda n: 2 * n, "count", "count"),
+    "barrier": Collective(_one, lambda n: 0, passes=""),
+}
+
+
+def buffer_elements(name: str, count: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return the elements that a rank passes and gets; 0 means no such buffer."""
+    blocks = count * world_size
+    at_root = blocks if rank == ROOT else 0
+    elements = {"": 0, "count": count, "blocks": blocks, "blocks on the root": at_root}
+    collective = COLLECTIVES[name]
+    return elements[collective.passes], elements[collective.gets]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +114,11 @@ def array_case(
     collective: str, size_bytes: int, world_size: int, dtype: str, redop: str, array: str
 ) -> Case:
     """Return a case of one array of about `size_bytes`, at least one element per block."""
-    spec = COLLECTIVES[collective]
-    redop = redop if spec.reduces else ""
+    redop = redop if COLLECTIVES[collective].reduces else ""
     if collective == "barrier":
         return Case(collective, 0, 0, dtype, redop, array)
     item_bytes = DTYPE_BYTES[dtype]
-    blocks = world_size if spec.blocks else 1
+    blocks = max(buffer_elements(collective, 1, ROOT, world_size))
     count = max(1, size_bytes // item_bytes // blocks)
     return Case(collective, count * blocks * item_bytes, count, dtype, redop, array)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import fastdist._core as _core
 from fastdist.cli.bench import report as text
@@ -19,7 +20,6 @@ from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.gpu import Placement, place_ranks
 from fastdist.cli.bench.peers import Engine, fastdist_engine, find_peers, parse_peers
 from fastdist.cli.bench.plot import write_plot
-from fastdist.cli.bench.progress import shown_progress
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
 from fastdist.cli.command import UsageError
@@ -47,19 +47,20 @@ class Plan:
 
 def run_command(options: argparse.Namespace) -> int:
     """Measure one collective; return an exit code as `run_measured` does."""
-    with unusable_options():
+    with usable_options():
         plan = make_plan(options)
+    file = sys.stderr if options.json == "-" else sys.stdout
 
     def measure() -> bool:
-        report = _measure(options, plan)
-        _write_files(options, report)
+        report = _measure(options, plan, file)
+        _write_files(options, report, file)
         return not (report.wrong or report.failed)
 
     return run_measured(measure)
 
 
 @contextmanager
-def unusable_options() -> Iterator[None]:
+def usable_options() -> Iterator[None]:
     """Raise UsageError for ValueError and ImportError."""
     try:
         yield
@@ -87,38 +88,58 @@ def run_measured(measure: Callable[[], bool]) -> int:
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Make a plan of the options."""
-    cases, effort = _cases(options), _effort(options)
-    engines, missing = _engines(options)
-    placement = _placement(options)
-    _check_files(options)
-    return Plan(_ranks(options), cases, effort, engines, missing, placement)
+    """Make a plan of the options, and check that its files can be written."""
+    _check_numbers(options)
+    on_cpu = options.device == "cpu"
+    ranks = options.ranks or max(2, usable_cores() if on_cpu else len(_core.cuda_devices()))
+    cases = _cases(options, ranks)
+    effort = Effort(
+        time_s=options.time_s,
+        iterations=options.iters,
+        warmup=options.warmup,
+        rounds=min(ROUNDS, options.iters or ROUNDS),
+        check=options.check,
+        bind=on_cpu,
+        graph=not on_cpu,
+    )
+    names = parse_peers(options.vs, options.device) if options.vs else ()
+    peers, missing = find_peers(names, ranks, options.peers_dir)
+    ours = fastdist_engine(ranks, options.device, options.through == "torch")
+    placement = None if on_cpu else _placement(options, ranks)
+    if options.plot:
+        check_plot(Path(options.plot))
+    for name in _files(options):
+        folder = Path(name).absolute().parent
+        if not os.access(folder, os.W_OK):
+            raise ValueError(f"cannot write {name}: {folder} is not a writable folder")
+    return Plan(ranks, cases, effort, [ours, *peers], missing, placement)
 
 
-def _ranks(options: argparse.Namespace) -> int:
-    ranks: int | None = options.ranks
-    if ranks is None:
-        return max(2, usable_cores() if options.device == "cpu" else len(_core.cuda_devices()))
-    if ranks < 1:
-        raise ValueError(f"expected --ranks of at least 1, got {ranks}")
-    if ranks == 1 and options.collective == "send_recv":
+def _check_numbers(options: argparse.Namespace) -> None:
+    for name, least in (("ranks", 1), ("iters", 1), ("warmup", 0), ("time_s", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"expected {option} of at least {least}, got {value}")
+    if options.ranks == 1 and options.collective == "send_recv":
         raise ValueError("send_recv needs --ranks of at least 2, got 1")
-    return ranks
+    if options.iters is not None and options.iters > _MOST_ITERATIONS:
+        raise ValueError(f"expected --iters of at most {_MOST_ITERATIONS}, got {options.iters}")
 
 
-def _cases(options: argparse.Namespace) -> tuple[Case, ...]:
+def _cases(options: argparse.Namespace, ranks: int) -> tuple[Case, ...]:
     array = _array(options)
     made_by = "numpy" if array == "empty" and options.device == "cpu" else array
     if options.dtype == "bfloat16" and made_by == "numpy":
         raise ValueError("numpy has no bfloat16: use --array torch")
     if options.redop == "mean" and "int" in options.dtype:
         raise ValueError(f"--op mean needs a floating point dtype, got {options.dtype}")
-    if options.model:
-        if options.collective != "all_reduce":
-            raise ValueError(f"--list is for all_reduce, got {options.collective}")
-        return (list_case(options.model, options.dtype, options.redop, array),)
-    what = (options.collective, parse_sizes(options.sizes), _ranks(options))
-    return array_cases(*what, options.dtype, options.redop, array)
+    if not options.model:
+        sizes = parse_sizes(options.sizes)
+        return array_cases(options.collective, sizes, ranks, options.dtype, options.redop, array)
+    if options.collective != "all_reduce":
+        raise ValueError(f"--list is for all_reduce, got {options.collective}")
+    return (list_case(options.model, options.dtype, options.redop, array),)
 
 
 def _array(options: argparse.Namespace) -> str:
@@ -143,37 +164,8 @@ def _require_torch(why: str) -> None:
         raise ImportError(f"{why}: pip install torch")
 
 
-def _effort(options: argparse.Namespace) -> Effort:
-    for name, least in (("iters", 1), ("warmup", 0), ("time_s", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(
-                f"expected --{name.replace('_', '-')} of at least {least}, got {value}"
-            )
-    if options.iters is not None and options.iters > _MOST_ITERATIONS:
-        raise ValueError(f"expected --iters of at most {_MOST_ITERATIONS}, got {options.iters}")
-    return Effort(
-        time_s=options.time_s,
-        iterations=options.iters,
-        warmup=options.warmup,
-        rounds=min(ROUNDS, options.iters or ROUNDS),
-        check=options.check,
-        bind=options.device == "cpu",
-        graph=options.device == "cuda",
-    )
-
-
-def _engines(options: argparse.Namespace) -> tuple[list[Engine], dict[str, str]]:
-    ranks = _ranks(options)
-    names = parse_peers(options.vs, options.device) if options.vs else ()
-    peers, missing = find_peers(names, ranks, options.peers_dir)
-    return [fastdist_engine(ranks, options.device, options.through == "torch"), *peers], missing
-
-
-def _placement(options: argparse.Namespace) -> Placement | None:
-    """Return the ranks' GPUs; None on CPUs."""
-    if options.device == "cpu":
-        return None
+def _placement(options: argparse.Namespace, ranks: int) -> Placement:
+    """Return the ranks' GPUs."""
     if options.collective == "barrier":
         raise ValueError("barrier is for --device cpu: on GPUs, the host waits")
     if options.array == "empty" and options.collective in ("gather", "scatter"):
@@ -181,33 +173,21 @@ def _placement(options: argparse.Namespace) -> Placement | None:
             "--array empty: every rank must call comm.empty for GPUs, and only the root of a "
             f"{options.collective} has a buffer of all blocks"
         )
-    placement = place_ranks(_ranks(options))
+    placement = place_ranks(ranks)
     _require_torch("--device cuda needs torch to make arrays there")
     return placement
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    """Raise before the run if matplotlib is missing, or its files cannot be written."""
-    if options.plot:
-        check_plot(Path(options.plot))
-    for name in _files(options):
-        folder = Path(name).absolute().parent
-        if not os.access(folder, os.W_OK):
-            raise ValueError(f"cannot write {name}: {folder} is not a writable folder")
 
 
 def _files(options: argparse.Namespace) -> list[str]:
     return [name for name in (options.json, options.plot) if name not in (None, "-")]
 
 
-def _measure(options: argparse.Namespace, plan: Plan) -> Report:
+def _measure(options: argparse.Namespace, plan: Plan, file: TextIO) -> Report:
     """Measure the cases while the table is printed."""
-    file = sys.stderr if options.json == "-" else sys.stdout
     width = width_of(file)
     busy = busy_cores()
-    steps = len(plan.cases) * plan.effort.rounds
     with (
-        shown_progress(file, steps) as progress,
+        shown_progress(file, len(plan.cases) * plan.effort.rounds) as progress,
         Session(plan.engines, plan.ranks, plan.effort, plan.placement) as session,
     ):
         report = Report(
@@ -222,32 +202,80 @@ def _measure(options: argparse.Namespace, plan: Plan) -> Report:
         for error in session.failures:
             note(f"fastdist bench: {error}")
         title = f"{options.collective} of {options.model}" if options.model else options.collective
-        lines = text.heading(report, title)
+        progress.line(*text.heading(report, title))
         if not options.model:
             _, *peers = session.versions
-            lines += text.column_lines(peers, plan.placement is not None, width)
-        progress.lines(lines)
+            progress.line(*text.column_lines(peers, plan.placement is not None, width))
         noted: set[str] = set()
         for case in plan.cases:
             progress.begin(case.label)
             row = session.measure(case, progress.step)
             report.rows.append(row)
-            notes = [note for note in text.row_notes(row) if note not in noted]
-            noted.update(notes)
-            progress.lines((text.list_lines if options.model else text.row_lines)(row, width))
-            progress.lines(notes)
+            progress.line(*(text.list_lines if options.model else text.row_lines)(row, width))
+            progress.line(*(note for note in text.row_notes(row) if note not in noted))
+            noted.update(text.row_notes(row))
         report.copy_gb_per_s = session.copy_gb_per_s
-        progress.lines(text.footing(report))
+        progress.line(*text.footing(report))
     return report
 
 
-def _write_files(options: argparse.Namespace, report: Report) -> None:
+def _write_files(options: argparse.Namespace, report: Report, file: TextIO) -> None:
     if options.json == "-":
         show(text.to_json(report))
     elif options.json:
         Path(options.json).write_text(text.to_json(report))
     if options.plot:
         write_plot(report, Path(options.plot))
-    file = sys.stderr if options.json == "-" else sys.stdout
     for name in _files(options):
         show(fitted(f"# wrote {Path(name)}\n", file), file)
+
+
+class Progress:
+    """Prints the table's lines and the progress, in a bar of rich if there is one.
+
+    The bar is drawn between measurements only, never by a thread that takes a core from them.
+    """
+
+    def __init__(self, file: TextIO, bar: Any = None) -> None:
+        self._file = file
+        self._bar = bar
+
+    def line(self, *texts: str) -> None:
+        """Print lines."""
+        for line in texts:
+            line = fitted(line, self._file)
+            if self._bar is None:
+                show(f"{line}\n", self._file)
+            else:
+                self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, label: str) -> None:
+        """Start the measurement with this label."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=label, refresh=True)
+        elif self._file.isatty():
+            print(f"measuring {label} ...", file=sys.stderr, flush=True)
+
+    def step(self) -> None:
+        """Count a finished step."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, refresh=True)
+
+
+@contextmanager
+def shown_progress(file: TextIO, steps: int) -> Iterator[Progress]:
+    """Show a bar of `steps` steps below the lines, if `file` is a terminal and rich is installed.
+
+    Without rich, a terminal gets a line per size on stderr instead.
+    """
+    if not file.isatty() or importlib.util.find_spec("rich") is None:
+        yield Progress(file)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(file=file), auto_refresh=False, transient=True) as bar:
+        bar.add_task("starting", total=steps)
+        yield Progress(file, bar)

@@ -95,15 +95,13 @@ class Change:
         return self.percent.high < 0
 
     def __str__(self) -> str:
-        percents = (self.percent.estimate, self.percent.low, self.percent.high)
-        estimate, low, high = (f"{percent:.0f}" for percent in percents)
-        less, most, least = (f"{-percent:.0f}" for percent in percents)
+        estimate, low, high = self.percent.estimate, self.percent.low, self.percent.high
         if self.is_slower:
-            found = f"{estimate} % slower, 95 %: {low} to {high}"
+            found = f"{estimate:.0f} % slower, 95 %: {low:.0f} to {high:.0f}"
         elif self.is_faster:
-            found = f"{less} % faster, 95 %: {least} to {most}"
+            found = f"{-estimate:.0f} % faster, 95 %: {-high:.0f} to {-low:.0f}"
         else:
-            found = f"no change found, 95 %: {most} % faster to {high} % slower"
+            found = f"no change found, 95 %: {-low:.0f} % faster to {high:.0f} % slower"
         return f"{self.case.title}: {found}{' (unstable)' if self.unstable else ''}"
 
 
@@ -116,10 +114,7 @@ class Comparison:
     changes: tuple[Change, ...]
 
     def control(self) -> Iterator[tuple[str, float]]:
-        """Yield each engine of the same version in both runs, and its median factor.
-
-        These engines are the same programs: what changed them is the machine.
-        """
+        """Yield peers of the same version in both runs, and how the machine changed their time."""
         for name, version in self.old.engines.items():
             if name == "fastdist" or self.new.engines.get(name) != version:
                 continue
@@ -155,9 +150,13 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the comparison for JSON."""
+        old, new = (
+            {"file": run.name, "version": run.version, "when": run.when}
+            for run in (self.old, self.new)
+        )
         return {
-            "old": {"file": self.old.name, "version": self.old.version, "when": self.old.when},
-            "new": {"file": self.new.name, "version": self.new.version, "when": self.new.when},
+            "old": old,
+            "new": new,
             "other_machine": self.old.other_machine(self.new),
             "control": {name: round(factor, 4) for name, factor in self.control()},
             "changes": [

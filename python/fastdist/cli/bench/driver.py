@@ -1,36 +1,94 @@
-"""Interface of an engine for a rank, the table of engines, and what drivers share."""
+"""Interface of an engine for a rank, the table of engines, their arrays, and what drivers share."""
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-from fastdist.cli.bench.arrays import Array, ArrayLibrary
-from fastdist.cli.bench.cases import DTYPE_BYTES, Case
-from fastdist.cli.bench.gpu import Gpu
+import numpy as np
+import numpy.typing as npt
 
+from fastdist.cli.bench.cases import DTYPE_BYTES, Case
+
+Array = Any  # a numpy array or a torch tensor
+Block = npt.NDArray[Any]
 Call = Callable[[], object]
-Message = dict[str, Any]  # between the bench and its ranks
 
 _BUCKET_BYTES = 25 << 20
 _TORCH = ("25 MB buckets", "one by one", "coalesced")
-# The class of each driver, and its ways to reduce a list of gradients; ratios are made with the
+# What makes each driver, and its ways to reduce a list of gradients; ratios are made with the
 # first way.
 _DRIVERS = {
     "fastdist": ("fastdist_driver:FastdistDriver", ("list", "one array")),
-    "fastdist_torch": ("torch_driver:FastdistTorchDriver", _TORCH),
-    "gloo": ("torch_driver:GlooDriver", _TORCH),
-    "mlx": ("mlx_driver:MlxDriver", ("concatenated",)),
+    "fastdist_torch": ("torch_driver:open_fastdist", _TORCH),
+    "gloo": ("torch_driver:open_gloo", _TORCH),
+    "mlx": ("peer_drivers:MlxDriver", ("concatenated",)),
     "deepspeed": ("torch_driver:DeepSpeedDriver", ("one by one",)),
-    "mpi": ("mpi_driver:MpiDriver", ("25 MB buckets",)),
-    "fastdist_cuda": ("fastdist_driver:FastdistCudaDriver", ("list", "list in bf16", "one array")),
-    "torch_nccl": ("torch_driver:TorchNcclDriver", _TORCH),
+    "mpi": ("peer_drivers:MpiDriver", ("25 MB buckets",)),
+    "fastdist_cuda": ("fastdist_driver:open_cuda", ("list", "list in bf16", "one array")),
+    "torch_nccl": ("torch_driver:open_nccl", _TORCH),
 }
 LIST_VARIANTS = {kind: variants for kind, (_, variants) in _DRIVERS.items()}
+
+
+class UnsupportedCaseError(Exception):
+    """The engine does not support the operation, dtype or array."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLibrary:
+    """Makes, fills and reads one library's arrays."""
+
+    make: Callable[[Sequence[int], str], Array]  # uninitialized, of a shape and a dtype name
+    flat: Callable[[Array], Array]  # a one-dimensional view
+    filler: Callable[[Array], Callable[[float], object]]  # the method that sets every element
+    write: Callable[[Array, int, Block], None]  # copies a block into a flat array, from an index on
+    read: Callable[[Array, int, int], Block]  # part of a flat array; float32 if numpy has no dtype
+
+
+def _write(flat: Array, start: int, block: Array) -> None:
+    flat[start : start + len(block)] = block
+
+
+def numpy_arrays() -> ArrayLibrary:
+    """Return the library of numpy arrays."""
+
+    def make(shape: Sequence[int], dtype: str) -> Array:
+        if dtype == "bfloat16":
+            raise UnsupportedCaseError("numpy has no bfloat16")
+        return np.empty(tuple(shape), dtype)
+
+    return ArrayLibrary(
+        make=make,
+        flat=lambda array: array.reshape(-1),
+        filler=lambda array: array.fill,
+        write=_write,
+        read=lambda flat, start, stop: flat[start:stop],
+    )
+
+
+def torch_arrays(device: str = "cpu") -> ArrayLibrary:
+    """Return the library of torch tensors."""
+    torch: Any = importlib.import_module("torch")
+
+    def read(flat: Array, start: int, stop: int) -> Block:
+        part = flat[start:stop]
+        block: Block = (part.float() if part.dtype == torch.bfloat16 else part).cpu().numpy()
+        return block
+
+    return ArrayLibrary(
+        make=lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype), device=device),
+        flat=lambda array: array.view(-1),
+        filler=lambda array: array.fill_,
+        write=lambda flat, start, block: _write(flat, start, torch.from_numpy(block)),
+        read=read,
+    )
 
 
 class Driver(ABC):
@@ -38,14 +96,14 @@ class Driver(ABC):
 
     Attributes:
         barrier: The engine's own barrier; on GPUs a call that makes their streams meet.
-        gpu: GPU on which the calls run, in the order of its stream; None for the CPU.
+        gpu: `Gpu` on which the calls run, in the order of its stream; None for the CPU.
     """
 
     rank: int
     world_size: int
     version: str
     barrier: Call
-    gpu: Gpu | None = None
+    gpu: Any = None
 
     @abstractmethod
     def arrays(self, kind: str) -> ArrayLibrary:
@@ -78,14 +136,10 @@ class Driver(ABC):
         passes: Array,
         gets: Array,
     ) -> Call:
-        """Return `send_recv` by blocking calls.
-
-        Even ranks send first and odd ranks receive first, to avoid a deadlock.
-        """
+        """Return `send_recv` by blocking calls; without a deadlock, as odd ranks receive first."""
         to, source = self.ring_neighbors()
-        first, second = partial(send, passes, to), partial(recv, gets, source)
-        if self.rank % 2:
-            first, second = second, first
+        pair = [partial(send, passes, to), partial(recv, gets, source)]
+        first, second = reversed(pair) if self.rank % 2 else pair
 
         def ring() -> None:
             first()

@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdist.cli.bench.driver import Message
 from fastdist.cli.bench.peers import Engine
 from fastdist.cluster.launch import without_rank
 from fastdist.errors import FastdistError
@@ -45,15 +44,16 @@ class EngineError(FastdistError):
 class EngineRanks:
     """The ranks of one engine, and the channel to each of them."""
 
-    def __init__(self, engine: Engine, ranks: int, socket_path: Path) -> None:
+    def __init__(self, engine: Engine, ranks: int, socket_path: Path, timeout_s: float) -> None:
         self.engine = engine
         self.version = ""
         self._ranks = ranks
         self._socket_path = socket_path
         self._log = socket_path.with_suffix(".log")
+        self._timeout_s = timeout_s
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._launched = Sessions()
-        self._channels: dict[int, Connection[Message, Message]] = {}
+        self._channels: dict[int, Connection[Any, Any]] = {}
         self._workers: list[int] = []  # pidfds: a launcher's ranks need not be in its group
 
     def launch(self) -> None:
@@ -87,15 +87,15 @@ class EngineRanks:
             if time.monotonic() > deadline:
                 started = f"{len(self._channels)} of {self._ranks} ranks started"
                 self._fail(f"{started} within {timeout_s:.0f} s", self._output())
-        self.version = self.replies(timeout_s)[0]["ready"]
+        self.version = self._replies(timeout_s)[0]
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
         with contextlib.suppress(ProcessLookupError):  # it has ended
             self._workers.append(os.pidfd_open(peer_pid(connection)))
-        channel: Connection[Message, Message] = Connection(connection.detach())
+        channel: Connection[Any, Any] = Connection(connection.detach())
         try:
-            rank = int(channel.recv()["rank"])
+            rank = channel.recv()
         except (EOFError, OSError):
             return  # its launcher reports the error
         if rank in self._channels or not 0 <= rank < self._ranks:
@@ -107,20 +107,20 @@ class EngineRanks:
         for rank, channel in self._channels.items():
             with contextlib.suppress(EOFError, OSError):
                 while channel.poll():
-                    self._take(rank, {})
+                    self._take(rank)
 
-    def command(self, message: Message, timeout_s: float) -> list[Message]:
-        """Send a message to every rank; return the replies in the order of ranks, as `replies`."""
+    def command(self, name: str, **arguments: object) -> list[Any]:
+        """Call a method of `Worker` on every rank; return the results in the order of ranks."""
         for rank, channel in self._channels.items():
             try:
-                channel.send(message)
+                channel.send((name, arguments))
             except OSError:
                 self._fail_rank(rank, "has ended")
-        return self.replies(timeout_s)
+        return self._replies(self._timeout_s)
 
-    def replies(self, timeout_s: float) -> list[Message]:
+    def _replies(self, timeout_s: float) -> list[Any]:
         """Wait for one message from every rank."""
-        received: dict[int, Message] = {}
+        received: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         while missing := set(self._channels) - set(received):
             ready = wait(self._channels.values(), deadline - time.monotonic())
@@ -129,23 +129,22 @@ class EngineRanks:
             for rank, channel in self._channels.items():
                 if channel in ready:
                     try:
-                        self._take(rank, received)
+                        received[rank] = self._take(rank)
                     except (EOFError, OSError):
                         self._fail_rank(rank, "has ended")
         return [received[rank] for rank in range(self._ranks)]
 
-    def _take(self, rank: int, received: dict[int, Message]) -> None:
-        message = self._channels[rank].recv()
-        if "error" in message:
-            self._fail(f"rank {rank} raised", str(message["error"]))
-        received[rank] = message
+    def _take(self, rank: int) -> Any:
+        error, reply = self._channels[rank].recv()
+        if error:
+            self._fail(f"rank {rank} raised", error)
+        return reply
 
     def _fail_rank(self, rank: int, what: str) -> NoReturn:
         self._launched.wait(_LAST_WORDS_S)  # launchers print the reason when they end
         self._fail(f"rank {rank} {what}", self._output())
 
     def _output(self) -> str:
-        """Return the output of the engine's processes."""
         return self._log.read_text(errors="replace").strip()
 
     def _fail(self, what: str, output: str = "") -> NoReturn:
@@ -158,12 +157,11 @@ class EngineRanks:
         raise EngineError("\n".join(lines), name, reason)
 
     def close(self) -> None:
-        """Let the ranks leave the engine; kill ranks that do not end."""
-        with contextlib.suppress(OSError):  # they are killed below
+        """Let the ranks leave the engine; `kill` ends ranks that do not."""
+        with contextlib.suppress(OSError):
             for channel in self._channels.values():
-                channel.send({"command": "quit"})
+                channel.send(("quit", {}))
         self._launched.wait(_QUIT_S)
-        self.kill()
 
     def kill(self) -> None:
         """End the remaining processes at once."""

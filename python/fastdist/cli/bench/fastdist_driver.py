@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import fastdist
-from fastdist.cli.bench.arrays import (
+from fastdist.cli.bench.cases import ROOT, Case
+from fastdist.cli.bench.driver import (
     Array,
     ArrayLibrary,
+    Call,
+    Driver,
     UnsupportedCaseError,
     numpy_arrays,
     torch_arrays,
 )
-from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.collectives import ROOT
-from fastdist.cli.bench.driver import Call, Driver
 from fastdist.cli.bench.gpu import Gpu, gpu_of_rank
 from fastdist.cluster.launch import detect_launch
 from fastdist.collectives.engines import nccl_library
 
 
-class FastdistCalls(Driver):
-    """Binds arrays on any device to calls of a communicator; the base of fastdist's drivers."""
+class FastdistDriver(Driver):
+    """Calls go to the default communicator; on a GPU, in the order of torch's stream."""
 
-    def __init__(self, comm: fastdist.Communicator) -> None:
-        self._comm = comm
+    def __init__(self, gpu: Any = None) -> None:
+        self.gpu = gpu
+        self._comm = comm = fastdist.init()
         self.rank = comm.rank
         self.world_size = comm.world_size
-        self.barrier = comm.barrier
+        self.version = f"fastdist {fastdist.__version__}"
+        self.barrier: Call = comm.barrier
+        if gpu is not None:
+            self.barrier = partial(comm.all_reduce, gpu.arrays.make((1,), "int32"))
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        if self.gpu is not None:
+            library: ArrayLibrary = self.gpu.arrays
+        else:
+            library = torch_arrays() if kind == "torch" else numpy_arrays()
+        return replace(library, make=self._empty) if kind == "empty" else library
+
+    def _empty(self, shape: Sequence[int], dtype: str) -> Array:
+        if self.gpu is None:
+            return self._comm.empty(tuple(shape), dtype)
+        torch_dtype = getattr(importlib.import_module("torch"), dtype)
+        return self._comm.empty(tuple(shape), torch_dtype, f"cuda:{self.gpu.device}")
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         comm = self._comm
@@ -55,47 +73,15 @@ class FastdistCalls(Driver):
         argument = arrays[0] if variant == "one array" else list(arrays)
         return partial(self._comm.all_reduce, argument, case.redop)
 
-
-class FastdistDriver(FastdistCalls):
-    """Calls go to the default communicator over all ranks."""
-
-    def __init__(self) -> None:
-        super().__init__(fastdist.init())
-        self.version = f"fastdist {fastdist.__version__}"
-
-    def arrays(self, kind: str) -> ArrayLibrary:
-        if kind == "torch":
-            return torch_arrays()
-        if kind == "empty":
-            return numpy_arrays(lambda shape, dtype: self._comm.empty(tuple(shape), dtype=dtype))
-        return numpy_arrays()
-
     def close(self) -> None:
+        if self.gpu is not None:
+            self.gpu.synchronize()
         self._comm.close()
 
 
-class FastdistCudaDriver(FastdistCalls):
-    """Calls go to the default communicator, in the order of torch's stream."""
-
-    def __init__(self) -> None:
-        launch = detect_launch()
-        self.gpu = self._gpu = Gpu(gpu_of_rank(0 if launch is None else launch.local_rank))
-        super().__init__(fastdist.init())
-        nccl = nccl_library.load().version_text
-        self.version = f"fastdist {fastdist.__version__} with NCCL {nccl}"
-        self.barrier = partial(self._comm.all_reduce, self._gpu.arrays.make((1,), "int32"))
-
-    def arrays(self, kind: str) -> ArrayLibrary:
-        if kind != "empty":
-            return self._gpu.arrays
-        torch: Any = importlib.import_module("torch")
-        device = f"cuda:{self._gpu.device}"
-        return torch_arrays(
-            make=lambda shape, dtype: self._comm.empty(
-                tuple(shape), dtype=getattr(torch, dtype), device=device
-            )
-        )
-
-    def close(self) -> None:
-        self._gpu.synchronize()
-        self._comm.close()
+def open_cuda() -> FastdistDriver:
+    """Start fastdist on this rank's GPU."""
+    launch = detect_launch()
+    driver = FastdistDriver(Gpu(gpu_of_rank(0 if launch is None else launch.local_rank)))
+    driver.version += f" with NCCL {nccl_library.load().version_text}"
+    return driver

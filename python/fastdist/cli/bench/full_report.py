@@ -9,44 +9,44 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.resources
 import importlib.util
 import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fastdist._version import __version__
-from fastdist.cli.bench.cases import Case, array_cases, list_case
-from fastdist.cli.bench.collectives import COLLECTIVES
-from fastdist.cli.bench.command import Plan, run_measured, unusable_options
+from fastdist.cli.bench import intervals, results
+from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case
+from fastdist.cli.bench.command import Plan, Progress, run_measured, shown_progress, usable_options
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.engine_ranks import EngineError
-from fastdist.cli.bench.intervals import LEAST_SAMPLES
-from fastdist.cli.bench.page import page
 from fastdist.cli.bench.peers import (
     PEER_NAMES,
     Engine,
     cache_dir,
     fastdist_engine,
     find_peers,
+    peer_of,
     tuned_settings,
 )
-from fastdist.cli.bench.progress import Progress, shown_progress
+from fastdist.cli.bench.plot import bars_svg, curves_svg, legend
 from fastdist.cli.bench.report import report_object
-from fastdist.cli.bench.results import Report, Row, combined
+from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort, Session
-from fastdist.cli.bench.summary import peer_sentences, unstable_titles
 from fastdist.cli.command import UsageError
 from fastdist.cli.machine_facts import busy_cores, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size, parse_sizes
 from fastdist.processes.terminal import fitted, show
 
-PASSES = LEAST_SAMPLES
+PASSES = intervals.LEAST_SAMPLES
 
 _ALL_REDUCE_SIZES = parse_sizes("8,1K,64K,1M,16M,64M")
 _OTHER_SIZES = parse_sizes("1K,1M")
@@ -55,7 +55,7 @@ _EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
 
 def run_report(options: argparse.Namespace) -> int:
     """Measure and write the page and the JSON; return an exit code as `run_measured` does."""
-    with unusable_options():
+    with usable_options():
         plan, out = _plan(options)
     return run_measured(lambda: _run(options, plan, out))
 
@@ -112,7 +112,7 @@ def _summary(report: Report, change: Comparison | None) -> list[str]:
     lines = list(peer_sentences(report))
     lines += [f"{name} is not installed: {how}" for name, how in report.missing.items()]
     lines += [f"{name} failed: {reason}" for name, reason in report.failed.items()]
-    if unstable := unstable_titles(report):
+    if unstable := report.unstable_titles:
         lines.append(f"unstable: {', '.join(unstable)}")
     if report.wrong:
         lines.append(f"WRONG RESULTS: {report.wrong} elements")
@@ -209,3 +209,47 @@ def last_run(folder: Path, recorded: dict[str, Any]) -> RecordedRun | None:
     runs = [run for run in runs if not run.other_machine(this)]
     same = [run for run in runs if run.samples.keys() & this.samples]
     return max(same, key=lambda run: run.when, default=None)
+
+
+def page(report: Report, recorded: dict[str, Any], change: Comparison | None) -> str:
+    """Return the page of a report: one HTML file with its charts and data, which loads nothing.
+
+    `recorded` is the same as JSON, `change` the comparison with the last run, if there is one.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    environment.filters |= {"time": results.format_time, "digits": results.digits}
+    rows = list(zip(report.rows, (row["command"] for row in recorded["rows"]), strict=True))
+    curves = [row for row, _ in rows if row.case.collective == "all_reduce" and not row.case.model]
+    all_reduces = replace(report, rows=curves)
+    template = importlib.resources.files(__package__).joinpath("page.html")
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
+        report=report,
+        recorded=recorded,
+        change=change,
+        rows=rows,
+        cautions=_cautions(report),
+        sentences=list(peer_sentences(report)),
+        legend=legend(all_reduces),
+        curves=curves_svg(all_reduces) if curves else "",
+        bars=lambda row: bars_svg(replace(report, rows=[row])),
+        data=json.dumps(recorded).replace("</", "<\\/"),  # no end of the script element
+        unstable_width=intervals.UNSTABLE_WIDTH,
+        peer_of=peer_of,
+    )
+
+
+def _cautions(report: Report) -> list[str]:
+    cautions = [f"{name} failed and is left out: {why}" for name, why in report.failed.items()]
+    cautions += [
+        f"{row.case.title}: {measured.engine} got wrong results"
+        for row in report.rows
+        for measured in row.measurements
+        if measured.wrong
+    ]
+    if unstable := report.unstable_titles:
+        cautions.append(
+            f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
+        )
+    return cautions + report.busy_warnings + report.call_warnings

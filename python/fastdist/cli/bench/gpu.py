@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import fastdist._core as _core
-from fastdist.cli.bench.arrays import torch_arrays
+from fastdist.cli.bench.driver import Call, torch_arrays
 from fastdist.cli.machine_facts import output_of
-
-Event = Any
-Call = Callable[[], object]
 
 _NVLINK = re.compile(r"Link \d+: ([\d.]+) GB/s")
 # GB/s of a lane in one direction, by generation, without the encoding overhead.
@@ -21,10 +17,7 @@ _PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 class Gpu:
-    """The GPU of this rank and a torch stream, both made current in this thread.
-
-    Events record the time; work is enqueued on the stream.
-    """
+    """The GPU of this rank and a torch stream, both made current in this thread."""
 
     def __init__(self, device: int) -> None:
         torch: Any = importlib.import_module("torch")
@@ -41,21 +34,9 @@ class Gpu:
         self.device = device
         self.arrays = torch_arrays(f"cuda:{device}")
 
-    def event(self) -> Event:
-        """Make an event that records the time."""
+    def event(self) -> Any:
+        """Make an event of torch, which records the time."""
         return self._cuda.Event(enable_timing=True)
-
-    def record(self, event: Event) -> None:
-        """Enqueue an event."""
-        event.record(self._stream)
-
-    def is_over(self, event: Event) -> bool:
-        """Return True if the stream has reached the event."""
-        return bool(event.query())
-
-    def elapsed_ns(self, start: Event, end: Event) -> int:
-        """Return the time between two events that the stream has reached."""
-        return int(start.elapsed_time(end) * 1e6)
 
     def synchronize(self) -> None:
         """Make the host wait for all enqueued work."""

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Values = np.ndarray[tuple[int], np.dtype[np.float64]]
-
 LEAST_SAMPLES = 6  # from which on the interval of a median is finite
 UNSTABLE_WIDTH = 0.2  # of an interval, as a fraction of its estimate
 _TAIL = 0.025
@@ -43,40 +41,27 @@ class Interval:
 def median_interval(samples: Sequence[float]) -> Interval:
     """Return the median; the interval is 0 to infinity for fewer than `LEAST_SAMPLES` samples."""
     number = len(samples)
-    chances = [math.comb(number, k) / 2.0**number for k in range(number + 1)]
-    return _between(np.sort(samples), chances)
+    return _between(samples, [math.comb(number, below) for below in range(number + 1)])
 
 
 def ratio_interval(old: Sequence[float], new: Sequence[float]) -> Interval:
     """Return the factor between two runs: the median ratio of a new sample to an old one."""
-    ratios = np.sort(np.divide.outer(np.asarray(new), np.asarray(old)), axis=None)
-    ways = _rank_sums(len(old), len(new))
-    return _between(ratios, (ways / ways.sum()).tolist())
+    # The orders of all samples, by the pairs that are new > old: Gauss' binomial coefficient.
+    ways, q = np.poly1d([1.0]), np.poly1d([1.0, 0.0])
+    for number in range(1, len(new) + 1):
+        ways, _ = ways * (q ** (len(old) + number) - 1) / (q**number - 1)
+    ratios = [after / before for before in old for after in new]
+    return _between(ratios, ways.coeffs.tolist())
 
 
-def _between(ordered: Values, chances: list[float]) -> Interval:
-    """Return the narrowest interval between two of the values in ascending order.
+def _between(values: Sequence[float], ways: Sequence[float]) -> Interval:
+    """Return the median and the narrowest interval between two of the values.
 
-    `chances` has the chance, by k, that exactly k values are below the true value.
+    `ways` has in how many ways, all alike, exactly 0, 1, 2 … values are below the true value.
     """
+    ordered = np.sort(values)
     estimate = float(np.median(ordered))
-    cut, chance = 0, chances[0]
-    while chance <= _TAIL:
-        cut += 1
-        chance += chances[cut]
+    cut = int(np.searchsorted(np.cumsum(ways) / np.sum(ways), _TAIL, side="right"))
     if not cut:
         return Interval(estimate, 0.0, math.inf)
     return Interval(estimate, float(ordered[cut - 1]), float(ordered[-cut]))
-
-
-def _rank_sums(old: int, new: int) -> Values:
-    """Count, for each U, the orders of `old` and `new` samples in which U pairs are new > old."""
-    # ways[n, s]: how n of the ranks so far have the sum s
-    ways = np.zeros((new + 1, (old + new) * (old + new + 1) // 2 + 1))
-    ways[0, 0] = 1
-    for rank in range(1, old + new + 1):
-        without = ways.copy()
-        ways[1:, rank:] += without[:-1, :-rank]
-    least = new * (new + 1) // 2
-    counts: Values = ways[new, least : least + old * new + 1]
-    return counts

@@ -1,22 +1,116 @@
-"""One engine's call of one case on one rank: its arrays, the timed loop, the check of results."""
+"""One engine's call of one case on one rank: its arrays, the timed loop, the check of results.
+
+A call on a GPU enqueues work and returns. Three times are measured separately:
+
+- the time of the work, between two events. The stream is kept busy until all calls of a batch are
+  enqueued, so that the GPU never waits for the host between the two events;
+- the time of the host, until the call returns, with the stream busy throughout;
+- the time of a replay of a graph with the call, between two events.
+
+Before each timed call this rank writes its data, and the streams of all ranks wait for each other.
+"""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from time import perf_counter_ns
+from typing import Any
 
 from fastdist.cli.bench import verify
-from fastdist.cli.bench.arrays import Array
-from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.collectives import COLLECTIVES, ROOT, buffer_elements
-from fastdist.cli.bench.driver import Call, Driver
+from fastdist.cli.bench.cases import COLLECTIVES, ROOT, Case, buffer_elements
+from fastdist.cli.bench.driver import Array, Call, Driver
 from fastdist.cli.bench.models import gradient_shapes
 
 _SPREAD_NS = 10_000_000
+# The calls of a batch, with the fills of their arrays, fit into the queue of a device.
+_MOST_IN_BATCH = 32
+_LEAD_BYTES = 64 << 20
+_FIRST_LEAD_NS = 1_000_000
+_MOST_LEAD_NS = 50_000_000
+_MOST_LEAD_COPIES = 500  # copies also take places in the device's queue
+
+
+class Lead:
+    """Copies that keep a `Gpu`'s stream busy while the host enqueues the calls of a batch."""
+
+    def __init__(self, gpu: Any) -> None:
+        self.gpu = gpu
+        self._copy: Call = gpu.copy_call(_LEAD_BYTES)
+        start, end = gpu.event(), gpu.event()
+        self._copy()
+        start.record()
+        for _ in range(4):
+            self._copy()
+        end.record()
+        gpu.synchronize()
+        self._copy_ns = max(1, _elapsed_ns(start, end) // 4)
+
+    def enqueue(self, least_ns: int) -> None:
+        """Keep the stream busy for at least `least_ns`, with a limited number of copies."""
+        for _ in range(min(_MOST_LEAD_COPIES, -(-least_ns // self._copy_ns))):
+            self._copy()
+
+
+def _elapsed_ns(start: Any, end: Any) -> int:
+    return int(start.elapsed_time(end) * 1e6)
+
+
+class Batches:
+    """Times calls on one GPU, in batches of at most `most`."""
+
+    def __init__(self, lead: Lead, most: int) -> None:
+        self._gpu = gpu = lead.gpu
+        self._most = most
+        self._lead = lead
+        self._lead_ns = _FIRST_LEAD_NS
+        self._events = [(gpu.event(), gpu.event()) for _ in range(most)]
+        self._behind = gpu.event()
+
+    def work_ns(self, prepare: Sequence[Call], call: Call) -> list[int]:
+        """Return the time of each call's work in ns; a call of `prepare` precedes each call."""
+        times_ns: list[int] = []
+        for first in range(0, len(prepare), self._most):
+            batch = list(zip(prepare[first : first + self._most], self._events, strict=False))
+            with self._batch():
+                for before, (start, end) in batch:
+                    before()
+                    start.record()
+                    call()
+                    end.record()
+            times_ns += [_elapsed_ns(*events) for _, events in batch]
+        return times_ns
+
+    def host_ns(self, prepare: Call, call: Call, number: int) -> list[int]:
+        """Return the time until each call returns in ns; `prepare` precedes each batch."""
+        times_ns: list[int] = []
+        while len(times_ns) < number:
+            with self._batch():
+                prepare()
+                for _ in range(min(self._most, number - len(times_ns))):
+                    called = perf_counter_ns()
+                    call()
+                    times_ns.append(perf_counter_ns() - called)
+        return times_ns
+
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
+        """Keep the stream busy while calls are enqueued inside; then wait for them.
+
+        The next lead is longer if this lead was too short.
+        """
+        began = perf_counter_ns()
+        self._lead.enqueue(self._lead_ns)
+        self._behind.record()
+        yield
+        took_ns = perf_counter_ns() - began
+        if self._behind.query():
+            self._lead_ns = min(_MOST_LEAD_NS, 2 * max(self._lead_ns, took_ns))
+        self._gpu.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +123,25 @@ class Times:
     graph_ns: list[int] = field(default_factory=list)  # of each replay of a graph with the call
 
 
-class BoundCase(ABC):
-    """A case bound to arrays, on a CPU or on a GPU.
+class MeasuredCall:
+    """A case bound to arrays, on a CPU, or on the GPU of a `lead`.
 
     Attributes:
         no_graph: Reason why the call was not captured in a graph; empty if it was captured or no
             graph was requested.
     """
 
-    def __init__(self, driver: Driver, case: Case, variant: str) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        case: Case,
+        variant: str,
+        lead: Lead | None = None,
+        graph: bool = False,
+    ) -> None:
         self._driver = driver
         self._case = case
         self._library = driver.arrays(case.array)
-        self._barrier = driver.barrier
         self._gets: list[Array] = []
         if case.model:
             shapes: Sequence[tuple[int, ...]] = gradient_shapes(case.model)
@@ -60,21 +160,63 @@ class BoundCase(ABC):
         self._last_iteration = 0
         self._replay: Call | None = None
         self.no_graph = ""
+        self._batches: Batches | None = None
+        if lead is not None:
+            self._batches = Batches(lead, max(1, _MOST_IN_BATCH // max(1, len(self._passes))))
+            self._prepare_gpu(graph)
 
-    @abstractmethod
-    def time(self, iterations: int, graph: bool = False) -> Times:
-        """Time `iterations` calls, and with `graph` as many replays. Every rank must call."""
-
-    def _fill_values(self, iterations: int) -> list[int]:
-        """Return the value that this rank writes before each of the calls to be timed."""
-        self._last_iteration = iterations - 1
-        rank, world_size = self._driver.rank, self._driver.world_size
-        return [verify.fill_value(rank, i, world_size, self._case.redop) for i in range(iterations)]
+    def _prepare_gpu(self, graph: bool) -> None:
+        gpu = self._driver.gpu
+        self._fill(1)
+        self._call()  # engines connect in the first call, which cannot be captured
+        gpu.synchronize()
+        if graph:
+            try:
+                self._replay = gpu.capture(self._call)
+            except Exception as error:
+                self.no_graph = f"not captured: {type(error).__name__}: {error}"
+            gpu.synchronize()
 
     def _fill(self, value: float) -> None:
-        """Set every element of the passed arrays."""
+        """Set every element of the passed arrays, and wait for the other ranks.
+
+        The data is left in this rank's cache, as by a computation.
+        """
         for fill in self._fillers:
             fill(value)
+        self._driver.barrier()
+
+    def time(self, iterations: int, graph: bool = False) -> Times:
+        """Time `iterations` calls, and with `graph` as many replays. Every rank must call."""
+        self._last_iteration = iterations - 1
+        rank, world_size, redop = self._driver.rank, self._driver.world_size, self._case.redop
+        values = [verify.fill_value(rank, i, world_size, redop) for i in range(iterations)]
+        if self._batches is not None:
+            return self._time_on_gpu(self._batches, values, graph)
+        _spread_ranks()
+        fill, call = self._fill, self._call
+        times_ns = []
+        self._driver.barrier()
+        loop_began = perf_counter_ns()
+        for value in values:
+            fill(value)
+            began = perf_counter_ns()
+            call()
+            times_ns.append(perf_counter_ns() - began)
+        return Times(times_ns, perf_counter_ns() - loop_began)
+
+    def _time_on_gpu(self, batches: Batches, values: Sequence[int], graph: bool) -> Times:
+        self._driver.barrier()
+        self._driver.gpu.synchronize()
+        began = perf_counter_ns()
+        prepared = [partial(self._fill, value) for value in values]
+        host_ns = batches.host_ns(partial(self._fill, 1), self._call, len(values))
+        graph_ns: list[int] = []
+        if graph and self._replay is not None:
+            graph_ns = batches.work_ns(prepared, self._replay)
+        # Last, so that the results of these calls are checked.
+        times_ns = batches.work_ns(prepared, self._call)
+        return Times(times_ns, perf_counter_ns() - began, host_ns, graph_ns)
 
     def wrong_elements(self, graph: bool = False) -> int:
         """Count wrong elements of the last timed call, of one more, and with `graph` of a replay.
@@ -96,7 +238,7 @@ class BoundCase(ABC):
             for array in self._gets:
                 # No right result has 101, so that elements that are not written count as wrong.
                 self._library.filler(array)(101)
-            self._barrier()
+            self._driver.barrier()
             call()
             wrong += self._differing(inputs)
         return wrong
@@ -116,25 +258,6 @@ def _with_phases(arrays: Sequence[Array]) -> list[tuple[Array, int]]:
     """Pair each array with the number of elements before it, so that all arrays differ."""
     sizes = [math.prod(array.shape) for array in arrays]
     return list(zip(arrays, accumulate(sizes, initial=0), strict=False))
-
-
-class MeasuredCall(BoundCase):
-    """Times calls that have ended when they return."""
-
-    def time(self, iterations: int, graph: bool = False) -> Times:
-        _spread_ranks()
-        fill, barrier, call = self._fill, self._barrier, self._call
-        values = self._fill_values(iterations)
-        times_ns = []
-        barrier()
-        loop_began = perf_counter_ns()
-        for value in values:
-            fill(value)  # leaves the data in this rank's cache, as a computation does
-            barrier()
-            began = perf_counter_ns()
-            call()
-            times_ns.append(perf_counter_ns() - began)
-        return Times(times_ns, perf_counter_ns() - loop_began)
 
 
 def _spread_ranks() -> None:

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.peers import peer_of, tuned_settings
-from fastdist.cli.bench.results import Measurement, Report, Row, floor_us
-from fastdist.cli.bench.summary import format_time
-from fastdist.cli.plot_file import check_plot
+from fastdist.cli.bench.results import Measurement, Report, Row, floor_us, format_time
 from fastdist.cli.sizes import format_size
 
 _COLORS = {
@@ -37,8 +35,7 @@ _FIGURES: dict[str, tuple[str, Callable[[float, object], str]]] = {
 
 
 def write_plot(report: Report, path: Path) -> None:
-    """Draw a report into a file of any type that matplotlib writes; raise as `check_plot`."""
-    check_plot(path)
+    """Draw a report into a file of any type that matplotlib writes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
@@ -56,44 +53,32 @@ def write_plot(report: Report, path: Path) -> None:
 
 
 def curves_svg(report: Report) -> str:
-    """Draw latency and bandwidth as two SVG elements for a page; see `_svg`."""
+    """Draw latency and bandwidth as two SVG elements for a page."""
     titles = {"p50_us": "time by size", "busbw": "bus bandwidth by size"}
-    return "".join(
-        _svg(partial(_draw_curves, report, figure=figure), 3.4, title)
-        for figure, title in titles.items()
-    )
+    draw = partial(_draw_curves, report)
+    return "".join(_svg(partial(draw, figure=name), 3.4, titles[name]) for name in titles)
 
 
 def bars_svg(report: Report) -> str:
-    """Draw a single case as an SVG element for a page; see `_svg`."""
+    """Draw a single case as an SVG element for a page."""
     row = report.rows[0]
     height = 1.0 + 0.25 * len(row.measurements)
     return _svg(partial(_draw_bars, report), height, row.case.title)
 
 
-def legend_svgs(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield the line and the name of each engine, and of the floor, for a page's legend."""
+def legend(report: Report) -> Iterator[tuple[str, float, str, str]]:
+    """Yield color, width, dashes and name of each engine's line, and of the floor's."""
     for name, version in report.engines.items():
         if tuned_settings(name):
-            yield _line_svg(_COLORS[peer_of(name)], 1.5, "2 2"), f"{version}, tuned"
+            yield _COLORS[peer_of(name)], 1.5, "2 2", f"{version}, tuned"
         else:
-            yield _line_svg(_COLORS[peer_of(name)], 3, "none"), version
+            yield _COLORS[peer_of(name)], 3, "none", version
     if any(row.has_floor for row in report.rows):
-        yield _line_svg("var(--muted)", 2, "6 4"), _floor_name(report)
-
-
-def _line_svg(color: str, width: float, dashes: str) -> str:
-    return (
-        f"<svg viewBox='0 0 32 8' aria-hidden='true'><path d='M0 4H32' stroke='{color}' "
-        f"stroke-width='{width}' stroke-dasharray='{dashes}'/></svg>"
-    )
+        yield "var(--muted)", 2, "6 4", _floor_name(report)
 
 
 def _svg(draw: Callable[[Any], None], height: float, label: str) -> str:
-    """Return a chart without a background, in the page's font.
-
-    The page's style gives the colors `--text`, `--grid` and `--muted` their values.
-    """
+    """Return a chart without a background, in the page's font and colors."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

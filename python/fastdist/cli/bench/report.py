@@ -19,11 +19,12 @@ _SPEED_UNITS = {"algbw": "GB/s", "busbw": "GB/s"}
 # Columns that a narrow terminal does not show, in the order in which they are left out.
 _SPARE = ("count", "redop", "type")
 _LIST_SPARE = ("algbw", "busbw", "floor", "wrong")
-_PEER_UNITS = ("us", "ratio", "host")  # the host's time is shown on GPUs
-_PEER_WIDTH = 10
+_PEER_WIDTH = 12
 _RATIO_WIDTH = 7
 _WAY_WIDTH = 26
 _LIST_RATIO_WIDTH = 9
+
+Columns = dict[str, int]  # width by name
 
 
 def heading(report: Report, title: str) -> list[str]:
@@ -48,33 +49,33 @@ def column_lines(
 
     Peers are on the right, or below each row if the terminal's `width` is too small.
     """
-    shown, is_beside = _layout(others, on_gpu, width)
+    shown, peers, is_beside = _layout(others, on_gpu, width)
     names = _aligned(shown, {name: name for name in shown})
     units = _aligned(shown, _UNITS | _SPEED_UNITS)
-    cells = _PEER_UNITS[: 3 if on_gpu else 2]
+    parts = [_aligned(columns, {name: name for name in columns}) for columns in peers]
     if not is_beside:
-        return [names, units, _below(shown, "peer", cells)]
-    for other in others:
-        peer = _beside(other, cells)
-        names += "  " + other.center(len(peer) - 2)
-        units += peer
+        return [names, units, parts[0]]
+    for other, part in zip(others, parts, strict=True):
+        names += "  " + other.center(len(part) - 2)
+        units += part
     return [names.rstrip(), units.rstrip()]
 
 
 def row_lines(row: Row, width: int | None = None) -> list[str]:
     """Format a row of the table: one line, or one more for each peer as in `column_lines`."""
-    case, on_gpu = row.case, row.ours.host_us is not None
-    shown, is_beside = _layout([other.engine for other in row.others], on_gpu, width)
+    others = [other.engine for other in row.others]
+    shown, peers, is_beside = _layout(others, row.ours.host_us is not None, width)
+    case = row.case
     cells = {"bytes": str(case.bytes), "count": str(case.count), "type": case.dtype}
-    cells |= {"redop": case.redop or "none", **_cells(row, row.ours)}
-    lines = [_aligned(shown, cells)]
-    for other in row.others:
-        time = "n/a" if other.unsupported else _time(other.p50_us)
-        peer = (time, _times_as_fast(row, other), _time(other.host_us))[: 3 if on_gpu else 2]
+    lines = [_aligned(shown, cells | {"redop": case.redop or "none", **_cells(row, row.ours)})]
+    for other, columns in zip(row.others, peers, strict=True):
+        cells = {"peer": other.engine, "ratio": _times_as_fast(row, other)}
+        cells |= {"us": "n/a" if other.unsupported else _time(other.p50_us)}
+        peer = _aligned(columns, cells | {"host": _time(other.host_us)})
         if is_beside:
-            lines[0] += _beside(other.engine, peer)
+            lines[0] += peer
         else:
-            lines.append(_below(shown, other.engine, peer))
+            lines.append(peer)
     return [line.rstrip() for line in lines]
 
 
@@ -93,15 +94,24 @@ def list_lines(row: Row, width: int | None = None) -> list[str]:
     return lines
 
 
-def _layout(others: Sequence[str], on_gpu: bool, width: int | None) -> tuple[dict[str, int], bool]:
-    """Return the columns that fit, and whether the peers fit beside them."""
+def _layout(
+    others: Sequence[str], on_gpu: bool, width: int | None
+) -> tuple[Columns, list[Columns], bool]:
+    """Return the columns that fit, the columns of each peer, and whether those fit beside."""
     shown = _shown(_COLUMNS | (_GPU_COLUMNS if on_gpu else {}), _SPARE, width)
-    cells = _PEER_UNITS[: 3 if on_gpu else 2]
-    needed = sum(shown.values()) + sum(len(_beside(other, cells)) for other in others)
-    return shown, width is None or needed <= width
+    host = {"host": _GPU_COLUMNS["host"]} if on_gpu else {}
+    times = (max(_PEER_WIDTH, 2 + len(name) - _RATIO_WIDTH) for name in others)
+    peers: list[Columns] = [{"us": time, "ratio": _RATIO_WIDTH, **host} for time in times]
+    needed = sum(sum(columns.values()) for columns in (shown, *peers))
+    if not others or width is None or needed <= width:
+        return shown, peers, True
+    # Below a row, a peer's time is below fastdist's.
+    before = sum(list(shown.values())[: list(shown).index("p50")])
+    below = {"peer": before, "us": shown["p50"], "ratio": shown["p50"], **host}
+    return shown, [below] * len(others), False
 
 
-def _shown(columns: dict[str, int], spare: Sequence[str], room: int | None) -> dict[str, int]:
+def _shown(columns: Columns, spare: Sequence[str], room: int | None) -> Columns:
     """Return the columns that fit: leave out those in `spare` until the others do."""
     shown = dict(columns)
     for name in spare:
@@ -110,27 +120,8 @@ def _shown(columns: dict[str, int], spare: Sequence[str], room: int | None) -> d
     return shown
 
 
-def _aligned(columns: dict[str, int], cells: dict[str, str]) -> str:
+def _aligned(columns: Columns, cells: dict[str, str]) -> str:
     return "".join(cells.get(name, "").rjust(width) for name, width in columns.items())
-
-
-def _beside(name: str, cells: Sequence[str]) -> str:
-    """Format a peer's time, ratio and time of the host beside a row."""
-    time, ratio, *host = cells
-    room = max(_PEER_WIDTH, len(name) - _RATIO_WIDTH)
-    return f"  {time:>{room}}{ratio:>{_RATIO_WIDTH}}{_host(host)}"
-
-
-def _below(columns: dict[str, int], name: str, cells: Sequence[str]) -> str:
-    """Format the same below a row, where the peer's time is below fastdist's."""
-    time, ratio, *host = cells
-    width = columns["p50"]
-    before = sum(list(columns.values())[: list(columns).index("p50")])
-    return f"{name:>{before}}{time:>{width}}{ratio:>{width}}{_host(host)}"
-
-
-def _host(cells: Sequence[str]) -> str:
-    return "".join(cell.rjust(_GPU_COLUMNS["host"]) for cell in cells)
 
 
 def _cells(row: Row, measured: Measurement) -> dict[str, str]:
@@ -184,15 +175,12 @@ def footing(report: Report) -> list[str]:
         lines.append("# graph: replay of a CUDA graph with the call; -: no graph")
     if report.wrong:
         lines.append(f"# WRONG RESULTS: {report.wrong} elements")
-    lines += [f"# warning: {warning}" for warning in report.call_warnings]
-    return lines
+    return lines + [f"# warning: {warning}" for warning in report.call_warnings]
 
 
 def _floor_lines(report: Report) -> list[str]:
-    copies = (
-        f"# {report.ranks} ranks copying at once move {report.copy_gb_per_s:.1f} GB/s (read and "
-        "written)"
-    )
+    moved = f"{report.copy_gb_per_s:.1f} GB/s (read and written)"
+    copies = f"# {report.ranks} ranks copying at once move {moved}"
     with_floor = f"{copies}; floor: % of the speed at this bandwidth"
     placement = report.placement
     if placement is None:
@@ -203,11 +191,8 @@ def _floor_lines(report: Report) -> list[str]:
         return [f"# {placement.sharing}: not comparable with one rank per GPU", with_floor]
     if not placement.link_gb_per_s:
         return [copies, "# floor -: the links between the GPUs are unknown"]
-    return [
-        copies,
-        f"# each GPU sends {placement.link_gb_per_s:.0f} GB/s over {placement.link}; floor: busbw "
-        "as % of that",
-    ]
+    link = f"{placement.link_gb_per_s:.0f} GB/s over {placement.link}"
+    return [copies, f"# each GPU sends {link}; floor: busbw as % of that"]
 
 
 def _figures(row: Row, measured: Measurement) -> dict[str, Any]:
@@ -249,11 +234,12 @@ def row_object(row: Row) -> dict[str, Any]:
 
 def report_object(report: Report) -> dict[str, Any]:
     """Convert a report for JSON; `peers` has every peer and every other way to reduce a list."""
-    placement = report.placement
-    gpus = None if placement is None else {**asdict(placement), "shared": placement.sharing}
+    gpus = {}
+    if (placement := report.placement) is not None:
+        gpus = {"gpus": {**asdict(placement), "shared": placement.sharing}}
     return {
         "ranks": report.ranks,
-        **({"gpus": gpus} if gpus else {}),
+        **gpus,
         "machine": report.machine,
         "engines": report.engines,
         "missing": report.missing,

@@ -1,14 +1,17 @@
-"""Results of a run of the bench, and the computation of figures from times."""
+"""Results of a run of the bench: figures from times, floors, warnings, a sentence per peer."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from fastdist.cli.bench.cases import DTYPE_BYTES, Case
-from fastdist.cli.bench.collectives import COLLECTIVES, buffer_elements
+import numpy as np
+
+from fastdist.cli.bench.cases import COLLECTIVES, DTYPE_BYTES, Case, buffer_elements
 from fastdist.cli.bench.gpu import Placement
+from fastdist.cli.bench.intervals import Interval, median_interval
+from fastdist.cli.bench.peers import peer_of
 from fastdist.cli.machine_facts import usable_cores
 
 # Quiet machines give ratios of p99 to p50 from 1.1 to 3.
@@ -34,18 +37,19 @@ class Measurement:
     no_graph: str = ""  # reason why the call could not be captured in a graph
     samples_us: tuple[float, ...] = ()  # of a report: p50 of each pass; `p50_us` is their median
 
+    @property
+    def interval(self) -> Interval:
+        """The interval of `p50_us` in a report."""
+        return median_interval(self.samples_us)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """All engines' figures for one case.
-
-    The floor is the minimum time of the memory traffic, or of the traffic on the links between
-    GPUs; 0 for a barrier, and if the speed is unknown.
-    """
+    """All engines' figures for one case."""
 
     case: Case
     ranks: int
-    floor_us: float
+    floor_us: float  # least time for the traffic in memory or between GPUs; 0 if unknown
     ours: Measurement
     others: tuple[Measurement, ...]  # peers, and fastdist's other ways to reduce a list
     fits_caches: bool = False  # all ranks' buffers; the memory's speed is then no floor
@@ -82,6 +86,11 @@ class Row:
         if other.host_us is None or not self.ours.host_us:
             return None
         return other.host_us / self.ours.host_us
+
+    def ratio(self, other: Measurement) -> Interval:
+        """Return another engine's time divided by fastdist's, from the ratio of each pass."""
+        pairs = zip(other.samples_us, self.ours.samples_us, strict=True)
+        return median_interval([theirs / ours for theirs, ours in pairs])
 
 
 @dataclass(slots=True)
@@ -121,31 +130,30 @@ class Report:
     @property
     def call_warnings(self) -> list[str]:
         """Warnings if the machine was busy during the run, or timed calls were few."""
-        wide = [row for row in self.rows if row.ours.p99_us > _WIDE_SPREAD * row.ours.p50_us]
-        few = [row for row in self.rows if row.ours.iterations < _FEW_CALLS]
         warnings = []
-        if wide:
+        if wide := self._titles(lambda ours: ours.p99_us > _WIDE_SPREAD * ours.p50_us):
+            why = "something else, such as another program, took a core during calls"
+            if self.ranks > (cores := usable_cores()):
+                why = f"{self.ranks} ranks take turns on {cores} cores"
             warnings.append(
-                f"busy machine: p99 is more than {_WIDE_SPREAD:g} times p50 at "
-                f"{self._titles(wide)}; {self._why_wide}"
+                f"busy machine: p99 is more than {_WIDE_SPREAD:g} times p50 at {wide}; {why}"
             )
-        if few:
+        if few := self._titles(lambda ours: ours.iterations < _FEW_CALLS):
             warnings.append(
-                f"too few calls: fewer than {_FEW_CALLS} at {self._titles(few)}; --time-s or "
-                "--iters gives more"
+                f"too few calls: fewer than {_FEW_CALLS} at {few}; --time-s or --iters gives more"
             )
         return warnings
 
-    @property
-    def _why_wide(self) -> str:
-        if self.ranks > (cores := usable_cores()):
-            return f"{self.ranks} ranks take turns on {cores} cores"
-        return "something else, such as another program, took a core during calls"
-
-    def _titles(self, rows: Sequence[Row]) -> str:
+    def _titles(self, applies: Callable[[Measurement], bool]) -> str:
+        rows = [row for row in self.rows if applies(row.ours)]
         if len(rows) == len(self.rows) > 1:
             return "all of them"
         return ", ".join(dict.fromkeys(row.case.title for row in rows))
+
+    @property
+    def unstable_titles(self) -> list[str]:
+        """The cases where fastdist's time is unstable."""
+        return [row.case.title for row in self.rows if row.ours.interval.is_unstable]
 
     @property
     def wrong(self) -> int:
@@ -158,10 +166,14 @@ def slowest_rank(times_ns: Sequence[Sequence[int]]) -> list[int]:
     return [max(ranks) for ranks in zip(*times_ns, strict=True)]
 
 
-def p99_ns(times_ns: Sequence[int]) -> int:
-    """Return the 99th percentile."""
-    ordered = sorted(times_ns)
-    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+def median_us(times_ns: Sequence[int]) -> float | None:
+    """Return the median in microseconds; None without times."""
+    return statistics.median(times_ns) / 1e3 if times_ns else None
+
+
+def p99_us(times_ns: Sequence[int]) -> float | None:
+    """Return the 99th percentile in microseconds; None without times."""
+    return float(np.percentile(times_ns, 99, method="higher")) / 1e3 if times_ns else None
 
 
 def combined(rows: Sequence[Row]) -> Row:
@@ -190,22 +202,14 @@ def combined(rows: Sequence[Row]) -> Row:
     return replace(rows[-1], floor_us=floor_us, ours=ours, others=tuple(others))
 
 
-def median_us(times_ns: Sequence[int]) -> float | None:
-    """Return the median in microseconds; None without times."""
-    return statistics.median(times_ns) / 1e3 if times_ns else None
-
-
 def link_us(case: Case, world_size: int, link_gb_per_s: float) -> float:
-    """Return the time of a case in µs if its bus bandwidth is that of a GPU's links.
-
-    0 if the speed of the links is unknown.
-    """
+    """Return the time of a case at the speed of a GPU's links; 0 if that speed is unknown."""
     factor = COLLECTIVES[case.collective].bus_factor(world_size)
     return factor * case.bytes / link_gb_per_s / 1e3 if link_gb_per_s else 0.0
 
 
 def floor_us(case: Case, world_size: int, copy_gb_per_s: float) -> float:
-    """Return the time in µs of a case's minimum memory traffic at the copy bandwidth."""
+    """Return the time of a case's minimum memory traffic at the copy bandwidth."""
     buffers = COLLECTIVES[case.collective].floor_buffers(world_size)
     return buffers * case.bytes / copy_gb_per_s / 1e3
 
@@ -217,3 +221,47 @@ def buffer_bytes(case: Case, world_size: int) -> int:
     ranks = range(world_size)
     elements = (buffer_elements(case.collective, case.count, rank, world_size) for rank in ranks)
     return sum(map(sum, elements)) * DTYPE_BYTES[case.dtype]
+
+
+def peer_sentences(report: Report) -> Iterator[str]:
+    """Yield a sentence per peer, with the fastest of its engines and ways in each case."""
+    versions: dict[str, str] = {}
+    for name, version in report.engines.items():
+        versions.setdefault(peer_of(name), version)
+    del versions["fastdist"]
+    for peer, version in versions.items():
+        ratios: dict[str, Interval] = {}
+        for row in report.rows:
+            ways = [m for m in row.others if peer_of(m.engine) == peer and not m.unsupported]
+            if ways:
+                ratios[row.case.title] = row.ratio(min(ways, key=lambda way: way.p50_us))
+        yield f"{version} {_compared(ratios) if ratios else 'supports none of the cases.'}"
+
+
+def _compared(ratios: dict[str, Interval]) -> str:
+    estimates = {title: ratio.estimate for title, ratio in ratios.items()}
+    least, most = (f(estimates, key=lambda title: estimates[title]) for f in (min, max))
+    slower = [title for title, ratio in ratios.items() if ratio.high < 1]
+    faster = sum(ratio.low > 1 for ratio in ratios.values())
+    named = f" ({', '.join(slower)})" if slower else ""
+    undecided = len(ratios) - faster - len(slower)
+    return (
+        f"takes {digits(statistics.median(estimates.values()))} times as long as fastdist in the "
+        f"median of {len(ratios)} cases, from {digits(estimates[least])} ({least}) to "
+        f"{digits(estimates[most])} ({most}); fastdist is faster in {faster}, slower in "
+        f"{len(slower) or 'none'}{named}"
+        + (f", and the intervals of {undecided} leave it open." if undecided else ".")
+    )
+
+
+def digits(ratio: float) -> str:
+    """Format a ratio with two digits or more."""
+    return f"{ratio:.2f}" if ratio < 0.995 else f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:.0f}"
+
+
+def format_time(us: float) -> str:
+    """Format microseconds in the unit that suits: `12.3 µs`."""
+    for limit, unit in ((1e6, "s"), (1e3, "ms"), (1, "µs")):
+        if us >= limit:
+            return f"{us / limit:.3g} {unit}"
+    return f"{us * 1e3:.3g} ns"

@@ -16,14 +16,16 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import LIST_VARIANTS, Message
+from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
 from fastdist.cli.bench.gpu import Placement
+from fastdist.cli.bench.measured_call import Times
 from fastdist.cli.bench.peers import Engine
 from fastdist.cli.bench.results import Measurement, Row
 from fastdist.cli.machine_facts import largest_cache_bytes, total_cache_bytes
@@ -59,9 +61,7 @@ class _Contender:
     variant: str
     effort: Effort
     iterations: int = 0
-    times_ns: list[int] = field(default_factory=list)
-    host_ns: list[int] = field(default_factory=list)
-    graph_ns: list[int] = field(default_factory=list)
+    slowest: Times = field(default_factory=lambda: Times([], 0))  # of all turns
     wrong: int | None = None
     unsupported: str = ""
     no_graph: str = ""
@@ -71,14 +71,13 @@ class _Contender:
         engine = self.processes.engine.name
         return f"{engine}: {self.variant}" if self.variant else engine
 
-    def command(self, command: str, **arguments: object) -> list[Message]:
+    def command(self, name: str, **arguments: object) -> list[Any]:
         graph = self.effort.graph and not self.no_graph
-        message = {"command": command, "variant": self.variant, "graph": graph, **arguments}
-        return self.processes.command(message, self.effort.timeout_s)
+        return self.processes.command(name, variant=self.variant, graph=graph, **arguments)
 
     def prepare(self, case: Case) -> None:
         """Make the arrays, warm up, and find the number of iterations per round."""
-        replies = self.command("prepare", case=asdict(case))
+        replies = self.command("prepare", case=case)
         self.unsupported = next((r["unsupported"] for r in replies if "unsupported" in r), "")
         if self.unsupported:
             return
@@ -94,39 +93,32 @@ class _Contender:
         self.iterations = min(_MOST_ITERATIONS, max(2, int(trial * round_s / trial_s)))
 
     def _wall_s(self, iterations: int) -> float:
-        replies = self.command("time", iterations=iterations)
-        return max(int(reply["wall_ns"]) for reply in replies) / 1e9
+        ranks: list[Times] = self.command("time", iterations=iterations)
+        return max(times.wall_ns for times in ranks) / 1e9
 
     def time(self) -> None:
         """Take a turn."""
         # Before the first calls of a turn, the caches hold the data of another engine.
         settle = min(self.effort.warmup, self.iterations)
-        replies = self.command("time", iterations=settle + self.iterations)
-
-        def slowest(name: str) -> list[int]:
-            return results.slowest_rank([reply[name] for reply in replies])[settle:]
-
-        self.times_ns += slowest("times_ns")
-        self.host_ns += slowest("host_ns")
-        self.graph_ns += slowest("graph_ns")
-
-    def check(self) -> None:
-        """Count the wrong elements of all ranks."""
-        self.wrong = sum(int(reply["wrong"]) for reply in self.command("check"))
+        ranks: list[Times] = self.command("time", iterations=settle + self.iterations)
+        for name in ("times_ns", "host_ns", "graph_ns"):
+            slowest = results.slowest_rank([getattr(times, name) for times in ranks])
+            getattr(self.slowest, name).extend(slowest[settle:])
 
     def measurement(self) -> Measurement:
         """Return the figures of all turns."""
         if self.unsupported:
             return Measurement(self.name, unsupported=self.unsupported)
+        times = self.slowest
         return Measurement(
             self.name,
-            p50_us=statistics.median(self.times_ns) / 1e3,
-            p99_us=results.p99_ns(self.times_ns) / 1e3,
-            iterations=len(self.times_ns),
+            p50_us=results.median_us(times.times_ns) or 0.0,
+            p99_us=results.p99_us(times.times_ns) or 0.0,
+            iterations=len(times.times_ns),
             wrong=self.wrong,
-            host_us=results.median_us(self.host_ns),
-            host_p99_us=results.p99_ns(self.host_ns) / 1e3 if self.host_ns else None,
-            graph_us=results.median_us(self.graph_ns),
+            host_us=results.median_us(times.host_ns),
+            host_p99_us=results.p99_us(times.host_ns),
+            graph_us=results.median_us(times.graph_ns),
             no_graph=self.no_graph,
         )
 
@@ -150,7 +142,7 @@ class Session:
         self._ranks = ranks
         self._folder = Path(tempfile.mkdtemp(prefix="fastdist-bench-"))
         self._engines = [
-            EngineRanks(engine, ranks, self._folder / f"socket{number}")
+            EngineRanks(engine, ranks, self._folder / f"socket{number}", effort.timeout_s)
             for number, engine in enumerate(engines)
         ]
         self._copies_ns: list[int] = []
@@ -182,7 +174,7 @@ class Session:
             with self._may_fail(engine):
                 engine.connect(_START_TIMEOUT_S, deadline)
                 if self._effort.bind and self._ranks <= len(cores):
-                    engine.command({"command": "bind", "cores": cores}, self._effort.timeout_s)
+                    engine.command("bind", cores=cores)
 
     @contextlib.contextmanager
     def _may_fail(self, engine: EngineRanks) -> Iterator[None]:
@@ -245,18 +237,17 @@ class Session:
             on_round()
         if self._effort.check:
             for contender in running:
-                contender.check()
+                contender.wrong = sum(contender.command("check"))
         for engine in self._engines:
-            engine.command({"command": "release"}, self._effort.timeout_s)
+            engine.command("release")
         self._copies_ns += copies_ns
         ours, *others = (contender.measurement() for contender in contenders)
         floor = self._floor_us(case, copies_ns or self._copies_ns)
         return Row(case, self._ranks, floor, ours, tuple(others), fits_caches)
 
     def _time_copies(self) -> list[int]:
-        message = {"command": "copy", "bytes": self._copy_bytes, "iterations": _COPIES}
-        replies = self._engines[0].command(message, self._effort.timeout_s)
-        return results.slowest_rank([reply["times_ns"] for reply in replies])[1:]
+        copies = self._engines[0].command("copy", nbytes=self._copy_bytes, iterations=_COPIES)
+        return results.slowest_rank(copies)[1:]
 
     def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
         if self._placement is not None and not self._placement.is_shared:

@@ -12,31 +12,39 @@ from typing import Any
 
 import fastdist  # registers the backend
 import fastdist._core as _core
-from fastdist.cli.bench.arrays import Array, ArrayLibrary, UnsupportedCaseError, torch_arrays
-from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.collectives import ROOT
-from fastdist.cli.bench.driver import Call, Driver, bucketed
+from fastdist.cli.bench.cases import ROOT, Case
+from fastdist.cli.bench.driver import (
+    Array,
+    ArrayLibrary,
+    Call,
+    Driver,
+    UnsupportedCaseError,
+    bucketed,
+    torch_arrays,
+)
 from fastdist.cli.bench.gpu import Gpu, gpu_of_rank
 from fastdist.collectives.engines.nccl_library import allow_sharing
 
 
-class TorchCalls(Driver):
-    """Binds tensors to calls of the default process group; the base of torch's drivers.
+class TorchDriver(Driver):
+    """Calls go to the default process group; on a GPU, in the order of torch's stream.
 
     With `overlap`, buckets are copied while others are reduced, as in DDP, and `send_recv` is one
     batch, as torch recommends for NCCL.
     """
 
-    def __init__(self, library: ArrayLibrary, overlap: bool) -> None:
+    def __init__(self, version: str, gpu: Any = None, overlap: bool = False) -> None:
         self._dist: Any = importlib.import_module("torch.distributed")
         warnings.filterwarnings("ignore", category=FutureWarning)  # renamed collectives
-        self._library = library
+        self.version = version
+        self.gpu = gpu
+        self._library: ArrayLibrary = torch_arrays() if gpu is None else gpu.arrays
         self._overlap = overlap
         self.rank: int = self._dist.get_rank()
         self.world_size: int = self._dist.get_world_size()
         self.barrier = self._dist.barrier
-        if self.gpu is not None:
-            self.barrier = partial(self._dist.all_reduce, library.make((1,), "int32"))
+        if gpu is not None:
+            self.barrier = partial(self._dist.all_reduce, self._library.make((1,), "int32"))
 
     def arrays(self, kind: str) -> ArrayLibrary:
         return self._library
@@ -102,42 +110,38 @@ def _each(call: Callable[[Array], object], arrays: Sequence[Array]) -> None:
         call(array)
 
 
-class TorchHostDriver(TorchCalls):
-    """Calls go to torch.distributed's default process group on the CPU."""
-
-    def __init__(self, backend: str) -> None:
-        torch: Any = importlib.import_module("torch")
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group(backend)
-        super().__init__(torch_arrays(), overlap=False)
-        self.version = f"{backend} of torch {torch.__version__.partition('+')[0]}"
-        if backend == "fastdist":
-            self.version = f"fastdist {fastdist.__version__} through torch.distributed"
+def _join(backend: str) -> str:
+    """Make the default process group on the CPU; return torch's version."""
+    torch: Any = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(backend)
+    return str(torch.__version__.partition("+")[0])
 
 
-GlooDriver = partial(TorchHostDriver, "gloo")
-FastdistTorchDriver = partial(TorchHostDriver, "fastdist")
+def open_gloo() -> TorchDriver:
+    """Start Gloo."""
+    return TorchDriver(f"gloo of torch {_join('gloo')}")
 
 
-class TorchNcclDriver(TorchCalls):
-    """Calls go to torch.distributed's default process group, in the order of torch's stream."""
-
-    def __init__(self) -> None:
-        torch: Any = importlib.import_module("torch")
-        major, minor, patch = torch.cuda.nccl.version()[:3]
-        if int(os.environ["WORLD_SIZE"]) > len(_core.cuda_devices()):
-            allow_sharing(10000 * major + 100 * minor + patch)  # as fastdist's engine does
-        self.gpu = Gpu(gpu_of_rank(int(os.environ["RANK"])))
-        device = torch.device("cuda", torch.cuda.current_device())
-        torch.distributed.init_process_group("nccl", device_id=device)
-        super().__init__(self.gpu.arrays, overlap=True)
-        self.version = (
-            f"torch.distributed {torch.__version__.partition('+')[0]} with NCCL "
-            f"{major}.{minor}.{patch}"
-        )
+def open_fastdist() -> TorchDriver:
+    """Start fastdist as a backend of torch.distributed."""
+    _join("fastdist")
+    return TorchDriver(f"fastdist {fastdist.__version__} through torch.distributed")
 
 
-class DeepSpeedDriver(TorchHostDriver):
+def open_nccl() -> TorchDriver:
+    """Start torch's NCCL on this rank's GPU."""
+    torch: Any = importlib.import_module("torch")
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    if int(os.environ["WORLD_SIZE"]) > len(_core.cuda_devices()):
+        allow_sharing(10000 * major + 100 * minor + patch)  # as fastdist's engine does
+    gpu = Gpu(gpu_of_rank(int(os.environ["RANK"])))
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", gpu.device))
+    version = f"torch.distributed {torch.__version__.partition('+')[0]}"
+    return TorchDriver(f"{version} with NCCL {major}.{minor}.{patch}", gpu, overlap=True)
+
+
+class DeepSpeedDriver(TorchDriver):
     """Calls go to DeepSpeed's all_reduce through shared memory, for inference on CPUs.
 
     Its kernel is compiled when first used.
@@ -145,13 +149,12 @@ class DeepSpeedDriver(TorchHostDriver):
 
     def __init__(self) -> None:
         os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]
-        super().__init__("gloo")
+        _join("gloo")
         deepspeed: Any = importlib.import_module("deepspeed")
+        super().__init__(f"DeepSpeed {deepspeed.__version__}, its shared memory")
         builders: Any = importlib.import_module("deepspeed.ops.op_builder.cpu.comm")
         builders.ShareMemCommBuilder().load().initialize(self.world_size, self.rank)
-        torch: Any = importlib.import_module("torch")
-        self._all_reduce = torch.ops.deepspeed.inference_all_reduce_
-        self.version = f"DeepSpeed {deepspeed.__version__}, its shared memory"
+        self._all_reduce: Any = importlib.import_module("torch").ops.deepspeed.inference_all_reduce_
 
     def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
         self._require_sum(case)

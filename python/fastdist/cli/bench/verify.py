@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastdist.cli.bench.arrays import Array, ArrayLibrary
-from fastdist.cli.bench.collectives import ROOT
+from fastdist.cli.bench.cases import ROOT
+from fastdist.cli.bench.driver import Array, ArrayLibrary
 
 Table = npt.NDArray[Any]
 

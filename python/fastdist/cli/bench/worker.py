@@ -11,7 +11,6 @@ import argparse
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from multiprocessing.connection import Client
 from pathlib import Path
 from time import perf_counter_ns
@@ -19,11 +18,9 @@ from time import perf_counter_ns
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.cli.bench.arrays import UnsupportedCaseError
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import Driver, Message, open_driver
-from fastdist.cli.bench.gpu_call import Batches, GpuCall, Lead
-from fastdist.cli.bench.measured_call import BoundCase, MeasuredCall
+from fastdist.cli.bench.driver import Driver, UnsupportedCaseError, open_driver
+from fastdist.cli.bench.measured_call import Batches, Lead, MeasuredCall, Times
 from fastdist.cluster.launch import detect_launch
 
 
@@ -32,24 +29,18 @@ class Worker:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._calls: dict[str, BoundCase] = {}
+        self._calls: dict[str, MeasuredCall] = {}  # by variant
         self._lead = None if driver.gpu is None else Lead(driver.gpu)
         self._copies_ns: Callable[[int], list[int]] | None = None
 
-    def bind(self, message: Message) -> Message:
+    def bind(self, cores: Sequence[int]) -> None:
         """Bind this rank's thread to one core, but not the threads of the engine."""
-        os.sched_setaffinity(0, {message["cores"][self._driver.rank]})
-        return {}
+        os.sched_setaffinity(0, {cores[self._driver.rank]})
 
-    def prepare(self, message: Message) -> Message:
+    def prepare(self, variant: str, case: Case, graph: bool) -> dict[str, str]:
         """Make the arrays of a case and call once, to find out whether the engine supports it."""
-        case, variant = Case(**message["case"]), message["variant"]
         try:
-            call: BoundCase
-            if self._lead is None:
-                call = MeasuredCall(self._driver, case, variant)
-            else:
-                call = GpuCall(self._driver, self._lead, case, variant, message["graph"])
+            call = MeasuredCall(self._driver, case, variant, self._lead, graph)
             call.time(1)
         except UnsupportedCaseError as error:
             return {"unsupported": str(error)}
@@ -58,24 +49,23 @@ class Worker:
         self._calls[variant] = call
         return {"no_graph": call.no_graph}
 
-    def time(self, message: Message) -> Message:
+    def time(self, variant: str, iterations: int, graph: bool) -> Times:
         """Time a number of calls."""
-        return asdict(self._calls[message["variant"]].time(message["iterations"], message["graph"]))
+        return self._calls[variant].time(iterations, graph)
 
-    def check(self, message: Message) -> Message:
+    def check(self, variant: str, graph: bool) -> int:
         """Count wrong elements."""
-        return {"wrong": self._calls[message["variant"]].wrong_elements(message["graph"])}
+        return self._calls[variant].wrong_elements(graph)
 
-    def release(self, message: Message) -> Message:
+    def release(self) -> None:
         """Free the arrays of the case."""
         self._calls.clear()
-        return {}
 
-    def copy(self, message: Message) -> Message:
+    def copy(self, nbytes: int, iterations: int) -> list[int]:
         """Time copies of a buffer on all ranks at the same time, for the floor."""
         if self._copies_ns is None:  # every message asks for the same size
-            self._copies_ns = self._bind_copies(message["bytes"])
-        return {"times_ns": self._copies_ns(message["iterations"])}
+            self._copies_ns = self._bind_copies(nbytes)
+        return self._copies_ns(iterations)
 
     def _bind_copies(self, nbytes: int) -> Callable[[int], list[int]]:
         barrier = self._driver.barrier
@@ -105,18 +95,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     channel = Client(str(options.socket), "AF_UNIX")
     try:
         launch = detect_launch()
-        channel.send({"rank": 0 if launch is None else launch.rank})
+        channel.send(0 if launch is None else launch.rank)
         driver = open_driver(options.driver)
         worker = Worker(driver)
-        channel.send({"ready": driver.version})
+        channel.send(("", driver.version))
         # While it waits it takes no processor time from the engine that is measured.
-        while (message := channel.recv())["command"] != "quit":
-            channel.send(getattr(worker, message["command"])(message))
+        while (message := channel.recv())[0] != "quit":
+            command, given = message
+            channel.send(("", getattr(worker, command)(**given)))
         driver.close()
     except (EOFError, ConnectionError):
         os._exit(1)  # leaving the engine could wait for ranks that have ended
     except BaseException:
-        channel.send({"error": traceback.format_exc()})
+        channel.send((traceback.format_exc(), None))
         os._exit(1)
     return 0
 

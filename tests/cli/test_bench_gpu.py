@@ -16,7 +16,7 @@ import pytest
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
 from fastdist.cli.bench.gpu import Placement, nvlink_gb_per_s, pcie_link
-from fastdist.cli.bench.measured_call import Batches, Lead, MeasuredCall
+from fastdist.cli.bench.measured_call import LEAD_BYTES, Batches, MeasuredCall
 from fastdist.cli.bench.peers import Engine, find_peers
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Measurement, Report, Row, link_us, median_us
@@ -124,7 +124,7 @@ def stream() -> StreamDevice:
 
 
 def test_work_is_timed_apart_from_the_host(stream: StreamDevice) -> None:
-    batches = Batches(Lead(stream), 4)
+    batches = Batches(stream, stream.copy_call(LEAD_BYTES), 4)
 
     def call() -> None:
         stream.enqueue(lambda: time.sleep(0.001))
@@ -141,7 +141,7 @@ def test_work_is_timed_apart_from_the_host(stream: StreamDevice) -> None:
 
 
 def test_what_prepares_a_call_is_not_in_its_time(stream: StreamDevice) -> None:
-    batches = Batches(Lead(stream), 4)
+    batches = Batches(stream, stream.copy_call(LEAD_BYTES), 4)
     prepared: list[int] = []
 
     def prepare(number: int) -> Any:
@@ -191,7 +191,7 @@ class OneRankOnAStream:
 
 
 def gpu_call(driver: OneRankOnAStream, case: Case, graph: bool = True) -> MeasuredCall:
-    return MeasuredCall(driver, case, "list", Lead(driver.gpu), graph)
+    return MeasuredCall(driver, case, "list", driver.gpu.copy_call(LEAD_BYTES), graph)
 
 
 @pytest.mark.parametrize("corrupted", [0, 3])
@@ -383,7 +383,7 @@ def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
 def test_overlapped_buckets_bring_every_tensor_back(variant: str, tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
-    from fastdist.cli.bench.torch_driver import TorchDriver
+    from fastdist.cli.bench.engine_drivers import TorchDriver
 
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from fastdist.cli.bench import add_parser, full_report
 from fastdist.cli.bench.cases import Case, array_case
-from fastdist.cli.bench.command import make_plan
+from fastdist.cli.bench.command import Plan, make_plan
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError
@@ -326,8 +326,9 @@ def test_a_peer_that_fails_is_left_out_of_the_passes_after(
 
     monkeypatch.setattr(full_report, "Session", Session)
     engines = [Engine(name, "mpi", ()) for name in ("fastdist", "gloo", "impi", "mpich")]
+    plan = Plan(2, (case,), Effort(), engines, {})
     progress = Silent()
-    report = measure(engines, 2, [case], 3, Effort(), progress)
+    report = measure(plan, 3, progress)
     assert started == [
         ["fastdist", "gloo", "impi", "mpich"],
         ["fastdist", "impi", "mpich"],
@@ -343,7 +344,7 @@ def test_a_peer_that_fails_is_left_out_of_the_passes_after(
     assert progress.lines[0] == "pass 1 of 3"
     del started[1:]
     with pytest.raises(EngineError):
-        measure([Engine("impi", "mpi", ())], 2, [case], 3, Effort(), Silent())
+        measure(replace(plan, engines=[Engine("impi", "mpi", ())]), 3, Silent())
 
 
 # The page

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fastdist.cli.bench import fastdist_driver, torch_driver
+from fastdist.cli.bench import engine_drivers
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.driver import ArrayLibrary
-from fastdist.cli.bench.fastdist_driver import FastdistDriver
+from fastdist.cli.bench.engine_drivers import FastdistDriver
 from fastdist.cli.bench.worker import main
 from stream_device import StreamDevice
 
@@ -49,6 +49,6 @@ class StreamDriver(FastdistDriver):
 
 
 if __name__ == "__main__":
-    fastdist_driver.open_cuda = partial(StreamDriver, True)
-    torch_driver.open_nccl = partial(StreamDriver, False)  # type: ignore[assignment]
+    engine_drivers.open_cuda = partial(StreamDriver, True)
+    engine_drivers.open_nccl = partial(StreamDriver, False)  # type: ignore[assignment]
     raise SystemExit(main())

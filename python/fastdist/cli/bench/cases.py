@@ -37,14 +37,11 @@ ROOT = 0
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """The properties of a collective; functions are of the world size.
-
-    `passes` and `gets` name the buffers of a rank, as in `buffer_elements`.
-    """
+    """The properties of a collective; functions are of the world size."""
 
     bus_factor: Callable[[int], float]  # busbw / algbw, as in nccl-tests
     floor_buffers: Callable[[int], int]  # floor traffic in units of N
-    passes: str = "count"
+    passes: str = "count"  # the buffer of a rank, as in `buffer_elements`
     gets: str = ""  # the result replaces what is passed
     reduces: bool = False  # takes a reduce op
 

@@ -53,7 +53,14 @@ def run_command(options: argparse.Namespace) -> int:
 
     def measure() -> bool:
         report = _measure(options, plan, file)
-        _write_files(options, report, file)
+        if options.json == "-":
+            show(text.to_json(report))
+        elif options.json:
+            Path(options.json).write_text(text.to_json(report))
+        if options.plot:
+            write_plot(report, Path(options.plot))
+        for name in _files(options):
+            show(fitted(f"# wrote {Path(name)}\n", file), file)
         return not (report.wrong or report.failed)
 
     return run_measured(measure)
@@ -69,11 +76,7 @@ def usable_options() -> Iterator[None]:
 
 
 def run_measured(measure: Callable[[], bool]) -> int:
-    """Run a measurement. SIGTERM is handled like Ctrl-C.
-
-    Returns:
-        0; 1 if `measure` returned False or failed; 130 if interrupted.
-    """
+    """Return 0; 1 if `measure` returned False or failed; 130 if interrupted, also by SIGTERM."""
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves no rank running
     try:
         return 0 if measure() else _FAILED
@@ -217,17 +220,6 @@ def _measure(options: argparse.Namespace, plan: Plan, file: TextIO) -> Report:
         report.copy_gb_per_s = session.copy_gb_per_s
         progress.line(*text.footing(report))
     return report
-
-
-def _write_files(options: argparse.Namespace, report: Report, file: TextIO) -> None:
-    if options.json == "-":
-        show(text.to_json(report))
-    elif options.json:
-        Path(options.json).write_text(text.to_json(report))
-    if options.plot:
-        write_plot(report, Path(options.plot))
-    for name in _files(options):
-        show(fitted(f"# wrote {Path(name)}\n", file), file)
 
 
 class Progress:

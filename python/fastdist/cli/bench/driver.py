@@ -22,17 +22,17 @@ Call = Callable[[], object]
 
 _BUCKET_BYTES = 25 << 20
 _TORCH = ("25 MB buckets", "one by one", "coalesced")
-# What makes each driver, and its ways to reduce a list of gradients; ratios are made with the
-# first way.
+# What makes each driver, in engine_drivers.py, and its ways to reduce a list of gradients; ratios
+# are made with the first way.
 _DRIVERS = {
-    "fastdist": ("fastdist_driver:FastdistDriver", ("list", "one array")),
-    "fastdist_torch": ("torch_driver:open_fastdist", _TORCH),
-    "gloo": ("torch_driver:open_gloo", _TORCH),
-    "mlx": ("peer_drivers:MlxDriver", ("concatenated",)),
-    "deepspeed": ("torch_driver:DeepSpeedDriver", ("one by one",)),
-    "mpi": ("peer_drivers:MpiDriver", ("25 MB buckets",)),
-    "fastdist_cuda": ("fastdist_driver:open_cuda", ("list", "list in bf16", "one array")),
-    "torch_nccl": ("torch_driver:open_nccl", _TORCH),
+    "fastdist": ("FastdistDriver", ("list", "one array")),
+    "fastdist_torch": ("open_fastdist", _TORCH),
+    "gloo": ("open_gloo", _TORCH),
+    "mlx": ("MlxDriver", ("concatenated",)),
+    "deepspeed": ("DeepSpeedDriver", ("one by one",)),
+    "mpi": ("MpiDriver", ("25 MB buckets",)),
+    "fastdist_cuda": ("open_cuda", ("list", "list in bf16", "one array")),
+    "torch_nccl": ("open_nccl", _TORCH),
 }
 LIST_VARIANTS = {kind: variants for kind, (_, variants) in _DRIVERS.items()}
 
@@ -150,7 +150,9 @@ class Driver(ABC):
 
 def open_driver(kind: str) -> Driver:
     """Start a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call."""
-    driver: Driver = pkgutil.resolve_name(f"fastdist.cli.bench.{_DRIVERS[kind][0]}")()
+    driver: Driver = pkgutil.resolve_name(
+        f"fastdist.cli.bench.engine_drivers:{_DRIVERS[kind][0]}"
+    )()
     return driver
 
 
@@ -164,10 +166,8 @@ def bucketed(
 ) -> Call:
     """Return a call that reduces a list as DDP does, in buckets of 25 MB; what fills one closes it.
 
-    Args:
-        copy_all: Copies to arrays, from arrays.
-        begin: Reduces a flat array; with `overlap`, begins to, and returns what to wait for.
-        overlap: Copy buckets while others are reduced.
+    `copy_all` copies to arrays, from arrays. `begin` reduces a flat array; with `overlap`, it
+    returns what to wait for, and buckets are copied while others are reduced.
     """
     groups: list[list[Array]] = [[]]
     for array in map(library.flat, arrays):

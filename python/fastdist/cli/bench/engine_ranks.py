@@ -79,7 +79,10 @@ class EngineRanks:
                 continue
             (launcher,) = self._launched.processes
             if (status := launcher.poll()) is not None:
-                self._raise_sent_error()
+                for rank, channel in self._channels.items():
+                    with contextlib.suppress(EOFError, OSError):
+                        while channel.poll():
+                            self._take(rank)  # raises if the rank has sent an error
                 when = f"before all {self._ranks} ranks had started"
                 self._fail(
                     f"{self.engine.command[0]} ended with status {status} {when}", self._output()
@@ -101,13 +104,6 @@ class EngineRanks:
         if rank in self._channels or not 0 <= rank < self._ranks:
             self._fail(f"expected ranks 0 to {self._ranks - 1} once each, got another rank {rank}")
         self._channels[rank] = channel
-
-    def _raise_sent_error(self) -> None:
-        """Raise EngineError if a rank has sent an error."""
-        for rank, channel in self._channels.items():
-            with contextlib.suppress(EOFError, OSError):
-                while channel.poll():
-                    self._take(rank)
 
     def command(self, name: str, **arguments: object) -> list[Any]:
         """Call a method of `Worker` on every rank; return the results in the order of ranks."""

@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +28,6 @@ from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import (
     PEER_NAMES,
-    Engine,
     cache_dir,
     fastdist_engine,
     find_peers,
@@ -91,8 +89,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
 def _run(options: argparse.Namespace, plan: Plan, out: Path) -> bool:
     began = time.monotonic()
     with shown_progress(sys.stderr, PASSES * len(plan.cases)) as progress:
-        report = measure(plan.engines, plan.ranks, plan.cases, PASSES, plan.effort, progress)
-    report.missing = plan.missing
+        report = measure(plan, PASSES, progress)
     recorded = recorded_object(report, time.monotonic() - began)
     json_path = out.with_suffix(".json")
     before = last_run(json_path.parent, recorded)
@@ -119,30 +116,23 @@ def _summary(report: Report, change: Comparison | None) -> list[str]:
     return lines + ([] if change is None else change.lines())
 
 
-def measure(
-    engines: Sequence[Engine],
-    ranks: int,
-    cases: Sequence[Case],
-    passes: int,
-    effort: Effort,
-    progress: Progress,
-) -> Report:
+def measure(plan: Plan, passes: int, progress: Progress) -> Report:
     """Measure every case on every engine, `passes` times.
 
     A peer that fails is left out, and the pass in which it failed is repeated.
     """
-    report = Report(ranks, machine_facts(), {}, {}, busy_cores=busy_cores())
-    left = list(engines)
+    report = Report(plan.ranks, machine_facts(), {}, plan.missing, busy_cores=busy_cores())
+    left = plan.engines
     copies: list[float] = []
     done: list[list[Row]] = []
     began = time.monotonic()
     while len(done) < passes:
         progress.line(f"pass {len(done) + 1} of {passes}{_time_left(began, len(done), passes)}")
         try:
-            with Session(left, ranks, effort) as session:
+            with Session(left, plan.ranks, plan.effort) as session:
                 failures = session.failures
                 rows = []
-                for case in cases:
+                for case in plan.cases:
                     progress.begin(case.title)
                     rows.append(session.measure(case))
                     progress.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import fastdist._core as _core
@@ -31,16 +32,10 @@ class Gpu:
         self._cuda = torch.cuda
         self._stream = torch.cuda.Stream()  # the default one cannot be captured
         torch.cuda.set_stream(self._stream)
+        self.event = partial(torch.cuda.Event, enable_timing=True)
+        self.synchronize = torch.cuda.synchronize
         self.device = device
         self.arrays = torch_arrays(f"cuda:{device}")
-
-    def event(self) -> Any:
-        """Make an event of torch, which records the time."""
-        return self._cuda.Event(enable_timing=True)
-
-    def synchronize(self) -> None:
-        """Make the host wait for all enqueued work."""
-        self._cuda.synchronize()
 
     def copy_call(self, nbytes: int) -> Call:
         """Return a call that enqueues a copy between two new buffers."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -46,12 +47,17 @@ def median_interval(samples: Sequence[float]) -> Interval:
 
 def ratio_interval(old: Sequence[float], new: Sequence[float]) -> Interval:
     """Return the factor between two runs: the median ratio of a new sample to an old one."""
-    # The orders of all samples, by the pairs that are new > old: Gauss' binomial coefficient.
-    ways, q = np.poly1d([1.0]), np.poly1d([1.0, 0.0])
-    for number in range(1, len(new) + 1):
-        ways, _ = ways * (q ** (len(old) + number) - 1) / (q**number - 1)
     ratios = [after / before for before in old for after in new]
-    return _between(ratios, ways.coeffs.tolist())
+    return _between(ratios, _orders(len(old), len(new)))
+
+
+@cache
+def _orders(old: int, new: int) -> list[float]:
+    """Count the orders of samples by the pairs that are new > old: Gauss' binomial coefficient."""
+    ways, q = np.poly1d([1.0]), np.poly1d([1.0, 0.0])
+    for number in range(1, new + 1):
+        ways, _ = ways * (q ** (old + number) - 1) / (q**number - 1)
+    return [float(count) for count in ways.coeffs]
 
 
 def _between(values: Sequence[float], ways: Sequence[float]) -> Interval:

@@ -29,45 +29,22 @@ from fastdist.cli.bench.models import gradient_shapes
 _SPREAD_NS = 10_000_000
 # The calls of a batch, with the fills of their arrays, fit into the queue of a device.
 _MOST_IN_BATCH = 32
-_LEAD_BYTES = 64 << 20
-_FIRST_LEAD_NS = 1_000_000
-_MOST_LEAD_NS = 50_000_000
-_MOST_LEAD_COPIES = 500  # copies also take places in the device's queue
+_FIRST_LEAD, _MOST_LEAD = 4, 500  # copies, which also take places in the device's queue
 
-
-class Lead:
-    """Copies that keep a `Gpu`'s stream busy while the host enqueues the calls of a batch."""
-
-    def __init__(self, gpu: Any) -> None:
-        self.gpu = gpu
-        self._copy: Call = gpu.copy_call(_LEAD_BYTES)
-        start, end = gpu.event(), gpu.event()
-        self._copy()
-        start.record()
-        for _ in range(4):
-            self._copy()
-        end.record()
-        gpu.synchronize()
-        self._copy_ns = max(1, _elapsed_ns(start, end) // 4)
-
-    def enqueue(self, least_ns: int) -> None:
-        """Keep the stream busy for at least `least_ns`, with a limited number of copies."""
-        for _ in range(min(_MOST_LEAD_COPIES, -(-least_ns // self._copy_ns))):
-            self._copy()
-
-
-def _elapsed_ns(start: Any, end: Any) -> int:
-    return int(start.elapsed_time(end) * 1e6)
+LEAD_BYTES = 64 << 20
 
 
 class Batches:
-    """Times calls on one GPU, in batches of at most `most`."""
+    """Times calls on one GPU, in batches of at most `most`.
 
-    def __init__(self, lead: Lead, most: int) -> None:
-        self._gpu = gpu = lead.gpu
+    `lead` enqueues a copy. Copies keep the stream busy while the host enqueues a batch.
+    """
+
+    def __init__(self, gpu: Any, lead: Call, most: int) -> None:
+        self._gpu = gpu
         self._most = most
         self._lead = lead
-        self._lead_ns = _FIRST_LEAD_NS
+        self._copies = _FIRST_LEAD
         self._events = [(gpu.event(), gpu.event()) for _ in range(most)]
         self._behind = gpu.event()
 
@@ -82,7 +59,7 @@ class Batches:
                     start.record()
                     call()
                     end.record()
-            times_ns += [_elapsed_ns(*events) for _, events in batch]
+            times_ns += [int(start.elapsed_time(end) * 1e6) for _, (start, end) in batch]
         return times_ns
 
     def host_ns(self, prepare: Call, call: Call, number: int) -> list[int]:
@@ -103,14 +80,24 @@ class Batches:
 
         The next lead is longer if this lead was too short.
         """
-        began = perf_counter_ns()
-        self._lead.enqueue(self._lead_ns)
+        for _ in range(self._copies):
+            self._lead()
         self._behind.record()
         yield
-        took_ns = perf_counter_ns() - began
         if self._behind.query():
-            self._lead_ns = min(_MOST_LEAD_NS, 2 * max(self._lead_ns, took_ns))
+            self._copies = min(_MOST_LEAD, 2 * self._copies)
         self._gpu.synchronize()
+
+
+def work_ns(prepare: Sequence[Call], call: Call) -> list[int]:
+    """Return the time of each call on the host in ns; a call of `prepare` precedes each call."""
+    times_ns = []
+    for before in prepare:
+        before()
+        began = perf_counter_ns()
+        call()
+        times_ns.append(perf_counter_ns() - began)
+    return times_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +111,14 @@ class Times:
 
 
 class MeasuredCall:
-    """A case bound to arrays, on a CPU, or on the GPU of a `lead`.
-
-    Attributes:
-        no_graph: Reason why the call was not captured in a graph; empty if it was captured or no
-            graph was requested.
-    """
+    """A case bound to arrays, on a CPU, or on a GPU with the `lead` of `Batches`."""
 
     def __init__(
         self,
         driver: Driver,
         case: Case,
         variant: str,
-        lead: Lead | None = None,
+        lead: Call | None = None,
         graph: bool = False,
     ) -> None:
         self._driver = driver
@@ -159,23 +141,20 @@ class MeasuredCall:
         self._fillers = [self._library.filler(array) for array in self._passes]
         self._last_iteration = 0
         self._replay: Call | None = None
-        self.no_graph = ""
+        self.no_graph = ""  # reason why the call was not captured in a graph as requested
         self._batches: Batches | None = None
         if lead is not None:
-            self._batches = Batches(lead, max(1, _MOST_IN_BATCH // max(1, len(self._passes))))
-            self._prepare_gpu(graph)
-
-    def _prepare_gpu(self, graph: bool) -> None:
-        gpu = self._driver.gpu
-        self._fill(1)
-        self._call()  # engines connect in the first call, which cannot be captured
-        gpu.synchronize()
-        if graph:
-            try:
-                self._replay = gpu.capture(self._call)
-            except Exception as error:
-                self.no_graph = f"not captured: {type(error).__name__}: {error}"
+            gpu, most = driver.gpu, _MOST_IN_BATCH // max(1, len(self._passes))
+            self._batches = Batches(gpu, lead, max(1, most))
+            self._fill(1)
+            self._call()  # engines connect in the first call, which cannot be captured
             gpu.synchronize()
+            if graph:
+                try:
+                    self._replay = gpu.capture(self._call)
+                except Exception as error:
+                    self.no_graph = f"not captured: {type(error).__name__}: {error}"
+                gpu.synchronize()
 
     def _fill(self, value: float) -> None:
         """Set every element of the passed arrays, and wait for the other ranks.
@@ -190,32 +169,24 @@ class MeasuredCall:
         """Time `iterations` calls, and with `graph` as many replays. Every rank must call."""
         self._last_iteration = iterations - 1
         rank, world_size, redop = self._driver.rank, self._driver.world_size, self._case.redop
-        values = [verify.fill_value(rank, i, world_size, redop) for i in range(iterations)]
-        if self._batches is not None:
-            return self._time_on_gpu(self._batches, values, graph)
-        _spread_ranks()
-        fill, call = self._fill, self._call
-        times_ns = []
-        self._driver.barrier()
-        loop_began = perf_counter_ns()
-        for value in values:
-            fill(value)
-            began = perf_counter_ns()
-            call()
-            times_ns.append(perf_counter_ns() - began)
-        return Times(times_ns, perf_counter_ns() - loop_began)
-
-    def _time_on_gpu(self, batches: Batches, values: Sequence[int], graph: bool) -> Times:
-        self._driver.barrier()
-        self._driver.gpu.synchronize()
-        began = perf_counter_ns()
-        prepared = [partial(self._fill, value) for value in values]
-        host_ns = batches.host_ns(partial(self._fill, 1), self._call, len(values))
+        values = (verify.fill_value(rank, i, world_size, redop) for i in range(iterations))
+        prepare = [partial(self._fill, value) for value in values]
+        host_ns: list[int] = []
         graph_ns: list[int] = []
-        if graph and self._replay is not None:
-            graph_ns = batches.work_ns(prepared, self._replay)
-        # Last, so that the results of these calls are checked.
-        times_ns = batches.work_ns(prepared, self._call)
+        if self._batches is None:
+            _spread_ranks()
+            self._driver.barrier()
+            began = perf_counter_ns()
+            times_ns = work_ns(prepare, self._call)
+        else:
+            self._driver.barrier()
+            self._driver.gpu.synchronize()
+            began = perf_counter_ns()
+            host_ns = self._batches.host_ns(partial(self._fill, 1), self._call, iterations)
+            if graph and self._replay is not None:
+                graph_ns = self._batches.work_ns(prepare, self._replay)
+            # Last, so that the results of these calls are checked.
+            times_ns = self._batches.work_ns(prepare, self._call)
         return Times(times_ns, perf_counter_ns() - began, host_ns, graph_ns)
 
     def wrong_elements(self, graph: bool = False) -> int:

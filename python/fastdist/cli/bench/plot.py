@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.peers import peer_of, tuned_settings
-from fastdist.cli.bench.results import Measurement, Report, Row, floor_us, format_time
+from fastdist.cli.bench.results import Report, Row, floor_us, format_time
 from fastdist.cli.sizes import format_size
 
 _COLORS = {
@@ -110,57 +110,45 @@ def _title(report: Report) -> str:
 
 def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     """Draw one line per engine and the floor, over the size."""
+
+    def value(row: Row, time_us: float) -> float:
+        return time_us if figure == "p50_us" else row.busbw(time_us)
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ours, *others = zip(*(row.measurements for row in report.rows), strict=True)
     for column in (*others, ours):
-        _draw_engine(report, axes, column, figure)
+        name = column[0].engine
+        shown = [(r, m) for r, m in zip(report.rows, column, strict=True) if not m.unsupported]
+        axes.plot(
+            [row.case.bytes for row, _ in shown],
+            [value(row, measured.p50_us) for row, measured in shown],
+            color=_COLORS[peer_of(name)],
+            linestyle=(0, (1, 1)) if tuned_settings(name) else "-",
+            linewidth=2.8 if column is ours else 1.5,
+            marker="o",
+            markersize=5.5 if column is ours else 3,
+            zorder=3 if column is ours else 2,
+            label=report.engines[name],
+        )
     low, high = axes.get_ylim()
     rows = [row for row in report.rows if row.has_floor]
-    floor = [_floor(report, row, figure) for row in rows]
+    if _is_link(report):
+        floor = [value(row, row.floor_us) for row in rows]
+    else:  # by the copies of all rows: a straight line
+        speed = report.copy_gb_per_s
+        floor = [value(row, floor_us(row.case, report.ranks, speed)) for row in rows]
     if floor:
         sizes = [row.case.bytes for row in rows]
         axes.plot(sizes, floor, **_FLOOR_LINE, zorder=1, label=_floor_name(report))
     axes.set_ylim(low, max(high, 1.5 * max(floor, default=0.0)))
     sizes = sorted({row.case.bytes for row in report.rows})
-    shown = sizes[:: -(-len(sizes) // _TICKS)]
-    axes.set_xticks(shown, [format_size(size) for size in shown])
+    shown_sizes = sizes[:: -(-len(sizes) // _TICKS)]
+    axes.set_xticks(shown_sizes, [format_size(size) for size in shown_sizes])
     axes.minorticks_off()
     title, tick = _FIGURES[figure]
     _style(axes, title)
     axes.yaxis.set_major_formatter(tick)
-
-
-def _draw_engine(report: Report, axes: Any, column: tuple[Measurement, ...], figure: str) -> None:
-    name = column[0].engine
-    ours = name == "fastdist"
-    points = [
-        (row.case.bytes, _value(row, measured.p50_us, figure))
-        for row, measured in zip(report.rows, column, strict=True)
-        if not measured.unsupported
-    ]
-    axes.plot(
-        [size for size, _ in points],
-        [value for _, value in points],
-        color=_COLORS[peer_of(name)],
-        linestyle=(0, (1, 1)) if tuned_settings(name) else "-",
-        linewidth=2.8 if ours else 1.5,
-        marker="o",
-        markersize=5.5 if ours else 3,
-        zorder=3 if ours else 2,
-        label=report.engines[name],
-    )
-
-
-def _floor(report: Report, row: Row, figure: str) -> float:
-    least_us = row.floor_us
-    if not _is_link(report):  # by the copies of all rows: a straight line
-        least_us = floor_us(row.case, report.ranks, report.copy_gb_per_s)
-    return _value(row, least_us, figure) if least_us else 0.0
-
-
-def _value(row: Row, time_us: float, figure: str) -> float:
-    return time_us if figure == "p50_us" else row.busbw(time_us)
 
 
 def _floor_name(report: Report) -> str:

@@ -231,7 +231,10 @@ class Session:
         copies_ns: list[int] = []
         for _ in range(self._effort.rounds):
             if needs_copies:
-                copies_ns += self._time_copies()
+                copies = self._engines[0].command(
+                    "copy", nbytes=self._copy_bytes, iterations=_COPIES
+                )
+                copies_ns += results.slowest_rank(copies)[1:]
             for contender in running:
                 contender.time()
             on_round()
@@ -244,10 +247,6 @@ class Session:
         ours, *others = (contender.measurement() for contender in contenders)
         floor = self._floor_us(case, copies_ns or self._copies_ns)
         return Row(case, self._ranks, floor, ours, tuple(others), fits_caches)
-
-    def _time_copies(self) -> list[int]:
-        copies = self._engines[0].command("copy", nbytes=self._copy_bytes, iterations=_COPIES)
-        return results.slowest_rank(copies)[1:]
 
     def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
         if self._placement is not None and not self._placement.is_shared:

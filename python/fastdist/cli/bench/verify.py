@@ -92,22 +92,19 @@ def _pieces(
 ) -> list[tuple[int, Table, int]]:
     """Return the pieces of a rank's expected result as (elements, table, phase)."""
     block = length // len(inputs.ranks)
-    match collective:
-        case "all_reduce" | "reduce":
-            return [(length, inputs.reduced, 0)]
-        case "broadcast":
-            return [(length, inputs.ranks[ROOT], 0)]
-        case "all_gather" | "gather":
-            return [(block, table, 0) for table in inputs.ranks]
-        case "scatter":
-            return [(length, inputs.ranks[ROOT], rank * length)]
-        case "reduce_scatter":
-            return [(length, inputs.reduced, rank * length)]
-        case "all_to_all":
-            return [(block, table, rank * block) for table in inputs.ranks]
-        case "send_recv":
-            return [(length, inputs.ranks[rank - 1], 0)]
-    raise ValueError(f"no expected result for collective {collective!r}")
+    reduced, passed_by_root = inputs.reduced, inputs.ranks[ROOT]
+    gathered = [(block, table, 0) for table in inputs.ranks]
+    return {
+        "all_reduce": [(length, reduced, 0)],
+        "reduce": [(length, reduced, 0)],
+        "broadcast": [(length, passed_by_root, 0)],
+        "all_gather": gathered,
+        "gather": gathered,
+        "scatter": [(length, passed_by_root, rank * length)],
+        "reduce_scatter": [(length, reduced, rank * length)],
+        "all_to_all": [(block, table, rank * block) for table in inputs.ranks],
+        "send_recv": [(length, inputs.ranks[rank - 1], 0)],
+    }[collective]
 
 
 def count_wrong(

@@ -10,17 +10,17 @@ from __future__ import annotations
 import argparse
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Client
 from pathlib import Path
-from time import perf_counter_ns
 
 import numpy as np
 
 import fastdist._core as _core
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import Driver, UnsupportedCaseError, open_driver
-from fastdist.cli.bench.measured_call import Batches, Lead, MeasuredCall, Times
+from fastdist.cli.bench.driver import Call, Driver, UnsupportedCaseError, open_driver
+from fastdist.cli.bench.measured_call import LEAD_BYTES, Batches, MeasuredCall, Times, work_ns
 from fastdist.cluster.launch import detect_launch
 
 
@@ -30,8 +30,9 @@ class Worker:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._calls: dict[str, MeasuredCall] = {}  # by variant
-        self._lead = None if driver.gpu is None else Lead(driver.gpu)
-        self._copies_ns: Callable[[int], list[int]] | None = None
+        gpu = driver.gpu
+        self._lead: Call | None = None if gpu is None else gpu.copy_call(LEAD_BYTES)
+        self._copy: Call | None = None
 
     def bind(self, cores: Sequence[int]) -> None:
         """Bind this rank's thread to one core, but not the threads of the engine."""
@@ -63,27 +64,18 @@ class Worker:
 
     def copy(self, nbytes: int, iterations: int) -> list[int]:
         """Time copies of a buffer on all ranks at the same time, for the floor."""
-        if self._copies_ns is None:  # every message asks for the same size
-            self._copies_ns = self._bind_copies(nbytes)
-        return self._copies_ns(iterations)
+        if self._copy is None:  # every message asks for the same size
+            self._copy = self._bind_copy(nbytes)
+        barriers = [self._driver.barrier] * iterations
+        if self._lead is None:
+            return work_ns(barriers, self._copy)
+        return Batches(self._driver.gpu, self._lead, iterations).work_ns(barriers, self._copy)
 
-    def _bind_copies(self, nbytes: int) -> Callable[[int], list[int]]:
-        barrier = self._driver.barrier
-        if self._lead is not None:
-            lead, copy = self._lead, self._lead.gpu.copy_call(nbytes)
-            return lambda count: Batches(lead, count).work_ns([barrier] * count, copy)
-        to, source = np.zeros(nbytes // 8), np.ones(nbytes // 8)
-
-        def copies_ns(iterations: int) -> list[int]:
-            times_ns = []
-            for _ in range(iterations):
-                barrier()
-                began = perf_counter_ns()
-                _core.stream_copy(to, source)
-                times_ns.append(perf_counter_ns() - began)
-            return times_ns
-
-        return copies_ns
+    def _bind_copy(self, nbytes: int) -> Call:
+        if self._lead is None:
+            return partial(_core.stream_copy, np.zeros(nbytes // 8), np.ones(nbytes // 8))
+        copy: Call = self._driver.gpu.copy_call(nbytes)
+        return copy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

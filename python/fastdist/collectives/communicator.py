@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import fastdist._core as _core
-from fastdist.collectives import hints, membership, objects, scans, uneven
+from fastdist.collectives import hints, membership, scans, uneven
 from fastdist.collectives.arguments import to_rank
 from fastdist.collectives.arrays import (
     check_parts,
@@ -23,6 +23,7 @@ from fastdist.collectives.engines.engine import Calls, Engine
 from fastdist.collectives.engines.gpu_arrays import device_of
 from fastdist.collectives.engines.nccl import NcclEngine, is_possible
 from fastdist.collectives.joining import Joining
+from fastdist.collectives.objects import ObjectCalls
 from fastdist.collectives.types import Array, Arrays, Compression, ReduceOp, Work
 from fastdist.errors import FastdistError, UnsupportedError
 from fastdist.recorder.recording import record
@@ -30,13 +31,19 @@ from fastdist.recorder.recording import record
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from fastdist.collectives.types import Async, AsyncMessage, Direct, DirectMessage
+    from fastdist.collectives.types import (
+        Async,
+        AsyncMessage,
+        AsyncRows,
+        Direct,
+        DirectMessage,
+        DirectRows,
+    )
 
 A = TypeVar("A")  # one array, or a list of them
-T = TypeVar("T")
 
 
-class Communicator:
+class Communicator(ObjectCalls):
     """The ranks of a job, and the collectives between them.
 
     Made by `fastdist.init`, `fastdist.local_group`, `split` and `subgroup`. Arrays are numpy
@@ -46,21 +53,26 @@ class Communicator:
     of arrays is treated as one array.
 
     Every rank must call every collective, in the same order, with matching arguments. Collectives
-    take `timeout` (seconds to wait for other ranks before `CollectiveTimeoutError`) and `async_op`
-    (return a `Work` at once; calls still run in the order in which they were made). They raise
+    take `timeout` (seconds to wait for other ranks before `CollectiveTimeoutError`; the
+    communicator's if None), `async_op` (return a `Work` at once; calls still run in the order in
+    which they were made), and some `out` (the arrays for the result, which is returned) and
+    `splits` (the rows of each rank's part, the same list on all ranks; equal if None). They raise
     `CollectiveMismatchError` if ranks disagree (no data has moved then), `PeerFailureError` if a
     rank has died, and TypeError or ValueError for wrong arguments.
 
-    Calls on GPU arrays are enqueued on the array library's current stream, or on `stream`, and
-    return at once. With `async_op` they run on a stream of the communicator, which first waits for
-    the current stream; `work.wait()` makes the stream that is current then wait, not the host. A
-    rank uses one GPU only. Calls can be captured in CUDA graphs.
+    Calls on GPU arrays are enqueued on the array library's current stream, or on `stream`, a CUDA
+    stream of any library or its handle, on which the arrays are ready; they return at once. With
+    `async_op` they run on a stream of the communicator, which first waits for the current stream;
+    `work.wait()` makes the stream that is current then wait, not the host. A rank uses one GPU
+    only. Calls can be captured in CUDA graphs.
 
     A communicator must be used by one thread at a time; give each thread its own (`split`). Calls
     that overlap raise FastdistError.
 
     Autograd does not record that a collective writes into a torch tensor. Do not write into a
     tensor that a later backward needs.
+
+    docs/api/collectives.md shows the result of each call on two ranks.
 
     Attributes:
         rank: this rank, from 0.
@@ -188,10 +200,6 @@ class Communicator:
                 float32's range for bf16 and fp8, for float64 arrays too.
             bucket_bytes: bytes to send at a time; "auto" lets the engine choose. Ignored by the
                 host engine, which never copies into buckets.
-            stream: the CUDA stream of any library, or its handle, on which GPU arrays are ready and
-                the call is enqueued; the library's current stream if None.
-            async_op: return a `Work` immediately.
-            timeout: seconds to wait for other ranks; the communicator's default if None.
 
         Returns:
             `out` if it is given, else `array`; for arrays that cannot be changed (jax's), a new
@@ -247,13 +255,6 @@ class Communicator:
         """Reduce like `all_reduce`, but only the root gets the result. Every rank must call.
 
         On other ranks, `array` is not changed and `out` is not written.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> work = first.reduce(np.array([1, 5]), "max", root=1, async_op=True)
-            >>> second.reduce(np.array([3, 4]), "max", root=1)
-            array([3, 5])
         """
         if unknown:
             hints.refuse_keywords("reduce", unknown)
@@ -293,13 +294,6 @@ class Communicator:
 
         If `out` is given, the copy goes to `out` on every rank, and `array` is read on the root
         only.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> work = first.broadcast(np.array([1, 2]), root=0, async_op=True)
-            >>> second.broadcast(np.zeros(2, int), root=0)
-            array([1, 2])
         """
         if unknown:
             hints.refuse_keywords("broadcast", unknown)
@@ -313,14 +307,10 @@ class Communicator:
                 out = _new_for_immutable(array, out)
 
     @overload
-    def all_gather(
-        self, array: A, *, splits: Sequence[int] | None = ..., **keywords: Unpack[Direct]
-    ) -> A: ...
+    def all_gather(self, array: A, **keywords: Unpack[DirectRows]) -> A: ...
 
     @overload
-    def all_gather(
-        self, array: A, *, splits: Sequence[int] | None = ..., **keywords: Unpack[Async]
-    ) -> Work: ...
+    def all_gather(self, array: A, **keywords: Unpack[AsyncRows]) -> Work: ...
 
     def all_gather(
         self,
@@ -336,21 +326,12 @@ class Communicator:
 
         Args:
             array: shape (rows, …); a scalar counts as one row. May be this rank's rows of `out`.
-            splits: rows of each rank's array, the same list on all ranks; equal if None.
             out: shape (rows of all ranks, …).
 
         Returns:
             `out`, or a new array of its shape.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> work = first.all_gather(np.array([1]), async_op=True)
-            >>> second.all_gather(np.array([2]))
-            array([1, 2])
         """
         if splits is not None:
-            self._refuse_inside("all_gather with splits")
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
             return uneven.all_gather(self, array, splits, out, keywords)
         if out is None:
@@ -360,14 +341,7 @@ class Communicator:
         )
 
     @overload
-    def gather(
-        self,
-        array: A,
-        root: int = ...,
-        *,
-        splits: Sequence[int] | None = ...,
-        **keywords: Unpack[Direct],
-    ) -> A | Any: ...
+    def gather(self, array: A, root: int = ..., **keywords: Unpack[DirectRows]) -> A | Any: ...
 
     @overload
     def gather(self, array: A, root: int = ..., **keywords: Unpack[Async]) -> Work: ...
@@ -388,24 +362,14 @@ class Communicator:
 
         Args:
             array: shape (rows, …); a scalar counts as one row.
-            root: the rank that gets the result.
-            splits: rows of each rank's array, the same list on all ranks; equal if None.
             out: shape (rows of all ranks, …); ignored on other ranks than the root.
 
         Returns:
             `out` or a new array on the root, None on the other ranks.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> work = first.gather(np.array([1]), root=1, async_op=True)
-            >>> second.gather(np.array([2]), root=1)
-            array([1, 2])
         """
         if unknown:
             hints.refuse_keywords("gather", unknown)
         if splits is not None:
-            self._refuse_inside("gather with splits")
             uneven.refuse("gather", stream, async_op)
             return uneven.gather(self, array, root, splits, out, timeout)
         if self.rank != root:
@@ -453,19 +417,10 @@ class Communicator:
 
         Args:
             array: shape (rows of all ranks, …) on the root; ignored on other ranks, pass None.
-            root: the rank that has the array.
-            splits: rows of each rank's part, the same list on all ranks; equal if None.
             out: shape (rows, …); required on all ranks but the root.
 
         Returns:
             `out`, or a new array of its shape.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> work = first.scatter(np.arange(4), root=0, async_op=True)
-            >>> second.scatter(None, root=0, out=np.zeros(2, int))
-            array([2, 3])
         """
         if unknown:
             hints.refuse_keywords("scatter", unknown)
@@ -473,7 +428,6 @@ class Communicator:
         if out is None and not (is_root and array is not None):
             raise ValueError(f"scatter: rank {self.rank} needs out=, only the root knows the shape")
         if splits is not None:
-            self._refuse_inside("scatter with splits")
             uneven.refuse("scatter", stream, async_op)
             return uneven.scatter(self, array, root, splits, out, timeout)
         if is_root and array is not None:
@@ -485,23 +439,11 @@ class Communicator:
         )
 
     @overload
-    def reduce_scatter(
-        self,
-        array: A,
-        op: ReduceOp = ...,
-        *,
-        splits: Sequence[int] | None = ...,
-        **keywords: Unpack[Direct],
-    ) -> A: ...
+    def reduce_scatter(self, array: A, op: ReduceOp = ..., **keywords: Unpack[DirectRows]) -> A: ...
 
     @overload
     def reduce_scatter(
-        self,
-        array: A,
-        op: ReduceOp = ...,
-        *,
-        splits: Sequence[int] | None = ...,
-        **keywords: Unpack[Async],
+        self, array: A, op: ReduceOp = ..., **keywords: Unpack[AsyncRows]
     ) -> Work: ...
 
     def reduce_scatter(
@@ -520,21 +462,12 @@ class Communicator:
         Args:
             array: shape (rows of all ranks, …), the same on all ranks; not changed.
             op: the reduction, as for `all_reduce`.
-            splits: rows of each rank's part, the same list on all ranks; equal if None.
             out: shape (rows of this rank, …). May be this rank's rows of `array`.
 
         Returns:
             `out`, or a new array of its shape.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> work = first.reduce_scatter(np.arange(4), async_op=True)
-            >>> second.reduce_scatter(np.arange(4))
-            array([4, 6])
         """
         if splits is not None:
-            self._refuse_inside("reduce_scatter with splits")
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
             return uneven.reduce_scatter(self, array, op, splits, out, keywords)
         check_parts(array, self.world_size)
@@ -545,14 +478,10 @@ class Communicator:
         )
 
     @overload
-    def all_to_all(
-        self, array: A, *, splits: Sequence[int] | None = ..., **keywords: Unpack[Direct]
-    ) -> A: ...
+    def all_to_all(self, array: A, **keywords: Unpack[DirectRows]) -> A: ...
 
     @overload
-    def all_to_all(
-        self, array: A, *, splits: Sequence[int] | None = ..., **keywords: Unpack[Async]
-    ) -> Work: ...
+    def all_to_all(self, array: A, **keywords: Unpack[AsyncRows]) -> Work: ...
 
     def all_to_all(
         self,
@@ -573,17 +502,9 @@ class Communicator:
 
         Returns:
             `out`, or a new array of its shape.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> work = first.all_to_all(np.array([1, 2]), async_op=True)
-            >>> second.all_to_all(np.array([3, 4]))
-            array([2, 4])
         """
         counts: list[int] = []
         if splits is not None:
-            self._refuse_inside("all_to_all with splits")
             out, counts = uneven.exchange_counts(self, array, splits, out, timeout)
         else:
             check_parts(array, self.world_size)
@@ -620,15 +541,6 @@ class Communicator:
         Calls with the same peer, direction and tag are matched in order. With `async_op`, and in a
         `group`, calls with different peers or directions do not wait for each other. A message of a
         rank to itself is copied; on GPUs it must be in a group. Messages on GPUs have no tags.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)
-            >>> work = first.send(np.array([1, 2]), dst=1, async_op=True)
-            >>> second.recv(np.zeros(2, int), src=0)
-            array([1, 2])
-            >>> work.wait().tolist()
-            [1, 2]
         """
         if unknown:
             hints.refuse_keywords("send", unknown)
@@ -660,14 +572,6 @@ class Communicator:
         """Receive from rank `src`, which must call `send`, into `array`. Return `array`.
 
         A message with another tag is kept until a receive asks for it.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)
-            >>> work = second.recv(np.zeros(2, int), src=0, async_op=True)
-            >>> sent = first.send(np.array([1, 2]), dst=1)
-            >>> work.wait()
-            array([1, 2])
         """
         if unknown:
             hints.refuse_keywords("recv", unknown)
@@ -700,16 +604,7 @@ class Communicator:
     def recv_any(
         self, array: Array, *, tag: int = 0, async_op: bool = False, timeout: float | None = None
     ) -> Any:
-        """Receive from whichever rank sends first, into an array on the host. Return that rank.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> first, second = fd.local_group(2)
-            >>> work = second.send(np.array([1, 2]), dst=0, tag=3, async_op=True)
-            >>> x = np.zeros(2, int)
-            >>> first.recv_any(x, tag=3), x.tolist()
-            (1, [1, 2])
-        """
+        """Receive from whichever rank sends first, into an array on the host. Return that rank."""
         self._refuse_inside("recv_any")
         compiled = self.engine.compiled
         if compiled is None or (self._gpus is not None and device_of(array) is not None):
@@ -718,7 +613,9 @@ class Communicator:
             self._recv_any = _core.Messages(compiled).recv()
         seconds = self.timeout_s if timeout is None else timeout
         received = self._recv_any(array, None, tag, True, seconds, async_op, False)
-        return _Source(received) if async_op else received.source
+        if async_op:
+            return uneven.Works([received], lambda messages: messages[0].source)
+        return received.source
 
     @overload
     def barrier(self, *, async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
@@ -727,12 +624,7 @@ class Communicator:
     def barrier(self, *, async_op: Literal[True], timeout: float | None = ...) -> Work: ...
 
     def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
-        """Wait until every rank has called.
-
-        Examples:
-            >>> import fastdist as fd
-            >>> fd.init().barrier()
-        """
+        """Wait until every rank has called."""
         return self.calls.barrier(timeout=timeout, async_op=async_op)
 
     def scan(
@@ -753,15 +645,9 @@ class Communicator:
             exclusive: leave out this rank's own array. Rank 0 gets zeros, or ones of "prod"; "min",
                 "max" and "and" are an error.
             out: the shape and dtype of `array`; may be `array`.
-            timeout: seconds; None for the communicator's.
 
         Returns:
             `out`, or a new array.
-
-        Examples:
-            >>> import fastdist as fd, numpy as np
-            >>> fd.init().scan(np.array([3]), exclusive=True)  # one rank
-            array([0])
         """
         self._refuse_inside("scan")
         result: A = scans.scan(self, array, op, out, timeout, exclusive=exclusive)
@@ -815,20 +701,6 @@ class Communicator:
 
         Raises:
             UnsupportedError: a call needs the data of a rank that has joined.
-
-        Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> import fastdist as fd, numpy as np
-            >>> def train(comm):
-            ...     sums = []
-            ...     with comm.join() as joined:
-            ...         for _ in range(1 + comm.rank):
-            ...             sums.append(int(comm.all_reduce(np.array([1]))[0]))
-            ...     return sums, joined.last_rank
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(train, ranks))
-            [([2], 1), ([2, 1], 1)]
         """
         self._refuse_inside("join")
         if self.engine.compiled is None:
@@ -859,145 +731,6 @@ class Communicator:
                 f"{what} cannot be in a {self._inside}: leave the {self._inside} first"
             )
 
-    def broadcast_object(
-        self, value: T, root: int = 0, *, timeout: float | None = None, **unknown: Any
-    ) -> T:
-        """Return the root's object on every rank, by pickle. Every rank must call.
-
-        Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> import fastdist as fd
-            >>> x = [{"lr": 0.1}, None]
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.broadcast_object(x[comm.rank]), ranks))
-            [{'lr': 0.1}, {'lr': 0.1}]
-        """
-        if unknown:
-            hints.refuse_keywords("broadcast_object", unknown)
-        self._refuse_inside("broadcast_object")
-        return objects.broadcast(self, value, root, timeout)
-
-    def all_gather_object(self, value: T, *, timeout: float | None = None) -> list[T]:
-        """Return the objects of all ranks, in rank order, by pickle. Every rank must call.
-
-        Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> import fastdist as fd
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.all_gather_object({comm.rank}), ranks))
-            [[{0}, {1}], [{0}, {1}]]
-        """
-        self._refuse_inside("all_gather_object")
-        return objects.all_gather(self, value, timeout)
-
-    def gather_object(
-        self, value: T, root: int = 0, *, timeout: float | None = None, **unknown: Any
-    ) -> list[T] | None:
-        """Return the objects of all ranks on the root, by pickle; None on the other ranks.
-
-        Every rank must call.
-
-        Examples:
-            >>> import fastdist as fd
-            >>> fd.init().gather_object({"lr": 0.1})  # one rank
-            [{'lr': 0.1}]
-        """
-        if unknown:
-            hints.refuse_keywords("gather_object", unknown)
-        self._refuse_inside("gather_object")
-        return objects.gather(self, value, root, timeout)
-
-    def scatter_object(
-        self,
-        values: Sequence[T] | None,
-        root: int = 0,
-        *,
-        timeout: float | None = None,
-        **unknown: Any,
-    ) -> T:
-        """Return this rank's object of the root's list, by pickle. Every rank must call.
-
-        Args:
-            values: one object for each rank, on the root; ignored on other ranks, pass None.
-            root: the rank that has the objects.
-            timeout: seconds; None for the communicator's.
-
-        Raises:
-            FastdistError: the root's list was wrong, or could not be pickled; the root raises the
-                error itself.
-
-        Examples:
-            >>> import fastdist as fd
-            >>> fd.init().scatter_object(["for rank 0"])  # one rank
-            'for rank 0'
-        """
-        if unknown:
-            hints.refuse_keywords("scatter_object", unknown)
-        self._refuse_inside("scatter_object")
-        return objects.scatter(self, values, root, timeout)
-
-    def send_object(
-        self,
-        value: Any,
-        dst: int = -1,
-        *,
-        tag: int = 0,
-        timeout: float | None = None,
-        **unknown: Any,
-    ) -> None:
-        """Send an object to one rank, by pickle; it must call `recv_object`.
-
-        Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> import fastdist as fd
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> with ThreadPoolExecutor(1) as threads:
-            ...     received = threads.submit(second.recv_object, 0)
-            ...     first.send_object({"lr": 0.1}, 1)
-            ...     received.result()
-            {'lr': 0.1}
-        """
-        if unknown:
-            hints.refuse_keywords("send_object", unknown)
-        self._refuse_inside("send_object")
-        objects.send(self, value, dst, tag, timeout)
-
-    def recv_object(
-        self, src: int = -1, *, tag: int = 0, timeout: float | None = None, **unknown: Any
-    ) -> Any:
-        """Return the object that rank `src` sends by `send_object`.
-
-        Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> import fastdist as fd
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> with ThreadPoolExecutor(1) as threads:
-            ...     sent = threads.submit(first.send_object, {"lr": 0.1}, 1)
-            ...     second.recv_object(0)
-            {'lr': 0.1}
-        """
-        if unknown:
-            hints.refuse_keywords("recv_object", unknown)
-        self._refuse_inside("recv_object")
-        return objects.recv(self, src, tag, timeout)
-
-    def recv_any_object(self, *, tag: int = 0, timeout: float | None = None) -> tuple[Any, int]:
-        """Return an object from whichever rank sends first by `send_object`, and that rank.
-
-        Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> import fastdist as fd
-            >>> first, second = fd.local_group(2)  # two ranks of this process
-            >>> with ThreadPoolExecutor(1) as threads:
-            ...     sent = threads.submit(second.send_object, "done", 0)
-            ...     first.recv_any_object()
-            ('done', 1)
-        """
-        self._refuse_inside("recv_any_object")
-        return objects.recv_any(self, tag, timeout)
-
     def split(
         self, color: int | None, key: int = 0, *, timeout: float | None = None
     ) -> Communicator | None:
@@ -1006,18 +739,9 @@ class Communicator:
         Args:
             color: ranks with equal colors share a communicator; None makes none for this rank.
             key: number that orders the ranks of a color; ranks with equal keys keep their order.
-            timeout: seconds to wait for other ranks.
 
         Returns:
             The new communicator, or None if `color` is None.
-
-        Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> import fastdist as fd
-            >>> ranks = fd.local_group(4)  # threads of this process
-            >>> with ThreadPoolExecutor(4) as threads:
-            ...     list(threads.map(lambda comm: comm.split(comm.rank % 2).world_size, ranks))
-            [2, 2, 2, 2]
         """
         self._refuse_inside("split")
         return self._make(membership.by_color(self, color, key, timeout), timeout)
@@ -1029,14 +753,6 @@ class Communicator:
 
         Returns:
             The new communicator, or None on ranks that are not in it.
-
-        Examples:
-            >>> from concurrent.futures import ThreadPoolExecutor
-            >>> import fastdist as fd
-            >>> ranks = fd.local_group(2)  # threads of this process
-            >>> with ThreadPoolExecutor(2) as threads:
-            ...     list(threads.map(lambda comm: comm.subgroup([1, 0]).rank, ranks))
-            [1, 0]
         """
         return self._make([membership.agreed(self, ranks, timeout)], timeout)
 
@@ -1087,12 +803,6 @@ class Communicator:
             ClusterConfigError: the launcher has ended.
             FastdistError: the job is not elastic.
             SystemExit: the job has done its work, and this rank comes too late.
-
-        Examples:
-            >>> import fastdist as fd
-            >>> comm = fd.init(elastic=True)  # without a launcher: alone for ever
-            >>> comm.regroup() is comm
-            True
         """
         self._refuse_inside("regroup")
         if self._regroup is None:
@@ -1101,10 +811,6 @@ class Communicator:
                 "ranks of this one is fixed"
             )
         return self._regroup(self, self.timeout_s if timeout is None else timeout)
-
-    def succeeded_by(self, engine: Engine) -> Communicator:
-        """Return a communicator of an elastic job with the same settings."""
-        return Communicator(engine, self.timeout_s, self._on_end, self._regroup)
 
     def empty(
         self,
@@ -1124,13 +830,6 @@ class Communicator:
                 call, for its own GPU; the array is a torch tensor, or a cupy array for a numpy
                 dtype; and calls must use the same part of it on all ranks.
             timeout: seconds to wait for other ranks, for a GPU.
-
-        Examples:
-            >>> import fastdist as fd
-            >>> comm = fd.init()
-            >>> x = comm.empty((2, 3), "float32")
-            >>> comm.all_reduce(x).shape
-            (2, 3)
         """
         shape, dtype, nbytes = to_layout(shape, dtype)
         if device is not None:
@@ -1162,22 +861,6 @@ class Communicator:
     def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
         engine = self.engine.subset(groups, self.timeout_s if timeout is None else timeout)
         return None if engine is None else Communicator(engine, self.timeout_s)
-
-
-class _Source:
-    """A `recv_any` that has not ended: its result is the rank that has sent."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def is_done(self) -> bool:
-        """See `Work.is_done`."""
-        return self._work.is_done()
-
-    def wait(self, timeout: float | None = None) -> int:
-        """See `Work.wait`."""
-        source: int = self._work.wait(timeout).source
-        return source
 
 
 def _new_for_immutable(arrays: Arrays, out: Arrays | None) -> Arrays:

@@ -80,12 +80,12 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
     They cost the communicator's attributes nothing. With `__getattr__` CPython 3.11 would look up
     every attribute the slow way, which takes a quarter of the time of a small collective.
     """
-    public = [name for name in vars(communicator) if not name.startswith("_")]
+    public = [name for name in dir(communicator) if not name.startswith("_")]
     names = {_squeezed(ours): ours for ours in public} | {"bcast": "broadcast"}
     may_be_async = {
         name
         for name in public
-        if "async_op" in (getattr(vars(communicator)[name], "__kwdefaults__", None) or ())
+        if "async_op" in (getattr(getattr(communicator, name), "__kwdefaults__", None) or ())
     }
     names |= {
         f"i{name}": f"{ours}(…, async_op=True)" if ours in may_be_async else ours

@@ -66,3 +66,15 @@ class Async(AsyncMessage, total=False):
     """Keywords of a call that returns a `Work`, with the result in `out` if that is given."""
 
     out: Arrays | None
+
+
+class DirectRows(Direct, total=False):
+    """Keywords of a call that returns its result, whose parts may differ in size."""
+
+    splits: Sequence[int] | None
+
+
+class AsyncRows(Async, total=False):
+    """Keywords of a call that returns a `Work`, whose parts may differ in size."""
+
+    splits: Sequence[int] | None

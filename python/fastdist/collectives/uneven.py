@@ -31,7 +31,7 @@ def all_gather(
 
     `keywords` are those of all collectives.
     """
-    rows = _to_rows(comm, splits)
+    rows = _to_rows(comm, "all_gather", splits)
     _check(arrays, rows[comm.rank], f"splits[{comm.rank}]", "array")
     if out is None:
         out = rows_like(arrays, sum(rows))
@@ -116,7 +116,7 @@ def gather(
     timeout: float | None,
 ) -> Arrays | None:
     """Join arrays of `splits` rows each on the root, by a message from each rank."""
-    rows, root = _to_rows(comm, splits), to_rank(root, "root", comm.world_size)
+    rows, root = _to_rows(comm, "gather", splits), to_rank(root, "root", comm.world_size)
     _check(arrays, rows[comm.rank], f"splits[{comm.rank}]", "array")
     if comm.rank != root:
         out = None
@@ -143,7 +143,7 @@ def scatter(
     timeout: float | None,
 ) -> Arrays:
     """Give rank i `splits[i]` rows of the root's arrays, by a message to each rank."""
-    rows, root = _to_rows(comm, splits), to_rank(root, "root", comm.world_size)
+    rows, root = _to_rows(comm, "scatter", splits), to_rank(root, "root", comm.world_size)
     is_root = comm.rank == root
     if is_root:
         _check(arrays, sum(rows), "the sum of splits", "array")
@@ -172,7 +172,7 @@ def reduce_scatter(
 
     `keywords` are those of all collectives.
     """
-    rows = _to_rows(comm, splits)
+    rows = _to_rows(comm, "reduce_scatter", splits)
     _check(arrays, sum(rows), "the sum of splits", "array")
     if out is None:
         out = rows_like(arrays, rows[comm.rank])
@@ -200,6 +200,7 @@ def exchange_counts(
         `out`, or new arrays of its shape; and the elements that each rank sends to each rank, for
         one array after the other.
     """
+    comm._refuse_inside("all_to_all with splits")
     row = np.array([to_integers(splits, "splits")], np.int64)
     shapes = [shape_of(array)[1:] for array in as_list(arrays)]
     for array in as_list(arrays):
@@ -230,22 +231,24 @@ def exchange_counts(
     return out, counts
 
 
-class _Works:
-    """Several calls, as one `Work`."""
+class Works:
+    """Several calls, as one `Work`; a function makes its result of theirs."""
 
-    def __init__(self, works: Sequence[Work], result: Any) -> None:
+    def __init__(self, works: Sequence[Work], result_of: Callable[[list[Any]], Any]) -> None:
         self._works = works
-        self._result = result
+        self._result_of = result_of
 
     def is_done(self) -> bool:
+        """See `Work.is_done`."""
         return all(work.is_done() for work in self._works)
 
     def wait(self, timeout: float | None = None) -> Any:
-        begin = time.monotonic()
+        """See `Work.wait`."""
+        end = None if timeout is None else time.monotonic() + timeout
+        results = []
         for work in self._works:
-            left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begin))
-            work.wait(left)
-        return self._result
+            results.append(work.wait(None if end is None else max(0.0, end - time.monotonic())))
+        return self._result_of(results)
 
 
 def _call_all(
@@ -259,7 +262,7 @@ def _call_all(
     parts = _places(rows)
     if keywords["async_op"] or keywords["stream"] is not None:
         works = [call(*part, keywords) for part in parts]
-        return _Works(works, result) if keywords["async_op"] else result
+        return Works(works, lambda _: result) if keywords["async_op"] else result
     with comm.group():
         for part in parts:
             call(*part, {"timeout": keywords["timeout"]})
@@ -278,7 +281,8 @@ def _parts(arrays: Arrays, rows: Sequence[int]) -> Iterator[tuple[int, Arrays]]:
         yield rank, for_each(arrays, functools.partial(_rows, begin=begin, end=end))
 
 
-def _to_rows(comm: Ranks, splits: Sequence[int]) -> list[int]:
+def _to_rows(comm: Ranks, call: str, splits: Sequence[int]) -> list[int]:
+    comm._refuse_inside(f"{call} with splits")
     rows = to_integers(splits, "splits")
     if len(rows) != comm.world_size or min(rows) < 0:
         raise ValueError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -33,7 +34,6 @@ from fastdist.integrations.torch_backend.tensors import (
     Finish,
     all_of,
     all_to_write,
-    check_reducible,
     copying,
     joined,
     joined_to_write,
@@ -66,22 +66,27 @@ _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class Left:
-    """Takes the communicator's place while a group has none; every use raises an error.
-
-    Args:
-        why: the end of a sentence about the communicator.
-    """
+    """Takes the communicator's place while a group has none; every use raises an error."""
 
     def __init__(self, rank: int, world_size: int, why: str) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._why = why
+        self._why = why  # the end of a sentence about the communicator
 
     def __getattr__(self, name: str) -> NoReturn:
         raise DistBackendError(f"the communicator {self._why} on rank {self.rank}")
 
     def __call__(self, *_: Any) -> NoReturn:
         self.__getattr__("")
+
+
+@contextlib.contextmanager
+def backend_errors() -> Iterator[None]:
+    """Raise fastdist's errors as torch's; hot calls do so without a context manager."""
+    try:
+        yield
+    except FastdistError as error:
+        raise DistBackendError(str(error)) from error
 
 
 def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,11 +203,8 @@ class Calls(_ProcessGroup):
     ) -> Done | Pending | None:
         """Make a call, and return a work unless torch has no use for one.
 
-        Args:
-            opts: torch's options of the call.
-            written: the tensors that hold the results for the caller.
-            finish: a function that copies the results into `written`, if they are elsewhere.
-            call: the communicator's method, with its arguments.
+        `written` are the caller's tensors for the results; `finish` copies them there, if they are
+        elsewhere.
         """
         seconds = opts.timeout.total_seconds() if type(opts) in TIMED else self._timeout_s
         self._made += 1
@@ -217,20 +219,6 @@ class Calls(_ProcessGroup):
         if finish is not None:
             finish()
         return Done(written) if opts.asyncOp else None
-
-    def _reduction(
-        self,
-        opts: Any,
-        given: Sequence[torch.Tensor],
-        written: Sequence[torch.Tensor],
-        finish: Finish,
-        per_rank: int = 1,
-    ) -> tuple[Any, Any, Finish]:
-        size = self._comm.world_size * per_rank
-        op, factor, finish = reduction_of(opts.reduceOp, written, finish, size)
-        for tensor in given:
-            check_reducible(tensor, op)
-        return op, factor, finish
 
     @staticmethod
     def _may_wait(written: Sequence[torch.Tensor]) -> bool:
@@ -256,20 +244,18 @@ class Calls(_ProcessGroup):
             return self._all_reduce_several(tensors, opts)
         tensor = _one(tensors)
         if tensor.layout is not torch.strided:
-            try:
+            with backend_errors():
                 all_reduce_sparse(self._comm, tensor, opts.reduceOp, self._timeout_s)
-            except FastdistError as error:
-                raise DistBackendError(str(error)) from error
             return Done([tensor])
         plain, finish = to_write(tensor)
-        op, factor, finish = self._reduction(opts, tensors, [plain], finish)
+        op, factor, finish = reduction_of(opts, tensors, [plain], finish, self._comm.world_size)
         scale_in_place([plain], factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
     def _all_reduce_several(self, tensors: Tensors, opts: Any) -> Any:
         given, count = [to_read(t.detach()) for t in tensors], len(tensors)
-        total = torch.empty_like(given[0])
-        op, factor, finish = self._reduction(opts, tensors, [total], None, count)
+        total, size = torch.empty_like(given[0]), self._comm.world_size * count
+        op, factor, finish = reduction_of(opts, tensors, [total], None, size)
         total.copy_(combined(given, op))
         scale_in_place([total], 1 / count if op == "mean" else factor)
         finish = all_of([finish, *(copying(total, tensor) for tensor in tensors)])
@@ -278,7 +264,7 @@ class Calls(_ProcessGroup):
     @_collective
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _AllreduceCoalescedOptions) -> Any:
         plain, finish = all_to_write(tensors)
-        op, factor, finish = self._reduction(opts, tensors, plain, finish)
+        op, factor, finish = reduction_of(opts, tensors, plain, finish, self._comm.world_size)
         scale_in_place(plain, factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
@@ -286,7 +272,7 @@ class Calls(_ProcessGroup):
     def reduce(self, tensors: Tensors, opts: Any = _ReduceOptions) -> Any:
         tensor = _one(tensors)
         plain, finish = to_write(tensor)
-        op, factor, finish = self._reduction(opts, tensors, [plain], finish)
+        op, factor, finish = reduction_of(opts, tensors, [plain], finish, self._comm.world_size)
         root = opts.rootRank
         if self._comm.rank == root:
             scale_in_place([plain], factor)
@@ -406,7 +392,7 @@ class Calls(_ProcessGroup):
         given: Tensors,
         splits: Sequence[int] | None = None,
     ) -> Any:
-        op, factor, finish = self._reduction(opts, outputs, plain, finish)
+        op, factor, finish = reduction_of(opts, outputs, plain, finish, self._comm.world_size)
         flat: Any = [scaled(t.view(-1), factor) for t in given]
         out: Any = [t.view(-1) for t in plain]
         if len(flat) == 1:  # errors then name a tensor, not a list

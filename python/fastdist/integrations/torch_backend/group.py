@@ -13,9 +13,12 @@ from torch.distributed import DistBackendError, distributed_c10d
 
 from fastdist._config import replaced_backend
 from fastdist.errors import FastdistError
-from fastdist.integrations.torch_backend.bootstrap import communicator_in_store
-from fastdist.integrations.torch_backend.calls import Calls, Left
-from fastdist.integrations.torch_backend.handles import Handle, communicator_of_handles
+from fastdist.integrations.torch_backend.calls import Calls, Left, backend_errors
+from fastdist.integrations.torch_backend.meeting import (
+    Handle,
+    communicator_in_store,
+    communicator_of_handles,
+)
 from fastdist.integrations.torch_backend.name import NAME
 from fastdist.integrations.torch_backend.work import Done
 
@@ -50,17 +53,10 @@ class ProcessGroupFastdist(Calls):
     def of_store(
         cls, store: Any, rank: int, size: int, timeout_s: float, name: str
     ) -> ProcessGroupFastdist:
-        """Make a group whose rendezvous is in a store; every rank must call.
-
-        Args:
-            store: a torch store that only this group uses.
-            timeout_s: seconds to wait for the ranks, and for each call.
-        """
+        """Make a group whose rendezvous is in a store that only it uses; every rank must call."""
         made = cls(store, rank, size, timeout_s, name)
-        try:
+        with backend_errors():
             made._begin(*communicator_in_store(store, rank, size, timeout_s))
-        except FastdistError as error:
-            raise DistBackendError(str(error)) from error
         return made
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float, name: str) -> None:
@@ -144,18 +140,13 @@ class ProcessGroupFastdist(Calls):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks; torch calls it for Gloo, whose place this group may take.
+        """Wait for all ranks; torch calls it for Gloo, whose place this group may take."""
+        del wait_all_ranks  # errors always name all ranks that are missing
+        with backend_errors():
+            self._comm.barrier(timeout=self._seconds(timeout))
 
-        Args:
-            timeout: None for the group's.
-            wait_all_ranks: no matter: errors name all ranks that are missing.
-        """
-        del wait_all_ranks
-        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        try:
-            self._comm.barrier(timeout=seconds)
-        except FastdistError as error:
-            raise DistBackendError(str(error)) from error
+    def _seconds(self, timeout: timedelta | None) -> float:
+        return self._timeout_s if timeout is None else timeout.total_seconds()
 
     def split_group(
         self,
@@ -168,24 +159,15 @@ class ProcessGroupFastdist(Calls):
     ) -> ProcessGroupFastdist | None:
         """Make a group of some of the ranks; every rank must call, with its own group's ranks.
 
-        Args:
-            ranks: some ranks of this group. The lists of two ranks must be equal or disjoint.
-            timeout: the new group's timeout; None: this group's.
-            opts: None; no options are supported.
-            group_name: name of the new group, unique to it.
-            group_desc: its description.
-            device_types: ignored; the new group serves the devices that this one serves.
-
-        Returns:
-            The group, or None on ranks that are not in it.
+        The lists of two ranks must be equal or disjoint; ranks that are not in theirs get None. The
+        new group serves the devices that this one serves.
         """
         del opts, device_types
         ranks = sorted(ranks)
         name = group_name or f"{self._group_name}:split:{','.join(map(str, ranks))}"
         if self._comm.rank not in ranks:
             return None
-        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        store = c10d.PrefixStore(f"{name}/", self._store)
+        store, seconds = c10d.PrefixStore(f"{name}/", self._store), self._seconds(timeout)
         made = self.of_store(store, ranks.index(self._comm.rank), len(ranks), seconds, name)
         made.setGroupDesc(group_desc or "")
         return made
@@ -219,10 +201,8 @@ class ProcessGroupFastdist(Calls):
         store of the first handle's group. The rank and the number of ranks are new; the group's
         name, its timeout and its handle stay. Groups that were made from this one are unchanged.
 
-        Args:
-            opts: torch's ReconfigureOptions. `handles`: those of all ranks, a list in the order of
-                the ranks or a set; `uuid`: an integer that was not used before; `timeout`: None for
-                the group's.
+        `opts` are torch's ReconfigureOptions: the handles of all ranks, a list in the order of the
+        ranks or a set; a uuid that was not used before; a timeout, or None for the group's.
         """
         if not self.supports_reconfigure:
             raise RuntimeError(
@@ -230,15 +210,11 @@ class ProcessGroupFastdist(Calls):
             )
         ordered = sorted(opts.handles) if isinstance(opts.handles, set) else opts.handles
         handles = [Handle.unpack(text) for text in ordered]
-        timeout_s = self._timeout_s if opts.timeout is None else opts.timeout.total_seconds()
         self.abort()
         self._others.clear()
-        try:
-            self._begin(
-                *communicator_of_handles(handles, self._handle, opts.uuid, self._store, timeout_s)
-            )
-        except FastdistError as error:
-            raise DistBackendError(str(error)) from error
+        own, seconds = self._handle, self._seconds(opts.timeout)
+        with backend_errors():
+            self._begin(*communicator_of_handles(handles, own, opts.uuid, self._store, seconds))
         return Done([])
 
     def failure(self) -> DistBackendError | None:
@@ -275,9 +251,8 @@ class ProcessGroupFastdist(Calls):
 
     def _leave(self, leave: Callable[[], None], name: str) -> None:
         try:
-            leave()
-        except FastdistError as error:
-            raise DistBackendError(str(error)) from error
+            with backend_errors():
+                leave()
         finally:
             # Free threads, memory and descriptors even if a user keeps the group.
             self._comm = self._recv = Left(self._comm.rank, self._comm.world_size, "is closed")

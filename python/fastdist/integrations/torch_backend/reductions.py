@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.integrations.torch_backend.tensors import Finish
+from fastdist.integrations.torch_backend.tensors import Finish, check_reducible
 
 _ALL: tuple[tuple[Any, str, Callable[..., torch.Tensor]], ...] = (
     (ReduceOp.SUM, "sum", torch.add),
@@ -35,7 +35,11 @@ def combined(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 def reduction_of(
-    op: Any, written: Sequence[torch.Tensor], finish: Finish, size: int
+    opts: Any,
+    given: Sequence[torch.Tensor],
+    written: Sequence[torch.Tensor],
+    finish: Finish,
+    size: int,
 ) -> tuple[Any, Any, Finish]:
     """Map one of torch's reductions to the engines', for results of one dtype.
 
@@ -43,11 +47,15 @@ def reduction_of(
         The engines' name, the factor of the inputs (or None), and a function to call afterwards;
         for a mean of integers it divides the sum, as NCCL does.
     """
-    name = _NAMES.get(hash(op))
+    op = opts.reduceOp
+    name, factor = _NAMES.get(hash(op)), None
     if name is None:
-        return "sum", op.__getstate__()[1], finish
-    if name != "mean" or written[0].is_floating_point() or written[0].is_complex():
-        return name, None, finish
+        name, factor = "sum", op.__getstate__()[1]
+    is_divided = name == "mean" and not (written[0].is_floating_point() or written[0].is_complex())
+    for tensor in given:
+        check_reducible(tensor, "sum" if is_divided else name)
+    if not is_divided:
+        return name, factor, finish
 
     def divide() -> None:
         for tensor in written:

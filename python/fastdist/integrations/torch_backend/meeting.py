@@ -1,9 +1,10 @@
-"""Handles by which ranks find each other for `reconfigure`, and the communicator of their ranks."""
+"""How a process group's ranks meet: in the store that torch made for it, or by their handles."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,25 +15,47 @@ from torch._C import _distributed_c10d as c10d
 from fastdist.cluster.address import join_address, split_address
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.host import HostEngine
+from fastdist.collectives.init import communicator_of
+from fastdist.collectives.rendezvous.board import StoreBoard
 from fastdist.collectives.rendezvous.machines import machine_id
 from fastdist.errors import ClusterConfigError
-from fastdist.integrations.torch_backend.bootstrap import communicator_in_store, tcp_store_of
 from fastdist.recorder.encoding import decode, encode
+
+_HINT = (
+    "; make the group on all its ranks at the same time, by init_process_group or new_group with "
+    'backend "fastdist" and the same ranks'
+)
+Met = tuple[Communicator, int]
+"""A communicator, and the number of its ranks on this machine."""
+
+
+def tcp_store_of(store: Any) -> Any:
+    """Return the TCPStore under a store, or None if there is none."""
+    with contextlib.suppress(AttributeError):
+        while not hasattr(store, "host"):
+            store = store.underlying_store
+        return store
+    return None
+
+
+def communicator_in_store(store: Any, rank: int, size: int, timeout_s: float) -> Met:
+    """Make a communicator by rendezvous in a store; a rank that fails tells the others."""
+    board = StoreBoard(store, rank, size, time.monotonic() + timeout_s, timeout_s, _HINT)
+    tcp = tcp_store_of(store)
+    try:
+        return communicator_of(board, timeout_s, None if tcp is None else str(tcp.host))
+    except BaseException as error:
+        board.give_up(error)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The facts of a rank's process group that other ranks need.
+    """The facts of a rank's process group that other ranks need for `reconfigure`."""
 
-    Attributes:
-        name: a random name of the group object.
-        machine: the result of `machine_id`.
-        store: "host:port" of the TCPStore in which the group was made; "" if it was another store.
-    """
-
-    name: str
-    machine: str
-    store: str
+    name: str  # random
+    machine: str  # the result of `machine_id`
+    store: str  # "host:port" of the TCPStore in which it was made; "" if it was another store
 
     @classmethod
     def of_group(cls, store: Any) -> Handle:
@@ -55,15 +78,10 @@ class Handle:
 
 def communicator_of_handles(
     handles: Sequence[Handle], own: Handle, uuid: int, store: Any, timeout_s: float
-) -> tuple[Communicator, int]:
+) -> Met:
     """Make a communicator of the ranks with these handles. Every rank must call.
 
-    Args:
-        uuid: a number that was not used for the first handle before.
-        timeout_s: seconds to wait for the ranks, and the communicator's default.
-
-    Returns:
-        The communicator, and the number of its ranks on this machine.
+    `uuid` is a number that was not used for the first handle before.
     """
     if handles.count(own) != 1:
         raise ValueError(
@@ -72,8 +90,7 @@ def communicator_of_handles(
         )
     rank, size, first = handles.index(own), len(handles), handles[0]
     if all(handle.machine == first.machine for handle in handles):
-        key = f"{first.name}/{uuid}"
-        engine = HostEngine.of_processes(key, rank, size, timeout_s)
+        engine = HostEngine.of_processes(f"{first.name}/{uuid}", rank, size, timeout_s)
         return Communicator(engine, timeout_s), size
     root = _store_of(first, own, store, timeout_s)
     shared = c10d.PrefixStore(f"fastdist/reconfigure/{first.name}/{uuid}/", root)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.net import NetEngine
+from fastdist.collectives.engines.net import NetEngine, Rendezvous
 from fastdist.collectives.rendezvous.connections import listen_at, port_of
 from fastdist.errors import CollectiveMismatchError, PeerFailureError
 from ranks import ProcessRanks, ThreadRanks
@@ -165,8 +165,8 @@ def across_machines(comm: Communicator, key: str) -> Communicator:
     addresses = comm.all_gather_object((LOCAL, port_of(listener)))
     machines = range(comm.world_size)
     (inner,) = HostEngine.of_threads(1)
-    engine = NetEngine(machines, comm.rank, inner, listener, addresses, key, TIMEOUT_S)
-    return Communicator(engine, TIMEOUT_S)
+    found = Rendezvous(comm.rank, machines, key, addresses, listener)
+    return Communicator(NetEngine(found, inner, TIMEOUT_S), TIMEOUT_S)
 
 
 def use_in_crossed_order(comm: Communicator, make: Make) -> None:
@@ -247,8 +247,8 @@ def of_two_machines(comm: Communicator) -> Communicator:
     listener = listen_at(LOCAL)
     addresses = comm.all_gather_object((LOCAL, port_of(listener)))
     inner = comm.engine.subset([[0, 1], [2, 3]], TIMEOUT_S)
-    engine = NetEngine([0, 0, 1, 1], comm.rank, inner, listener, addresses, "job", TIMEOUT_S)
-    return Communicator(engine, TIMEOUT_S)
+    found = Rendezvous(comm.rank, [0, 0, 1, 1], "job", addresses, listener)
+    return Communicator(NetEngine(found, inner, TIMEOUT_S), TIMEOUT_S)
 
 
 def cross_machine_and_job(comm: Communicator) -> None:

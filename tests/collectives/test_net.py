@@ -19,7 +19,7 @@ import pytest
 from contract import CommunicatorContract
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.net import NetEngine
+from fastdist.collectives.engines.net import NetEngine, Rendezvous
 from fastdist.collectives.rendezvous.connections import listen_at, port_of
 from fastdist.errors import (
     ClusterConfigError,
@@ -55,8 +55,8 @@ class MachineThreads:
         key = f"test{next(_names)}"
 
         def make(rank: int) -> NetEngine:
-            mine = inner[rank], listeners[rank]
-            return NetEngine(self.machines, rank, *mine, addresses, key, TIMEOUT_S)
+            found = Rendezvous(rank, self.machines, key, addresses, listeners[rank])
+            return NetEngine(found, inner[rank], TIMEOUT_S)
 
         return [lambda rank=rank: make(rank) for rank in range(self.size)]  # type: ignore[misc]
 
@@ -283,8 +283,9 @@ def test_ranks_that_cannot_connect() -> None:
 
     def connect(rank: int) -> str:
         (inner,) = HostEngine.of_threads(1)
+        found = Rendezvous(rank, [0, 1], f"key {rank}", addresses, listeners[rank])
         with pytest.raises(ClusterConfigError) as error:
-            NetEngine([0, 1], rank, inner, listeners[rank], addresses, f"key {rank}", 2.0)
+            NetEngine(found, inner, 2.0)
         assert error.value.ranks == (1 - rank,)
         return str(error.value)
 

@@ -44,13 +44,11 @@ def to_rank(value: Any, argument: str, size: int, this: int | None = None) -> in
     return rank
 
 
-def check_timeout(timeout: Any, may_be_zero: bool = False) -> None:
+def check_timeout(timeout: Any) -> None:
     """Raise unless `timeout` is a valid number of seconds to wait."""
     expected = "timeout must be a positive number of seconds"
-    if may_be_zero:
-        expected = "timeout must be a number of seconds, 0 or more"
     try:
-        is_good = timeout > 0 or (may_be_zero and timeout == 0)
+        is_good = timeout > 0
     except TypeError:
         raise TypeError(f"{expected}, got {timeout!r}") from None
     if not is_good:

@@ -55,10 +55,10 @@ class Communicator(ObjectCalls):
     Every rank must call every collective, in the same order, with matching arguments. Collectives
     take `timeout` (seconds to wait for other ranks before `CollectiveTimeoutError`; the
     communicator's if None), `async_op` (return a `Work` at once; calls still run in the order in
-    which they were made), and some `out` (the arrays for the result, which is returned) and
-    `splits` (the rows of each rank's part, the same list on all ranks; equal if None). They raise
-    `CollectiveMismatchError` if ranks disagree (no data has moved then), `PeerFailureError` if a
-    rank has died, and TypeError or ValueError for wrong arguments.
+    which they were made). Some take `out` (the arrays for the result; new ones if None, which are
+    returned) and `splits` (the rows of each rank's part, the same list on all ranks; equal if
+    None). They raise `CollectiveMismatchError` if ranks disagree (no data has moved then),
+    `PeerFailureError` if a rank has died, and TypeError or ValueError for wrong arguments.
 
     Calls on GPU arrays are enqueued on the array library's current stream, or on `stream`, a CUDA
     stream of any library or its handle, on which the arrays are ready; they return at once. With
@@ -327,9 +327,6 @@ class Communicator(ObjectCalls):
         Args:
             array: shape (rows, …); a scalar counts as one row. May be this rank's rows of `out`.
             out: shape (rows of all ranks, …).
-
-        Returns:
-            `out`, or a new array of its shape.
         """
         if splits is not None:
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
@@ -418,9 +415,6 @@ class Communicator(ObjectCalls):
         Args:
             array: shape (rows of all ranks, …) on the root; ignored on other ranks, pass None.
             out: shape (rows, …); required on all ranks but the root.
-
-        Returns:
-            `out`, or a new array of its shape.
         """
         if unknown:
             hints.refuse_keywords("scatter", unknown)
@@ -463,9 +457,6 @@ class Communicator(ObjectCalls):
             array: shape (rows of all ranks, …), the same on all ranks; not changed.
             op: the reduction, as for `all_reduce`.
             out: shape (rows of this rank, …). May be this rank's rows of `array`.
-
-        Returns:
-            `out`, or a new array of its shape.
         """
         if splits is not None:
             keywords = {"stream": stream, "async_op": async_op, "timeout": timeout}
@@ -499,9 +490,6 @@ class Communicator(ObjectCalls):
             array: shape (rows, …).
             splits: rows for each rank; may differ from rank to rank. Equal parts if None.
             out: the parts from all ranks, in rank order; shape (rows received, …).
-
-        Returns:
-            `out`, or a new array of its shape.
         """
         counts: list[int] = []
         if splits is not None:
@@ -645,9 +633,6 @@ class Communicator(ObjectCalls):
             exclusive: leave out this rank's own array. Rank 0 gets zeros, or ones of "prod"; "min",
                 "max" and "and" are an error.
             out: the shape and dtype of `array`; may be `array`.
-
-        Returns:
-            `out`, or a new array.
         """
         self._refuse_inside("scan")
         result: A = scans.scan(self, array, op, out, timeout, exclusive=exclusive)
@@ -737,11 +722,8 @@ class Communicator(ObjectCalls):
         """Make a communicator for each color. Every rank must call.
 
         Args:
-            color: ranks with equal colors share a communicator; None makes none for this rank.
+            color: ranks with equal colors share a communicator; a rank with None gets None.
             key: number that orders the ranks of a color; ranks with equal keys keep their order.
-
-        Returns:
-            The new communicator, or None if `color` is None.
         """
         self._refuse_inside("split")
         return self._make(membership.by_color(self, color, key, timeout), timeout)
@@ -751,8 +733,7 @@ class Communicator(ObjectCalls):
     ) -> Communicator | None:
         """Make a communicator of these ranks, in this order. Every rank must call, in it or not.
 
-        Returns:
-            The new communicator, or None on ranks that are not in it.
+        Ranks that are not in it get None.
         """
         return self._make([membership.agreed(self, ranks, timeout)], timeout)
 

@@ -28,9 +28,6 @@ class Member:
         world: the number of the world of which this process is a rank; 0 before the first.
         progress: this process's number of commits; the ranks with most are first in the next world.
         has_run: True once `fastdist.Elastic.run` was called.
-
-    Raises:
-        ClusterConfigError: the launcher has ended.
     """
 
     def __init__(self, place: RosterPlace) -> None:
@@ -64,11 +61,7 @@ class Member:
 
     @contextmanager
     def rendezvous(self) -> Iterator[None]:
-        """Return a context manager for a rendezvous, which raises if its world is over.
-
-        Raises:
-            BrokenWorldError: inside, in any call that waits for other ranks.
-        """
+        """Return a context manager: inside, waiting raises BrokenWorldError if its world ends."""
         self._is_in_rendezvous = True
         try:
             yield
@@ -86,12 +79,8 @@ class Member:
     def join(self, timeout_s: float) -> None:
         """Wait for a place in the next world, as long as there are too few for one.
 
-        Args:
-            timeout_s: seconds that the ranks of this world have to come.
-
-        Raises:
-            ClusterConfigError: the launcher has ended.
-            SystemExit: the job has done its work; this process is not needed.
+        The ranks of this world have `timeout_s` to come. If the job has done its work, SystemExit
+        is raised.
         """
         self._line.send(join=[self.progress, timeout_s, self._slot])
         kind, value = self._await(("place", "ended"))
@@ -117,10 +106,9 @@ class Member:
         return self._size
 
     def allgather(self, obj: Any) -> list[Any]:
-        """Return the objects of all ranks, which are made of lists, strings and numbers.
+        """Return the objects of all ranks, made of lists, strings and numbers.
 
-        Raises:
-            BrokenWorldError: a rank has left, or another has joined.
+        BrokenWorldError is raised if a rank has left, or another has joined.
         """
         self._check()
         self._line.send(gather=obj)

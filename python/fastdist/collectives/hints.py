@@ -32,6 +32,23 @@ _OTHER_RANKS = frozenset({"dest", "dst", "source", "src", "root"})
 _OBJECTS = (
     "objects go by broadcast_object, all_gather_object, gather_object, scatter_object, send_object"
 )
+_OTHER_CALLS = {  # and attributes; "_" is left out of names that differ from ours by it alone
+    "alltoallw": "all_to_all(…, splits=…)",
+    "bcast": "broadcast",
+    "create_group": "subgroup",
+    "dup": "split(0)",
+    "exscan": "scan(…, exclusive=True)",
+    "free": "close",
+    "get_rank": "rank",
+    "get_size": "world_size",
+    "get_world_size": "world_size",
+    "probe": "recv_any",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_block": "reduce_scatter",
+    "sendrecv": "send and recv in a group",
+    "sendrecv_replace": "send and recv in a group",
+    "size": "world_size",
+}
 _WITH_SPLITS = "gather", "scatter", "all_gather", "all_to_all", "reduce_scatter"
 _IMMUTABLE = frozenset({"jax", "jaxlib", "pyarrow", "tensorflow"})
 
@@ -81,30 +98,17 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
     every attribute the slow way, which takes a quarter of the time of a small collective.
     """
     public = [name for name in dir(communicator) if not name.startswith("_")]
-    names = {_squeezed(ours): ours for ours in public} | {"bcast": "broadcast"}
     may_be_async = {
         name
         for name in public
         if "async_op" in (getattr(getattr(communicator, name), "__kwdefaults__", None) or ())
     }
+    names = {_squeezed(ours): ours for ours in public} | _OTHER_CALLS
+    names |= {f"{_squeezed(ours)}v": f"{ours}(…, splits=…)" for ours in _WITH_SPLITS}
     names |= {
         f"i{name}": f"{ours}(…, async_op=True)" if ours in may_be_async else ours
         for name, ours in names.items()
     }
-    with_splits = {f"{_squeezed(ours)}v": f"{ours}(…, splits=…)" for ours in _WITH_SPLITS}
-    names |= with_splits | {f"i{name}": ours for name, ours in with_splits.items()}
-    names |= {"get_rank": "rank", "get_world_size": "world_size", "get_size": "world_size"}
-    names |= {"size": "world_size", "reduce_scatter_block": "reduce_scatter"}
-    names |= dict.fromkeys(("sendrecv", "sendrecv_replace"), "send and recv in a group")
-    names |= dict.fromkeys(("exscan", "iexscan"), "scan(…, exclusive=True)")
-    names |= {
-        "reduce_scatter": "reduce_scatter",
-        "ireduce_scatter": "reduce_scatter(…, async_op=True)",
-        "create_group": "subgroup",
-        "dup": "split(0)",
-        "free": "close",
-    }
-    names |= {"probe": "recv_any", "iprobe": "recv_any", "alltoallw": "all_to_all(…, splits=…)"}
     names |= {name.capitalize(): ours for name, ours in names.items()}
     names = {name: ours for name, ours in names.items() if name not in public}
     for name, ours in names.items():

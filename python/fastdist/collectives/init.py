@@ -102,12 +102,6 @@ def init(
         ImportError: the job has several machines, and torch is not installed.
         ValueError: the ranks are defined twice, or rank, world_size and address are not all given
             and valid.
-
-    Examples:
-        >>> import fastdist as fd
-        >>> comm = fd.init()  # alone: a world of one
-        >>> comm.world_size
-        1
     """
     if _World.communicator is not None:
         return default_communicator()
@@ -146,14 +140,7 @@ def elastic_member() -> Member | None:
 
 
 def next_world(old: Communicator, timeout_s: float) -> Communicator:
-    """Leave a communicator of an elastic job, and join the ranks that are there now.
-
-    Ranks of `old` that do not come within `timeout_s` are killed.
-
-    Raises:
-        ClusterConfigError: the launcher has ended.
-        SystemExit: the job has done its work.
-    """
+    """Leave a communicator of an elastic job, and join the others; see `Communicator.regroup`."""
     member = _World.member
     assert member is not None
     old.abort()
@@ -209,17 +196,7 @@ def _elastic_alone(is_asked: bool) -> Engine:
 def local_group(size: int, *, timeout: float | None = None) -> list[Communicator]:
     """Make communicators for `size` ranks that are threads of this process, one for each.
 
-    Args:
-        size: number of ranks, at most 1024.
-        timeout: the `timeout` of `init`.
-
-    Examples:
-        >>> from concurrent.futures import ThreadPoolExecutor
-        >>> import fastdist as fd
-        >>> ranks = fd.local_group(3)
-        >>> with ThreadPoolExecutor(3) as threads:  # a thread for each rank
-        ...     list(threads.map(lambda comm: comm.all_gather_object(comm.rank), ranks))
-        [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    There are at most 1024. `timeout` is that of `init`. `Communicator.all_reduce` has an example.
     """
     size = to_integer(size, "size")
     if not 1 <= size <= _MAX_THREADS:
@@ -232,16 +209,10 @@ def local_group(size: int, *, timeout: float | None = None) -> list[Communicator
 def communicator_of(
     bootstrap: Bootstrap, timeout_s: float, host: str | None
 ) -> tuple[Communicator, int]:
-    """Make a communicator beside the default one. Every rank of `bootstrap` must call.
+    """Make a communicator beside the default one, and count its ranks on this machine.
 
-    Args:
-        bootstrap: a communicator that defines the ranks. Strangers may use it too, so ranks on
-            several machines prove the job's secret.
-        timeout_s: seconds to wait for the ranks, and the communicator's default.
-        host: a name or address of the machine of rank 0, if it is known.
-
-    Returns:
-        The communicator, and the number of its ranks on this machine.
+    Every rank of `bootstrap` must call. Strangers may use it too, so ranks on several machines
+    prove the job's secret. `host` is a name or address of the machine of rank 0, if it is known.
     """
     with phase(Phase.RENDEZVOUS):
         engine, ranks_here = _from_bootstrap(bootstrap, timeout_s, host, is_trusted=False)
@@ -258,12 +229,6 @@ def default_communicator() -> Communicator:
 
     Raises:
         FastdistError: `init` was not called in this process, or its communicator was closed.
-
-    Examples:
-        >>> import fastdist as fd
-        >>> comm = fd.init()
-        >>> fd.default_communicator() is comm
-        True
     """
     if _World.communicator is None:
         raise FastdistError("there is no communicator yet: call fastdist.init() first")
@@ -289,11 +254,6 @@ def is_chief() -> bool:
 
     Raises:
         ClusterConfigError: the variables of the launcher, or TF_CONFIG, are invalid.
-
-    Examples:
-        >>> import fastdist as fd
-        >>> fd.is_chief()  # alone
-        True
     """
     replica = started_replica()
     if _World.communicator is not None:

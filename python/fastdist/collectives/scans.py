@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import prod
 from types import ModuleType
 from typing import Any
@@ -96,32 +97,18 @@ def _scan(
         earlier = None
         if source is not None:
             earlier = room if reach == 1 and is_free else new_like(own, shape_of(own))
-        _exchange(comm, partial, to, earlier, source, timeout)
+        is_middle = to is not None and source is not None
+        with comm.group() if is_middle else nullcontext():
+            if to is not None:
+                comm.send(partial, to, timeout=timeout)
+            if source is not None:
+                comm.recv(earlier, source, timeout=timeout)
         if earlier is not None and exclusive:
             before = earlier if before is None else combine(earlier, before, out=before)
         reach *= 2
         if earlier is not None and (not exclusive or comm.rank + reach < comm.world_size):
             partial = spare = combine(earlier, partial, out=spare)
     return before if exclusive else partial
-
-
-def _exchange(
-    comm: Ranks,
-    sent: Array,
-    to: int | None,
-    received: Array | None,
-    source: int | None,
-    timeout: float | None,
-) -> None:
-    """Send to a rank and receive from another, together; either may be None."""
-    if source is None and to is not None:
-        comm.send(sent, to, timeout=timeout)
-    elif to is None and source is not None:
-        comm.recv(received, source, timeout=timeout)
-    elif to is not None:
-        with comm.group():
-            comm.send(sent, to, timeout=timeout)
-            comm.recv(received, source, timeout=timeout)
 
 
 def _flat(array: Array) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -37,14 +37,13 @@ def all_gather(
         out = rows_like(arrays, sum(rows))
     _check(out, sum(rows), "the sum of splits", "out")
 
-    def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
-        part = for_each(out, lambda x: _rows(x, begin, end))
-        of = {"root": rank, "within": "all_gather_splits"} | keywords
+    def call(rank: int, part: Arrays, **keywords: Any) -> Any:
+        keywords |= {"root": rank, "within": "all_gather_splits"}
         if rank == comm.rank:
-            return comm.calls.broadcast(arrays, out=part, **of)
-        return comm.calls.broadcast(part, **of)
+            return comm.calls.broadcast(arrays, out=part, **keywords)
+        return comm.calls.broadcast(part, **keywords)
 
-    return _call_all(comm, rows, call, out, keywords)
+    return _call_all(comm, _parts(out, rows), call, out, keywords)
 
 
 def refuse(call: str, stream: Any, async_op: bool) -> None:
@@ -81,14 +80,9 @@ def require_same(
     shape: int | Sequence[int],
     timeout: float | None,
 ) -> None:
-    """Compare a call that is made of others on all ranks.
+    """Compare a call that is made of others, by a name of csrc/core/types.cpp, on all ranks.
 
-    Args:
-        call: a name of csrc/core/types.cpp.
-        shape: of the array, or a hash of several.
-
-    Raises:
-        CollectiveMismatchError: ranks disagree.
+    `shape` is that of the array, or a hash of several.
     """
     if comm.engine.compiled is None:
         raise UnsupportedError(f"{call} does not work on TPUs")
@@ -178,13 +172,11 @@ def reduce_scatter(
         out = rows_like(arrays, rows[comm.rank])
     _check(out, rows[comm.rank], f"splits[{comm.rank}]", "out")
 
-    def call(rank: int, begin: int, end: int, keywords: dict[str, Any]) -> Any:
-        part = for_each(arrays, lambda x: _rows(x, begin, end))
-        own = out if rank == comm.rank else None
-        of = {"op": op, "root": rank, "within": "reduce_scatter_splits"} | keywords
-        return comm.calls.reduce(part, out=own, **of)
+    def call(rank: int, part: Arrays, **keywords: Any) -> Any:
+        keywords |= {"op": op, "root": rank, "within": "reduce_scatter_splits"}
+        return comm.calls.reduce(part, out=out if rank == comm.rank else None, **keywords)
 
-    return _call_all(comm, rows, call, out, keywords)
+    return _call_all(comm, _parts(arrays, rows), call, out, keywords)
 
 
 def exchange_counts(
@@ -253,32 +245,29 @@ class Works:
 
 def _call_all(
     comm: Ranks,
-    rows: Sequence[int],
-    call: Callable[[int, int, int, dict[str, Any]], Any],
+    parts: Sequence[tuple[int, Arrays]],
+    call: Callable[..., Any],
     result: Any,
     keywords: dict[str, Any],
 ) -> Any:
     """Call for the rows of each rank: as a group, or one by one where a group cannot be."""
-    parts = _places(rows)
     if keywords["async_op"] or keywords["stream"] is not None:
-        works = [call(*part, keywords) for part in parts]
+        works = [call(*part, **keywords) for part in parts]
         return Works(works, lambda _: result) if keywords["async_op"] else result
     with comm.group():
         for part in parts:
-            call(*part, {"timeout": keywords["timeout"]})
+            call(*part, timeout=keywords["timeout"])
     return result
 
 
-def _places(rows: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return each rank that has rows, with the first of them and the end."""
+def _parts(arrays: Arrays, rows: Sequence[int]) -> list[tuple[int, Arrays]]:
+    """Return each rank that has rows, with views of them."""
     ends = np.cumsum(rows).tolist()
-    return [(rank, ends[rank] - n, ends[rank]) for rank, n in enumerate(rows) if n > 0]
-
-
-def _parts(arrays: Arrays, rows: Sequence[int]) -> Iterator[tuple[int, Arrays]]:
-    """Yield each rank that has rows, with views of them."""
-    for rank, begin, end in _places(rows):
-        yield rank, for_each(arrays, functools.partial(_rows, begin=begin, end=end))
+    return [
+        (rank, for_each(arrays, functools.partial(_rows, begin=ends[rank] - n, end=ends[rank])))
+        for rank, n in enumerate(rows)
+        if n > 0
+    ]
 
 
 def _to_rows(comm: Ranks, call: str, splits: Sequence[int]) -> list[int]:

@@ -29,17 +29,6 @@ def fp16_hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> GradientFu
 
     Raises:
         TypeError: the group's backend is not fastdist.
-
-    Examples:
-        >>> import torch, torch.distributed as dist
-        >>> from fastdist.integrations import ddp
-        >>> dist.init_process_group("fastdist", rank=0, world_size=1, store=dist.HashStore())
-        >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-        >>> model.register_comm_hook(None, ddp.fp16_hook)
-        >>> model(torch.ones(4, 2)).mean().backward()
-        >>> model.module.weight.grad
-        tensor([[1., 1.]])
-        >>> dist.destroy_process_group()
     """
     return _average(group, bucket, "fp16")
 

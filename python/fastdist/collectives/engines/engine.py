@@ -53,11 +53,7 @@ class Engine(ABC):
 
     @abstractmethod
     def calls(self, timeout_s: float) -> Calls:
-        """Return the collectives, which take the array and, by name, other arguments.
-
-        Args:
-            timeout_s: seconds to wait for other ranks, for calls without `timeout`.
-        """
+        """Return the collectives; `timeout_s` is for calls without `timeout`."""
 
     @abstractmethod
     def empty(self, nbytes: int) -> Bytes:
@@ -67,19 +63,13 @@ class Engine(ABC):
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> Engine | None:
         """Make an engine for each group of ranks. Every rank must call, with the same groups.
 
-        Args:
-            groups: disjoint groups; the order within a group numbers its ranks.
-
-        Returns:
-            The engine of this rank's group, or None if this rank is in no group.
+        Groups are disjoint; the order within a group numbers its ranks. A rank that is in none gets
+        None.
         """
 
     @abstractmethod
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
-        """Make an engine of these ranks. Each of them must call.
-
-        The other ranks may be gone, and this engine may be lost.
-        """
+        """Make an engine of these ranks, each of which must call; others and this may be lost."""
 
     @abstractmethod
     def close(self) -> None:

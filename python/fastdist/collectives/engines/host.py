@@ -35,11 +35,7 @@ class HostEngine(CompiledEngine):
 
     @classmethod
     def of_processes(cls, key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
-        """Connect ranks that are processes of one machine. Every rank must call.
-
-        Args:
-            key: as `Launch.job_key`.
-        """
+        """Connect processes of one machine. Every rank must call, with a key like a job's."""
         tuning = _core.tuning_for(size)
         own_fd = _core.create_segment_file(size, tuning)
         try:
@@ -62,7 +58,7 @@ class HostEngine(CompiledEngine):
         blocks = [_core.SharedBlock(machine, rank, size, tuning) for rank in range(size)]
         offsets = [block.offset for block in blocks]
         ranks = list(range(size))
-        connect_again = _ConnectThreads()
+        connect_again = _connector_of_threads()
         key = f"threads of {os.getpid()}/{next(_groups_of_threads)}"
         return [
             cls(
@@ -100,19 +96,18 @@ class HostEngine(CompiledEngine):
         return self._connect(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
 
 
-class _ConnectThreads:
-    """Rendezvous of the threads of one group: the first thread makes the engines of all."""
+def _connector_of_threads() -> Connect:
+    """Return a rendezvous of one group's threads: the first thread makes the engines of all."""
+    lock = threading.Lock()
+    made: dict[str, dict[int, HostEngine]] = {}
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._made: dict[str, dict[int, HostEngine]] = {}
-
-    def __call__(self, key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
+    def connect(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
         del timeout_s  # no thread waits
-        with self._lock:
-            if key not in self._made:
-                self._made[key] = dict(enumerate(HostEngine.of_threads(size)))
-            engine = self._made[key].pop(rank)
-            if not self._made[key]:
-                del self._made[key]
+        with lock:
+            engines = made.pop(key, None) or dict(enumerate(HostEngine.of_threads(size)))
+            engine = engines.pop(rank)
+            if engines:
+                made[key] = engines
             return engine
+
+    return connect

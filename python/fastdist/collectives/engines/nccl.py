@@ -47,9 +47,6 @@ class NcclEngine:
     """One rank's collectives on arrays of its GPU; calls on other arrays go to the host engine.
 
     The first GPU array of a call chooses the rank's GPU, which then stays the same.
-
-    Args:
-        host_engine: an engine of the same ranks.
     """
 
     def __init__(self, host_engine: Engine) -> None:
@@ -66,16 +63,7 @@ class NcclEngine:
         return Calls(**self._router.calls(timeout_s))
 
     def call(self, op: str, given: dict[str, Any]) -> Any:
-        """Make a call on GPU arrays.
-
-        Args:
-            given: its arguments by name. `stream` is the stream on which the arrays are ready and
-                the call is enqueued; the current stream of the arrays' library if there is none.
-
-        Raises:
-            ValueError: the arrays are not on this rank's GPU, or NCCL cannot use the stream.
-            UnsupportedError: no usable NCCL was found.
-        """
+        """Make a call on GPU arrays, given its arguments by name."""
         array, stream = _first_array(given), given.get("stream")
         timeout_s, async_op = given["timeout"], given["async_op"]
         device = self._device_of(array)
@@ -131,11 +119,7 @@ class NcclEngine:
             self._gpu.abort(why)
 
     def close(self) -> None:
-        """Wait for the calls that were enqueued, and leave.
-
-        Raises:
-            FastdistError: a call has failed, and no call since has raised its error.
-        """
+        """Wait for the calls that were enqueued, and leave; see `Communicator.close`."""
         with ExitStack() as last:
             if self._gpu is not None:
                 last.callback(self._gpu.close)

@@ -73,27 +73,17 @@ class LaneWork:
 
 
 class Lane:
-    """The sends of one rank to another, or this rank's receives from another.
-
-    Args:
-        op: "send" or "recv".
-        peer: the other rank.
-        connect: a function that connects the two ranks by an id that NCCL made.
-        mail: calls of a host engine of the same ranks that nothing else uses.
-        record: a function that returns the point that a stream has reached.
-        fail: a function that is told why the lane could not be connected.
-        timeout_s: seconds that a call waits for the other rank's first call.
-    """
+    """The sends of one rank to another, or this rank's receives from another."""
 
     def __init__(
         self,
-        op: str,
+        op: str,  # "send" or "recv"
         peer: int,
-        connect: Callable[[bytes], _core.NcclCommunicator],
-        mail: Calls,
-        record: Callable[[int], _core.GpuMark],
-        fail: Callable[[str], None],
-        timeout_s: float,
+        connect: Callable[[bytes], _core.NcclCommunicator],  # by an id that NCCL made
+        mail: Calls,  # of a host engine of the same ranks that nothing else uses
+        record: Callable[[int], _core.GpuMark],  # returns the point that a stream has reached
+        fail: Callable[[str], None],  # is told why the lane could not be connected
+        timeout_s: float,  # that a call waits for the other rank's first call
     ) -> None:
         self.failure: BaseException | None = None
         self._op = op
@@ -113,11 +103,7 @@ class Lane:
         threading.Thread(target=self._connect, name="fastdist-lane", daemon=True).start()
 
     def call(self, array: Any, stream: int, timeout_s: float, async_op: bool) -> Any:
-        """Make a call; an asynchronous one returns a GpuWork or a LaneWork.
-
-        Raises:
-            FastdistError: the ranks could not be connected.
-        """
+        """Make a call; an asynchronous one returns a GpuWork or a LaneWork."""
         if async_op:
             kept = tuple(array) if isinstance(array, list) else array  # the caller may change it
             with self._lock:
@@ -129,11 +115,7 @@ class Lane:
         return self._call(array, stream=stream, timeout=timeout_s, async_op=async_op)
 
     def wait(self, timeout: float | None) -> None:
-        """Make the host wait until the lane is connected.
-
-        Raises:
-            CollectiveTimeoutError: `timeout` seconds have passed; the lane may still connect.
-        """
+        """Make the host wait until the lane is connected; it may still be after the timeout."""
         if not self._ended.wait(timeout):
             assert timeout is not None
             raise self._late(timeout)

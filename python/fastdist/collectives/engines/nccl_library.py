@@ -39,10 +39,7 @@ def load() -> _core.NcclLibrary:
 def allow_sharing(version: int) -> None:
     """Set the environment variables that let ranks share a GPU, unless they are set already.
 
-    NCCL reads them when it makes the first communicator of a process.
-
-    Args:
-        version: version of the NCCL that this process uses.
+    NCCL, of this version, reads them when it makes the first communicator of a process.
     """
     for name, value in _core.nccl_settings_for_sharing(version, secrets.randbits(31)).items():
         os.environ.setdefault(name, value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -12,13 +13,13 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.collectives.engines.engine import CompiledEngine, Engine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.rendezvous.connections import connect_ranks, listen_at, port_of
-from fastdist.errors import (
-    ClusterConfigError,
-    LostRankError,
-    PeerFailureError,
-    UnsupportedError,
+from fastdist.collectives.rendezvous.connections import (
+    Address,
+    connect_ranks,
+    listen_at,
+    port_of,
 )
+from fastdist.errors import ClusterConfigError, LostRankError, PeerFailureError, UnsupportedError
 from fastdist.recorder.machines import Machine
 
 
@@ -27,18 +28,34 @@ def ranks_of(machines: Sequence[int], number: int) -> list[int]:
     return [rank for rank, machine in enumerate(machines) if machine == number]
 
 
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """What the ranks of one or several machines have told each other.
+
+    Attributes:
+        machines: the number of each rank's machine, from 0 without a gap.
+        key: equal on all ranks; of several machines, secret to processes that are not of the job.
+        addresses: IP address and port of each rank's listener, if there are several machines.
+        listener: this rank's listener.
+        launchers: the address at which each rank's launcher answers questions, or "".
+    """
+
+    rank: int
+    machines: Sequence[int]
+    key: str
+    addresses: Sequence[Address] = ()
+    listener: socket.socket | None = None
+    launchers: Sequence[str] = ()
+
+
 @final
 class NetEngine(CompiledEngine):
     """Ranks on several machines. Every rank must make the engine.
 
     Args:
-        machines: the number of each rank's machine, from 0 without a gap.
+        found: where the ranks are; its listener is closed.
         inner: the engine between the ranks of this machine, in their order.
-        listener: the socket that accepts the other ranks' connections; it is closed.
-        addresses: IP address and port of each rank's listener.
-        key: equal on all ranks, and secret to processes that are not of the job.
         timeout_s: seconds to wait for other ranks to connect.
-        launchers: the address at which each rank's launcher answers questions, or "".
         parent: the engine of more ranks that this one is made from, if any.
         silence_s: seconds after which a silent machine is lost; 0: never.
     """
@@ -47,28 +64,22 @@ class NetEngine(CompiledEngine):
 
     def __init__(
         self,
-        machines: Sequence[int],
-        rank: int,
+        found: Rendezvous,
         inner: HostEngine,
-        listener: socket.socket,
-        addresses: Sequence[tuple[str, int]],
-        key: str,
         timeout_s: float,
-        launchers: Sequence[str] = (),
         parent: _core.NetCommunicator | None = None,
         silence_s: float = 0.0,
     ) -> None:
-        self.rank = rank
+        self.rank, self.key = rank, key = found.rank, found.key
+        self._machines = machines = found.machines
         self.size = len(machines)
-        self._machines = machines
         self._silence_s = silence_s
         self._inner = inner
-        self._ips = [ip for ip, _ in addresses]
-        self.key = key
-        if launchers:
+        self._ips = [ip for ip, _ in found.addresses]
+        if found.launchers:
             everyone = [tuple(ranks_of(machines, number)) for number in range(max(machines) + 1)]
             self.machines = tuple(
-                Machine(ranks, self._ips[ranks[0]], launchers[ranks[0]]) for ranks in everyone
+                Machine(ranks, self._ips[ranks[0]], found.launchers[ranks[0]]) for ranks in everyone
             )
         secret = hashlib.sha256(key.encode()).digest()
         here = ranks_of(machines, machines[rank])
@@ -85,9 +96,12 @@ class NetEngine(CompiledEngine):
                 )
 
         try:
-            with listener:
-                found = connect_ranks(listener, rank, machines, addresses, secret, timeout_s, check)
-            fds = [[-1 if each is None else each.detach() for each in own] for own in found]
+            assert found.listener is not None
+            with found.listener as listener:
+                made = connect_ranks(
+                    listener, rank, machines, found.addresses, secret, timeout_s, check
+                )
+            fds = [[-1 if each is None else each.detach() for each in own] for own in made]
             places = list(zip(machines, self._ips, strict=True))
             self.compiled = _core.NetCommunicator(
                 inner.compiled, rank, places, fds, parent, silence_s, timeout_s
@@ -119,8 +133,8 @@ class NetEngine(CompiledEngine):
             machines = [numbers.index(self._machines[rank]) for rank in group]
             addresses = [(self._ips[rank], int(ports[rank])) for rank in group]
             number = list(group).index(self.rank)
-            own = machines, number, inner, listener, addresses, self._key_of(group)
-            return NetEngine(*own, timeout_s, parent=self.compiled, silence_s=self._silence_s)
+            found = Rendezvous(number, machines, self._key_of(group), addresses, listener)
+            return NetEngine(found, inner, timeout_s, self.compiled, self._silence_s)
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> Engine:
         """Raise UnsupportedError: the excluded ranks may be those that connect the machines."""

@@ -7,8 +7,8 @@ import json
 import time
 from typing import Any, Protocol
 
-from fastdist.collectives.rendezvous.store import await_told
-from fastdist.errors import ClusterConfigError, FastdistError
+from fastdist.collectives.rendezvous.store import await_told, telling_loss
+from fastdist.errors import ClusterConfigError
 
 _MOST_SHOWN = 1000  # letters of another rank's reason
 _GO_ON = "go on"
@@ -32,14 +32,8 @@ class StoreBoard:
     """A bootstrap over a store of torch. Every rank makes the same calls.
 
     Each turn ends with one decision for all ranks, that of the first who posts it: to go on, or why
-    not.
-
-    Args:
-        store: a store that only these ranks use.
-        deadline: until when to wait for all ranks, on the monotonic clock.
-        timeout_s: the same in seconds, for messages.
-        hint: the end of messages, which says what to do.
-        is_new: True if a store serves one meeting only; else the ranks may meet in it repeatedly.
+    not. Only these ranks use the store, for one meeting if `is_new`, else repeatedly. `deadline` is
+    on the monotonic clock, `timeout_s` the same for messages, which end with `hint`.
     """
 
     def __init__(
@@ -79,16 +73,9 @@ class StoreBoard:
         self._turn += 1
         start = f"fastdist/{self._number}/{self._turn}"
         self._keys = [f"{start}/{rank}" for rank in range(self._size)]
-        try:
+        with telling_loss(self._rank):
             self._store.set(self._keys[self._rank], json.dumps([self._size, obj]))
             return self._await_all()
-        except RuntimeError as error:
-            if isinstance(error, FastdistError):
-                raise
-            reason = str(error).partition("\n")[0]
-            raise ClusterConfigError(
-                f"rendezvous: rank {self._rank} lost the store: {reason}", (0,)
-            ) from None
 
     def _await_all(self) -> list[Any]:
         found: dict[int, Any] = {}
@@ -166,12 +153,7 @@ class StoreBoard:
 
 
 def refuse(store: Any, rank: int, error: BaseException, number: int = 1, turn: int = 0) -> None:
-    """Post why a rank has given up, unless the turn was decided before.
-
-    Args:
-        number: the number of the meeting in its store.
-        turn: the turn of the meeting.
-    """
+    """Post why a rank has given up, unless this turn of the store's meeting was decided before."""
     store.compare_set(_decision(number, turn), "", _reason(rank, error))
 
 

@@ -122,11 +122,7 @@ def connect_ranks(
 
 
 class _Meeting:
-    """The connections of a rank that are made, and those that are on the way.
-
-    Attributes:
-        found: the connections of each rank.
-    """
+    """The connections of a rank that are made, and those that are on the way."""
 
     def __init__(
         self,

@@ -42,7 +42,6 @@ _LISTENS = b"00010000"
 _RETRY_S = 0.01
 _CHECK_S = 0.1
 
-
 _checks: list[Callable[[], None]] = []
 
 
@@ -59,10 +58,6 @@ def run_checks() -> None:
 
 def exchange_memory(job_key: str, rank: int, size: int, own_fd: int, timeout_s: float) -> list[int]:
     """Exchange memory with every rank, all of which are on this machine. Every rank must call.
-
-    Args:
-        job_key: as `Launch.job_key`.
-        own_fd: descriptor of this rank's memory.
 
     Returns:
         One descriptor per rank, which the caller owns; this rank's descriptor is `own_fd` itself.

@@ -11,55 +11,33 @@ a store: so ranks seal what the connections depend on (link/secret.py).
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ipaddress
 import json
 import os
-import queue
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 from fastdist._version import __version__
 from fastdist.cluster.address import join_address, own_address, split_address
 from fastdist.cluster.launch import LAUNCHER_VARIABLE, Launch
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.engines.net import NetEngine, ranks_of
+from fastdist.collectives.engines.net import NetEngine, Rendezvous, ranks_of
 from fastdist.collectives.rendezvous.agent import agree_on_name
 from fastdist.collectives.rendezvous.board import Bootstrap, StoreBoard, refuse_other_job
-from fastdist.collectives.rendezvous.connections import Address, listen_at, port_of
+from fastdist.collectives.rendezvous.connections import listen_at, port_of
 from fastdist.collectives.rendezvous.local import run_checks
-from fastdist.collectives.rendezvous.store import open_store, with_prefix
-from fastdist.errors import ClusterConfigError, FastdistError
+from fastdist.collectives.rendezvous.store import open_store, telling_loss, with_prefix
+from fastdist.errors import ClusterConfigError
 from fastdist.link.secret import exchange, job_secret
 
 _POLL_S = 0.05
 _END_S = 5.0  # for attempts to reach the store, as the interpreter ends
 _STORE_GRACE_S = 5.0  # for ranks that tell each other why they end
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """The result of a rendezvous.
-
-    Attributes:
-        machines: the number of each rank's machine, from 0 without a gap.
-        key: equal on all ranks; of several machines, unknown to processes without the job's secret.
-        addresses: IP address and port of each rank's listener, if there are several machines.
-        listener: this rank's listener.
-        launchers: the address at which each rank's launcher answers questions, or "".
-    """
-
-    rank: int
-    machines: Sequence[int]
-    key: str
-    addresses: Sequence[Address] = ()
-    listener: socket.socket | None = None
-    launchers: Sequence[str] = ()
 
 
 def machine_id() -> str:
@@ -78,7 +56,6 @@ def agree(
     """Find where all ranks are. Every rank must call.
 
     Args:
-        board: defines the ranks, and carries what they tell each other.
         deadline: until when to wait for the network, on the monotonic clock.
         coordinator: "host:port" of the machine of rank 0, if all ranks know it.
         host: a name or address of that machine, if rank 0 knows it.
@@ -165,23 +142,20 @@ def _arrival(text: str, rank: int) -> tuple[str, int, str]:
 
 
 def connect(
-    rendezvous: Rendezvous, launcher: str, timeout_s: float, silence_s: float = 0.0
+    found: Rendezvous, launcher: str, timeout_s: float, silence_s: float = 0.0
 ) -> tuple[Engine, Launch]:
     """Connect this rank to all others; return the engine, and this rank's place.
 
-    Args:
-        rendezvous: the result of `agree`.
-        launcher: the program that started the ranks, for messages.
-        silence_s: seconds after which a silent machine is lost; 0: never.
+    `launcher` is the program that started the ranks, for messages.
     """
-    rank, machines, key = rendezvous.rank, rendezvous.machines, rendezvous.key
+    rank, machines, key = found.rank, found.machines, found.key
     here = ranks_of(machines, machines[rank])
     local, key_here = here.index(rank), f"{key}/{machines[rank]}"
     launch = Launch(launcher, rank, len(machines), local, len(here), key_here)
     own = key_here, local, len(here), timeout_s
-    if rendezvous.listener is None:
+    if found.listener is None:
         return HostEngine.of_processes(*own), launch
-    with rendezvous.listener:
+    with found.listener:
         try:
             inner = HostEngine.of_processes(*own)
         except ClusterConfigError as error:
@@ -189,10 +163,7 @@ def connect(
             raise ClusterConfigError(
                 f"{error} (ranks of this machine, which are {here} of the job)", ranks
             ) from None
-        where = rendezvous.listener, rendezvous.addresses, key
-        launchers = rendezvous.launchers
-        made = NetEngine(machines, rank, inner, *where, timeout_s, launchers, silence_s=silence_s)
-        return made, launch
+        return NetEngine(found, inner, timeout_s, silence_s=silence_s), launch
 
 
 def _free_address(host: str | None) -> str:
@@ -226,11 +197,8 @@ def agree_in_store(
 ) -> Rendezvous:
     """Find all ranks and their machines in torch's TCPStore. Every rank must call.
 
-    Args:
-        coordinator: "host:port" of the store.
-        prefix: prefix of the keys, equal on all ranks; without an agent, unique to this rendezvous
-            in the store.
-        has_agent: True if torchrun's agent holds the store; else rank 0 opens it.
+    The store is at `coordinator`, "host:port". Torchrun's agent holds it, or else rank 0 opens it,
+    with a prefix of the keys that is unique to this rendezvous.
     """
     try:
         host, port = split_address(coordinator)
@@ -241,16 +209,10 @@ def agree_in_store(
     def attempt(is_given_up: Callable[[], bool]) -> Rendezvous:
         refuse = refuse_other_job if rank == 0 and not has_agent else None
         store = open_store(host, port, prefix, rank, timeout_s, refuse, is_given_up)
-        try:
+        with telling_loss(rank, f" at {coordinator}"):
             if has_agent:
                 store = with_prefix(store, agree_on_name(store, rank, size, deadline))
             board = StoreBoard(store, rank, size, deadline, timeout_s, is_new=True)
-        except RuntimeError as error:
-            if isinstance(error, FastdistError):
-                raise
-            raise ClusterConfigError(
-                f"rendezvous: rank {rank} lost the store at {coordinator}: {error}", (0,)
-            ) from None
         try:
             return agree(board, deadline, coordinator)
         except BaseException as error:
@@ -273,31 +235,27 @@ def _in_thread(
     The interpreter ends after the thread, which would abort the process if it came back from torch
     later. `attempt` takes a function that returns True once nobody waits any more.
     """
-    answer: queue.SimpleQueue[Rendezvous | BaseException] = queue.SimpleQueue()
+    answer = Future[Rendezvous]()
     given_up = threading.Event()
 
     def body() -> None:
         try:
             found = attempt(given_up.is_set)
         except BaseException as error:
-            answer.put(error)
+            answer.set_exception(error)
             return
         if given_up.is_set() and found.listener is not None:
             found.listener.close()  # before the answer, after which it is the caller's
-        answer.put(found)
+        answer.set_result(found)
 
     thread = threading.Thread(target=body, daemon=True, name="fastdist rendezvous")
     thread.start()
     try:
-        while True:
-            with contextlib.suppress(queue.Empty):
-                found = answer.get(timeout=_POLL_S)
-                if isinstance(found, BaseException):
-                    raise found
-                return found
+        while not wait([answer], _POLL_S).done:
             run_checks()
             if time.monotonic() > deadline:
                 raise late
+        return answer.result()
     finally:
         given_up.set()
         if thread.is_alive():

@@ -9,10 +9,10 @@ import ipaddress
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from fastdist.errors import ClusterConfigError
+from fastdist.errors import ClusterConfigError, FastdistError
 
 _CONNECT_S = 1.0
 _RETRY_S = 0.05
@@ -33,10 +33,8 @@ def open_store(
 ) -> Any:
     """Open the store, or connect to it; return a view whose keys have this prefix.
 
-    Args:
-        refuse_other_job: None if another process opens the store. Else called with the store of
-            another job, in a thread, if that job has the port: its ranks might join this job's.
-        is_given_up: true once nobody waits for the store any more.
+    If another process opens the store, `refuse_other_job` is None. Else it is called with the store
+    of another job, in a thread, if that job has the port: its ranks might join this job's.
     """
     distributed = _c10d()
     listens = refuse_other_job is not None
@@ -69,10 +67,7 @@ def open_store(
 def await_told(store: Any, key: str, posted: Sequence[str]) -> None:
     """Keep rank 0, which may hold the store, until the ranks that came know why it gives up.
 
-    Args:
-        store: a store of torch.
-        key: the key to which each rank adds 1 as soon as it knows.
-        posted: the keys that the other ranks set when they came.
+    Each has set its key in `posted`, and adds 1 to `key` as soon as it knows.
     """
     arrived = sum(bool(store.check([each])) for each in posted)
     until = time.monotonic() + _TELL_S
@@ -154,6 +149,19 @@ def _listen(host: str, port: int) -> socket.socket | None:
             (0,),
         ) from None
     return listener
+
+
+@contextlib.contextmanager
+def telling_loss(rank: int, where: str = "") -> Iterator[None]:
+    """Tell that the store was lost, in place of the errors that torch raises then."""
+    try:
+        yield
+    except FastdistError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        text = f"rendezvous: rank {rank} lost the store{where}: {reason}"
+        raise ClusterConfigError(text, (0,)) from None
 
 
 def _c10d() -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import graph
 from torch.distributed import DistBackendError, distributed_c10d
+from torch.utils._pytree import tree_leaves
 
 import fastdist._core as _core
 from fastdist.collectives.communicator import Communicator
@@ -121,7 +122,7 @@ def _collective(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _first_tensor(arguments: Sequence[Any], name: str) -> torch.Tensor:
     """Return the first tensor; on ranks that only send, an empty list comes before it."""
-    for item in _flat(list(arguments)):
+    for item in tree_leaves(list(arguments)):
         if isinstance(item, torch.Tensor):
             return item
     raise ValueError(f"{name} needs at least one tensor, got empty lists")
@@ -132,17 +133,13 @@ def _profiled(name: str, tensors: Any, call: Callable[[], Any]) -> Any:
 
     An event that ended in another thread, after the profiler had stopped, would crash.
     """
-    given = [t for t in _flat(tensors) if isinstance(t, torch.Tensor)]
+    given = [t for t in tree_leaves(tensors) if isinstance(t, torch.Tensor)]
     title = f"{NAME}:{_TITLES.get(name, name)}"
     event = torch.autograd._record_function_with_args_enter(title, *given)  # type: ignore[attr-defined]
     try:
         return call()
     finally:
         torch.autograd._record_function_with_args_exit(event)  # type: ignore[attr-defined]
-
-
-def _flat(items: Any) -> list[Any]:
-    return [x for item in items for x in _flat(item)] if isinstance(items, list) else [items]
 
 
 _TITLES = {

@@ -19,20 +19,13 @@ _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The signatures of a method.
+    """The signatures of a method."""
 
-    Attributes:
-        depths: the depth of lists of each argument of tensors.
-        plain: names of the arguments between tensors and options.
-        options: the class of the options; None: the method takes none.
-        fields: the options that may be arguments, in order.
-        others: types of the last argument that mark an overload whose first argument is a list.
-    """
-
-    depths: tuple[int, ...]
-    plain: tuple[str, ...] = ()
-    options: Any = None
-    fields: tuple[str, ...] = ()
+    depths: tuple[int, ...]  # of lists of each argument of tensors
+    plain: tuple[str, ...] = ()  # names of the arguments between tensors and options
+    options: Any = None  # the class of the options; None: the method takes none
+    fields: tuple[str, ...] = ()  # the options that may be arguments, in order
+    # Types of the last argument that mark an overload whose first argument is a list.
     others: frozenset[type] = frozenset()
 
 

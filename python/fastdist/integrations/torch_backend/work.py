@@ -22,12 +22,7 @@ _making_future = threading.Lock()
 
 
 class Done(TorchWork):
-    """A call that has succeeded.
-
-    Args:
-        tensors: the tensors that it has written.
-        source: the rank that sent the message.
-    """
+    """A call that has succeeded: the tensors that it has written, and the source of a message."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], source: int = -1) -> None:
         super().__init__()
@@ -56,12 +51,10 @@ class Done(TorchWork):
 
 
 class Pending(TorchWork):
-    """A call that may still run.
+    """A call that may still run, and writes `tensors`.
 
-    Args:
-        tensors: the tensors that it writes.
-        finish: a function to call once after the call, in the first thread that waits.
-        completer: the thread that completes the futures of works.
+    `finish` is called once after the call, in the first thread that waits. The completer is the
+    thread that completes the futures of works.
     """
 
     # Class attributes as defaults: most works set none, which makes them cheaper.

@@ -244,14 +244,8 @@ class StreamWork:
     def wait(self, timeout: float | None = None, *, compared: bool = True) -> Any:
         """Make the current stream of the arrays' library wait for the call.
 
-        Args:
-            timeout: first let the host wait for the call, for at most this many seconds.
-            compared: let the host wait until the ranks have compared the call. Otherwise it does
-                not wait, and the error comes from the next call.
-
-        Raises:
-            CollectiveTimeoutError: `timeout` seconds have passed and the call continues; or another
-                rank is late and the communicator is lost.
+        With a timeout in seconds, the host first waits for the call. If `compared`, it waits until
+        the ranks have compared the call; otherwise the error comes from the next call.
         """
         if timeout is not None:
             self._work.synchronize(timeout)

@@ -91,14 +91,10 @@ def connect_ranks(
     timeout_s: float,
     check: Callable[[], None],
 ) -> list[list[socket.socket | None]]:
-    """Connect this rank to all others. Every rank must call.
+    """Connect this rank to all others, whose listeners are at `addresses`. Every rank must call.
 
-    Args:
-        listener: this rank's listener, which it must keep until this returns.
-        machines: the number of each rank's machine.
-        addresses: the address of each rank's listener.
-        key: secret to processes that are not of the job.
-        check: a function to call repeatedly, which raises an exception if a rank is lost.
+    The key is secret to processes that are not of the job. `check` is called repeatedly, and raises
+    an exception if a rank is lost.
 
     Returns:
         The connections OUT, IN and STREAM by rank, as this rank sees them. There is no STREAM

@@ -29,7 +29,7 @@ from fastdist.cli.bench.models import gradient_shapes
 _SPREAD_NS = 10_000_000
 # The calls of a batch, with the fills of their arrays, fit into the queue of a device.
 _MOST_IN_BATCH = 32
-_FIRST_LEAD, _MOST_LEAD = 4, 500  # copies, which also take places in the device's queue
+_FIRST_LEAD, _MOST_LEAD = 32, 500  # copies, which also take places in the device's queue
 
 LEAD_BYTES = 64 << 20
 

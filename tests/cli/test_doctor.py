@@ -16,9 +16,9 @@ import fastdist
 import pytest
 from fastdist.cli import doctor
 from fastdist.cli.command import run_command
-from fastdist.cli.doctor import engines, libraries, machine
-from fastdist.cli.doctor.facts import Fact, State, format_bytes
+from fastdist.cli.doctor import sections
 from fastdist.cli.doctor.report import is_well, to_json, to_text
+from fastdist.cli.doctor.sections import Fact, State, format_bytes
 from fastdist.processes.cgroups import Cgroups
 
 TITLES = ["fastdist", "machine", "memory", "libraries", "launcher", "engines", "arrays", "check"]
@@ -161,13 +161,13 @@ def test_cgroup_limits(
     groups = Cgroups(tmp_path / "memberships", mount)
     assert groups.cpu_limit() == cpus
     assert groups.memory_limit_bytes() == memory
-    assert fact(machine.machine_section(groups), "cpu_quota").value == cpus
-    assert fact(machine.memory_section(groups), "cgroup_limit").value == memory
+    assert fact(sections.machine_section(groups), "cpu_quota").value == cpus
+    assert fact(sections.memory_section(groups), "cgroup_limit").value == memory
 
 
 def test_address_space_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
-    section = machine.memory_section()
+    section = sections.memory_section()
     assert fact(section, "address_space_limit").state is State.BAD
     assert "ulimit -v" in fact(section, "address_space_limit").text
     assert not is_well({"": section})
@@ -180,12 +180,12 @@ def test_missing_libraries_come_with_their_commands(monkeypatch: pytest.MonkeyPa
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", only_numpy)
-    assert fact(libraries.libraries_section(), "torch").value is None
-    commands = [fact.key for fact in libraries.install_section()]
+    assert fact(sections.libraries_section(), "torch").value is None
+    commands = [fact.key for fact in sections.install_section()]
     for name in ("torch", "cryptography", "matplotlib"):
         assert commands.count(f"pip install {name}") == 1
     assert [command for command in commands if "fastdist" in command] == []
-    assert fact(engines.arrays_section(), "torch_cpu").state is State.ABSENT
+    assert fact(sections.arrays_section(), "torch_cpu").state is State.ABSENT
 
 
 def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +196,8 @@ def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) 
     def wrong_group(size: int, *, timeout: float) -> list[Wrong]:
         return [Wrong(c.engine, timeout) for c in fastdist.local_group(size, timeout=timeout)]
 
-    monkeypatch.setattr(engines, "local_group", wrong_group)
-    section = engines.check_section()
+    monkeypatch.setattr(sections, "local_group", wrong_group)
+    section = sections.check_section()
     assert not is_well({"": section})
     assert "expected [3.0, 30.0] on each rank, got [[0.0, 0.0], [0.0, 0.0]]" in section[0].text
 
@@ -205,15 +205,15 @@ def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) 
 def test_exit_code_and_text_of_bad_facts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sections = {"one": [Fact("a_b", 1, "fails", State.BAD)], "empty": []}
-    monkeypatch.setattr("fastdist.cli.doctor.report.examine", lambda: sections)
+    found = {"one": [Fact("a_b", 1, "fails", State.BAD)], "empty": []}
+    monkeypatch.setattr("fastdist.cli.doctor.report.examine", lambda: found)
     parser = argparse.ArgumentParser()
     doctor.add_parser(parser.add_subparsers())
     options = parser.parse_args(["doctor"])
     assert run_command(options) == 1
     assert capsys.readouterr().out == "one\n  a b  fails\n"
-    assert json.loads(to_json(sections)) == {"one": {"a_b": 1}, "empty": {}, "well": False}
-    assert "\033[31mfails\033[0m" in to_text(sections, colour=True)
+    assert json.loads(to_json(found)) == {"one": {"a_b": 1}, "empty": {}, "well": False}
+    assert "\033[31mfails\033[0m" in to_text(found, colour=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Collects the sections of the doctor's report; writes text and JSON."""
+"""Writes the doctor's report as text and JSON."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ import sys
 from itertools import zip_longest
 
 from fastdist.cli.command import has_colour
-from fastdist.cli.doctor.engines import arrays_section, check_section, engines_section
-from fastdist.cli.doctor.facts import Fact, State
-from fastdist.cli.doctor.libraries import (
-    build_section,
-    gpus_section,
-    install_section,
-    launcher_section,
-    libraries_section,
-)
-from fastdist.cli.doctor.machine import machine_section, memory_section
+from fastdist.cli.doctor.sections import SECTIONS, Fact, State
 from fastdist.processes.terminal import broken, show, width_of
 
 Sections = dict[str, list[Fact]]  # by title
@@ -43,18 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
 def examine() -> Sections:
     """Collect all sections, in less than a second; leave no files or processes behind."""
-    return {
-        "fastdist": build_section(),
-        "machine": machine_section(),
-        "memory": memory_section(),
-        "GPUs": gpus_section(),
-        "libraries": libraries_section(),
-        "launcher": launcher_section(),
-        "engines": engines_section(),
-        "arrays": arrays_section(),
-        "check": check_section(),
-        "install for more": install_section(),
-    }
+    return {title: section() for title, section in SECTIONS.items()}
 
 
 def is_well(sections: Sections) -> bool:

@@ -85,7 +85,7 @@ def test_holds_every_call_and_phase(ranks: list[RankTimeline]) -> None:
     assert [rank.rank for rank in ranks] == [0, 1]
     first, second = ranks
     assert first.lost_calls == second.lost_calls == 0
-    calls = [[(c.communicator, c.sequence, str(c.signature)) for c in rank.calls] for rank in ranks]
+    calls = [[(c.place, str(c.signature)) for c in rank.calls] for rank in ranks]
     assert sorted(calls[0]) == sorted(calls[1])
     gradients = [call for call in first.calls if call.site.endswith(" in step")]
     assert len(gradients) == STEPS
@@ -107,7 +107,10 @@ def test_ranks_that_were_started_again_have_the_same_number(ranks: list[RankTime
     again = [
         replace(
             rank,
-            calls=[replace(call, communicator=f"{call.communicator} again") for call in rank.calls],
+            calls=[
+                replace(call, member=replace(call.member, key=call.member.key + 1))
+                for call in rank.calls
+            ],
         )
         for rank in ranks
     ]

@@ -13,9 +13,9 @@ import numpy as np
 from fastdist.processes.proc import ancestors
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.place import changes_s, record_paths
-from fastdist.recorder.ring import Snapshot, UnreadableError
+from fastdist.recorder.ring import Call, Snapshot, UnreadableError
 from fastdist.recorder.system import state_of
-from fastdist.recorder.timeline import RankTimeline, Span, TracedCall, traced
+from fastdist.recorder.timeline import RankTimeline, Span, traced
 
 _PERIOD_S = 0.2
 _DISCOVERY_S = 0.02  # short jobs remove their records soon
@@ -103,7 +103,7 @@ class _Follower:
         # Numbers of the calls in the file that were read. A queue of calls takes several numbers at
         # once, so greater ones may come before smaller ones.
         self._known = np.empty(0, np.uint64)
-        self._running: list[TracedCall] = []
+        self._running: list[Call] = []
         self._phases = 0
         self._read_s = 0.0  # when the process was last seen alive
         self._phase: tuple[float, Phase] | None = None  # the one that has not ended
@@ -139,7 +139,7 @@ class _Follower:
         calls = self.timeline.calls
         calls += self._running  # when the process died
         calls.sort(key=lambda each: each.entered_s)
-        made = Counter(call.communicator for call in calls if call.is_collective)
-        last = {call.communicator: call.sequence for call in calls if call.is_collective}
+        made = Counter(call.member.key for call in calls if call.is_collective)
+        last = {call.member.key: call.sequence for call in calls if call.is_collective}
         self.timeline.lost_calls = sum(last[each] - made[each] for each in made)
         return self.timeline

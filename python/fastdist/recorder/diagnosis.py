@@ -166,7 +166,7 @@ def _other_call(case: _Case) -> Found | None:
     for each in case.seen.ranks:
         call = each.last_call
         if call is not None and call.is_failed and not call.signature.is_pairwise:
-            together.setdefault((call.member.key, call.sequence), {})[each.rank] = call
+            together.setdefault(call.place, {})[each.rank] = call
     for calls in together.values():
         groups = _alike(calls)
         if len(groups) > 1:
@@ -229,8 +229,7 @@ def _wait_in_words(case: _Case, wait: Wait) -> str:
     same = {wait.rank}
     if not call.signature.is_pairwise:
         collectives = [each for each in case.waits if not each.call.signature.is_pairwise]
-        place = call.member.key, call.sequence
-        same |= {w.rank for w in collectives if (w.call.member.key, w.call.sequence) == place}
+        same |= {w.rank for w in collectives if w.call.place == call.place}
     waits = verb(same, "waits", "wait")
     return f"{names(same)} {waits} for {names(wait.behind)} in {call.signature.op}{at(call.site)}"
 

@@ -182,20 +182,11 @@ def _on_this_clock(rank: ObservedRank, ahead_s: float) -> ObservedRank:
 
 
 def _records_later(records: Records, by_s: float) -> Records:
-    calls = (
-        replace(
-            call,
-            entered_s=call.entered_s + by_s,
-            there_s=None if call.there_s is None else call.there_s + by_s,
-            done_s=None if call.done_s is None else call.done_s + by_s,
-        )
-        for call in records.calls
-    )
     return replace(
         records,
         began_s=records.began_s + by_s,
         phase_since_s=records.phase_since_s + by_s,
-        calls=tuple(calls),
+        calls=tuple(call.later(by_s) for call in records.calls),
     )
 
 

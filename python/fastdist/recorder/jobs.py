@@ -39,7 +39,7 @@ class RecordedRank:
     def last_s(self) -> float:
         """The moment at which the process last did something, on the monotonic clock."""
         calls = self.records.calls
-        last = max((each.done_s or each.entered_s for each in calls[-16:]), default=0.0)
+        last = max((each.end_s for each in calls[-16:]), default=0.0)
         return max(self.records.began_s, self.records.phase_since_s, last)
 
 

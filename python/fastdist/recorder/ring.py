@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import fastdist._core as _core
 from fastdist._version import __version__
 from fastdist.recorder.phases import Phase
-from fastdist.recorder.signatures import Signature
+from fastdist.recorder.signatures import REQUESTS, Signature
 
 SERVER = "parameter server"
 """The beginning of the names of those tasks; the number follows."""
@@ -108,6 +108,11 @@ class Member:
     engine: str
     is_open: bool
 
+    @property
+    def name(self) -> str:
+        """The key as a text."""
+        return f"{self.key:016x}"
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -117,7 +122,7 @@ class Call:
         number: the call's number in its process.
         sequence: the call's number, from 1, in its communicator; in its lane for a send or receive.
         site: the caller's line, "train.py:12 in step"; empty if unknown.
-        there_s: the time when all ranks had announced the call; None: not yet, or immediately.
+        there_s: the time when all ranks had announced the call; that of its beginning if unknown.
         done_s: the time of its end; None for a call that still runs.
     """
 
@@ -128,7 +133,7 @@ class Call:
     site: str
     phase: Phase
     entered_s: float
-    there_s: float | None
+    there_s: float
     done_s: float | None
     is_failed: bool
 
@@ -136,6 +141,30 @@ class Call:
     def is_running(self) -> bool:
         """True if the call has not ended."""
         return self.done_s is None
+
+    @property
+    def end_s(self) -> float:
+        """The time of its end; that of its beginning if it still runs."""
+        return self.entered_s if self.done_s is None else self.done_s
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What the calls of all ranks have in common: the communicator, and the number in it."""
+        return self.member.key, self.sequence
+
+    @property
+    def is_collective(self) -> bool:
+        """True if all ranks of the communicator make the call."""
+        return not self.signature.is_pairwise and self.signature.op not in REQUESTS
+
+    def later(self, by_s: float) -> Call:
+        """Return the call on another clock."""
+        return replace(
+            self,
+            entered_s=self.entered_s + by_s,
+            there_s=self.there_s + by_s,
+            done_s=None if self.done_s is None else self.done_s + by_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +302,7 @@ class Snapshot:
             site=self.site(int(each["site"])),
             phase=_phase(int(each["phase"])),
             entered_s=self.clock.seconds(each["entered"]),
-            there_s=self.clock.seconds(each["there"]) if each["there"] else None,
+            there_s=self.clock.seconds(each["there"] or each["entered"]),
             done_s=self.clock.seconds(each["done"]) if each["done"] else None,
             is_failed=int(each["outcome"]) == 2,
         )

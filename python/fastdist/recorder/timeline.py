@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from fastdist.recorder.ring import Call
-from fastdist.recorder.signatures import REQUESTS, Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,55 +21,15 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TracedCall:
-    """A call of a rank. Times are in seconds of the timeline's clock.
-
-    Attributes:
-        communicator: a name that is the same on all of its ranks, and on no others.
-        rank: this rank's number in the communicator.
-        sequence: the call's number in its communicator, or a send's or receive's in its lane.
-        site: the caller's line; empty if unknown.
-        there_s: the time when all ranks had announced the call.
-        is_failed: True if it has raised.
-    """
-
-    communicator: str
-    rank: int
-    size: int
-    sequence: int
-    signature: Signature
-    site: str
-    entered_s: float
-    there_s: float
-    done_s: float
-    is_failed: bool
-
-    @property
-    def is_collective(self) -> bool:
-        """True if all ranks of the communicator make the call."""
-        return not self.signature.is_pairwise and self.signature.op not in REQUESTS
-
-
-def traced(call: Call, epoch_s: float = 0.0) -> TracedCall:
-    """Convert a recorded call for a timeline; `epoch_s`: zero of the monotonic clock on its clock.
+def traced(call: Call, epoch_s: float = 0.0) -> Call:
+    """Move a call to the clock on which the monotonic one began at `epoch_s`.
 
     A call that has not ended counts as failed.
     """
-    done_s = time.monotonic() if call.done_s is None else call.done_s
-    there_s = call.entered_s if call.there_s is None else call.there_s
-    return TracedCall(
-        communicator=f"{call.member.key:016x}",
-        rank=call.member.rank,
-        size=call.member.size,
-        sequence=call.sequence,
-        signature=call.signature,
-        site=call.site,
-        entered_s=call.entered_s + epoch_s,
-        there_s=(done_s if call.is_running else there_s) + epoch_s,
-        done_s=done_s + epoch_s,
-        is_failed=call.is_failed or call.is_running,
-    )
+    if call.is_running:
+        now_s = time.monotonic()
+        call = replace(call, there_s=now_s, done_s=now_s, is_failed=True)
+    return call.later(epoch_s)
 
 
 @dataclass(slots=True)
@@ -85,7 +44,7 @@ class RankTimeline:
     rank: int
     label: str
     spans: list[Span] = field(default_factory=list)
-    calls: list[TracedCall] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     lost_calls: int = 0
 
     def steps_s(self) -> list[float]:
@@ -189,22 +148,24 @@ def _ends_before(timeline: RankTimeline) -> dict[int, float]:
     latest_s = 0.0
     for call in sorted(timeline.calls, key=lambda each: each.entered_s):
         ends[id(call)] = latest_s
-        latest_s = max(latest_s, call.done_s)
+        latest_s = max(latest_s, call.end_s)
     return ends
 
 
-def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, TracedCall]]]:
+def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, Call]]]:
     """Yield the calls of each collective that all of its ranks have recorded.
 
     Each call is paired with the place of its rank in `ranks`.
     """
-    found: dict[tuple[str, int], list[tuple[int, TracedCall]]] = defaultdict(list)
+    found: dict[tuple[int, int], list[tuple[int, Call]]] = defaultdict(list)
     for place, timeline in enumerate(ranks):
         for call in timeline.calls:
             if call.is_collective and not call.is_failed:
-                found[call.communicator, call.sequence].append((place, call))
+                found[call.place].append((place, call))
     for calls in found.values():
-        if len({place for place, _ in calls}) == calls[0][1].size > 1:  # not ranks that are threads
+        if (
+            len({place for place, _ in calls}) == calls[0][1].member.size > 1
+        ):  # not ranks that are threads
             yield calls
 
 
@@ -214,27 +175,15 @@ def align(ranks: Sequence[RankTimeline], reference: RankTimeline) -> None:
     All ranks of a collective notice the arrival of the last rank at the same moment, except for the
     network's latency.
     """
-    theirs = {
-        (call.communicator, call.sequence): call.there_s
-        for call in reference.calls
-        if call.is_collective
-    }
+    theirs = {call.place: call.there_s for call in reference.calls if call.is_collective}
     for timeline in ranks:
         differences = [
-            theirs[key] - call.there_s
+            theirs[call.place] - call.there_s
             for call in timeline.calls
-            if call.is_collective and (key := (call.communicator, call.sequence)) in theirs
+            if call.is_collective and call.place in theirs
         ]
         by_s = statistics.median(differences) if differences else 0.0
         timeline.spans = [
             Span(span.phase, span.begin_s + by_s, span.end_s + by_s) for span in timeline.spans
         ]
-        timeline.calls = [
-            replace(
-                call,
-                entered_s=call.entered_s + by_s,
-                there_s=call.there_s + by_s,
-                done_s=call.done_s + by_s,
-            )
-            for call in timeline.calls
-        ]
+        timeline.calls = [call.later(by_s) for call in timeline.calls]

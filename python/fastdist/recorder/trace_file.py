@@ -1,15 +1,20 @@
-"""Timelines of ranks as a trace that Perfetto and chrome://tracing show."""
+"""Timelines of ranks as files: traces for Perfetto, and records for torch's torchfrtrace."""
 
 from __future__ import annotations
 
 import json
+import pickle
+import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastdist.recorder.phases import Phase
+from fastdist.recorder.ring import Call, Member
 from fastdist.recorder.signatures import Signature
-from fastdist.recorder.timeline import RankTimeline, Span, TracedCall
+from fastdist.recorder.timeline import RankTimeline, Span
 
 _PHASES = 0  # the row of phases; each communicator and lane has another row
 
@@ -19,7 +24,7 @@ class TraceError(ValueError):
 
 
 def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
-    """Write a trace; a rank is a process in it, and its communicators are threads."""
+    """Write a trace for Perfetto and chrome://tracing; a rank is a process, a row a thread."""
     begins = [span.begin_s for rank in ranks for span in rank.spans]
     begins += [call.entered_s for rank in ranks for call in rank.calls]
     begin_s = min(begins, default=0.0)
@@ -48,52 +53,44 @@ def read_trace(path: Path) -> list[RankTimeline]:
 
 
 def _events(rank: RankTimeline, begin_s: float) -> Iterator[dict[str, Any]]:
-    about = {"name": rank.label, "lost_calls": rank.lost_calls}
-    yield {"ph": "M", "name": "process_name", "pid": rank.rank, "tid": 0, "args": about}
-    yield _name_of_row(rank, _PHASES, "phases")
+    def name(what: str, row: int, about: dict[str, Any]) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": rank.rank, "tid": row, "args": about}
+
+    def slice_(row: int, name: str, first_s: float, last_s: float, **about: Any) -> dict[str, Any]:
+        first_us, last_us = (round((each - begin_s) * 1e6, 3) for each in (first_s, last_s))
+        event = {"ph": "X", "name": name, "pid": rank.rank, "tid": row}
+        return event | {"ts": first_us, "dur": round(last_us - first_us, 3), "args": about}
+
+    yield name("process_name", 0, {"name": rank.label, "lost_calls": rank.lost_calls})
+    yield name("thread_name", _PHASES, {"name": "phases"})
     for span in rank.spans:
-        yield _slice(rank, _PHASES, span.phase, span.begin_s - begin_s, span.end_s - begin_s, {})
-    rows: dict[tuple[str, str], int] = {}
+        yield slice_(_PHASES, span.phase, span.begin_s, span.end_s)
+    rows: dict[tuple[int, str], int] = {}
     for call in rank.calls:
-        key = (call.communicator, "" if call.is_collective else call.signature.op)
+        signature, member = call.signature, call.member
+        key = (member.key, "" if call.is_collective else signature.op)
         if key not in rows:
             rows[key] = 1 + len(rows)
-            yield _name_of_row(rank, rows[key], f"communicator {len(rows)} {key[1]}".rstrip())
-        yield from _call(rank, rows[key], call, begin_s)
-
-
-def _call(
-    rank: RankTimeline, row: int, call: TracedCall, begin_s: float
-) -> Iterator[dict[str, Any]]:
-    about = {
-        "call": str(call.signature),
-        "signature": call.signature.packed,
-        "elements": call.signature.count,
-        "on_gpu": call.signature.on_gpu,
-        "number": call.sequence,
-        "line": call.site,
-        "communicator": call.communicator,
-        "rank": call.rank,
-        "ranks": call.size,
-        "failed": call.is_failed,
-    }
-    entered, there = call.entered_s - begin_s, call.there_s - begin_s
-    yield _slice(rank, row, call.signature.op, entered, call.done_s - begin_s, about)
-    if call.there_s > call.entered_s:
-        yield _slice(rank, row, "waits for other ranks", entered, there, {})
-
-
-def _slice(
-    rank: RankTimeline, row: int, name: str, begin_s: float, end_s: float, about: dict[str, Any]
-) -> dict[str, Any]:
-    begin_us, end_us = round(begin_s * 1e6, 3), round(end_s * 1e6, 3)
-    event = {"ph": "X", "name": name, "pid": rank.rank, "tid": row}
-    return event | {"ts": begin_us, "dur": round(end_us - begin_us, 3), "args": about}
-
-
-def _name_of_row(rank: RankTimeline, row: int, name: str) -> dict[str, Any]:
-    event = {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": row}
-    return event | {"args": {"name": name}}
+            row_name = f"communicator {len(rows)} {key[1]}".rstrip()
+            yield name("thread_name", rows[key], {"name": row_name})
+        yield slice_(
+            rows[key],
+            signature.op,
+            call.entered_s,
+            call.end_s,
+            call=str(signature),
+            signature=signature.packed,
+            elements=signature.count,
+            on_gpu=signature.on_gpu,
+            number=call.sequence,
+            line=call.site,
+            communicator=member.name,
+            rank=member.rank,
+            ranks=member.size,
+            failed=call.is_failed,
+        )
+        if call.there_s > call.entered_s:
+            yield slice_(rows[key], "waits for other ranks", call.entered_s, call.there_s)
 
 
 def _take(rank: RankTimeline, event: dict[str, Any], begin_s: float) -> None:
@@ -107,14 +104,15 @@ def _take(rank: RankTimeline, event: dict[str, Any], begin_s: float) -> None:
     if event["tid"] == _PHASES:
         rank.spans.append(Span(event["name"], first, last))
     elif "call" in about:
+        key = int(about["communicator"], 16)
         rank.calls.append(
-            TracedCall(
-                communicator=about["communicator"],
-                rank=about["rank"],
-                size=about["ranks"],
+            Call(
+                number=len(rank.calls),
                 sequence=about["number"],
+                member=Member(key, about["rank"], about["ranks"], engine="", is_open=True),
                 signature=Signature(about["signature"], about["elements"]),
                 site=about["line"],
+                phase=Phase.USER,
                 entered_s=first,
                 there_s=first,
                 done_s=last,
@@ -123,3 +121,101 @@ def _take(rank: RankTimeline, event: dict[str, Any], begin_s: float) -> None:
         )
     else:  # the wait of the call before
         rank.calls[-1] = replace(rank.calls[-1], there_s=last)
+
+
+# --- torch's flight recorder --------------------------------------------------------------------
+
+_VERSION = "2.10"  # of the format
+_NAMES = {  # torch's, where they differ
+    "all_gather": "all_gather_single",
+    "reduce_scatter": "reduce_scatter_single",
+    "all_to_all": "all_to_all_single",
+}
+_STEPS = {  # of calls that torch does not know
+    "scan": "all_reduce",
+    "split": "all_gather",
+    "all_gather_object": "all_gather",
+    "gather_object": "all_gather",
+    "broadcast_object": "broadcast",
+    "scatter_object": "broadcast",
+}
+_NO_NAME = "undefined"
+_SITE = re.compile(r"(.*):(\d+) in (.*)")
+
+
+def write_flight_records(folder: Path, ranks: Sequence[RankTimeline]) -> None:
+    """Write a file for each rank, `fastdist_rank_N`, into a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    groups: dict[str, set[int]] = defaultdict(set)  # the ranks of each communicator
+    for timeline in ranks:
+        for call in timeline.calls:
+            groups[call.member.name].add(timeline.rank)
+    for timeline in ranks:
+        record = {
+            "version": _VERSION,
+            "pg_config": {
+                name: {"name": name, "desc": _NO_NAME, "ranks": str(sorted(groups[name]))}
+                for name in dict.fromkeys(call.member.name for call in timeline.calls)
+            },
+            "pg_status": {},
+            "entries": [_entry(i, call) for i, call in enumerate(timeline.calls)],
+        }
+        (folder / f"fastdist_rank_{timeline.rank}").write_bytes(pickle.dumps(record))
+
+
+def _entry(number: int, call: Call) -> dict[str, Any]:
+    given, result = _sizes(call)
+    frames = []
+    if found := _SITE.fullmatch(call.site):
+        frames = [{"filename": found[1], "line": int(found[2]), "name": found[3]}]
+    begin_ns, end_ns = (int(1e9 * time_s) for time_s in (call.entered_s, call.end_s))
+    return {
+        "frames": frames,
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": (call.member.name, _NO_NAME),
+        "collective_seq_id": call.sequence if call.is_collective else 0,
+        "p2p_seq_id": 0 if call.is_collective else call.sequence,
+        "op_id": number,
+        "profiling_name": f"{'nccl' if call.signature.on_gpu else 'gloo'}:{_torchs_name(call)}",
+        "time_created_ns": begin_ns,
+        "time_discovered_started_ns": int(1e9 * call.there_s),
+        "time_discovered_completed_ns": None if call.is_failed else end_ns,
+        "duration_ms": (end_ns - begin_ns) / 1e6,
+        "input_sizes": [given],
+        "input_dtypes": [call.signature.dtype],
+        "output_sizes": [result],
+        "output_dtypes": [call.signature.dtype],
+        "state": "started" if call.is_failed else "completed",
+        "timeout_ms": 0,
+        "is_p2p": not call.is_collective,
+        "retired": not call.is_failed,
+    }
+
+
+def _torchs_name(call: Call) -> str:
+    op, root = _op(call), call.signature.root
+    if op == "send":
+        return f"send {call.member.rank}->{root}"
+    if op == "recv":
+        return f"recv {call.member.rank}<-{root}"
+    return _NAMES.get(op, op)
+
+
+def _op(call: Call) -> str:
+    return _STEPS.get(call.signature.op, call.signature.op)
+
+
+def _sizes(call: Call) -> tuple[list[int], list[int]]:
+    """Return the shapes of the argument and the result, as one axis."""
+    n, count, op = call.member.size, call.signature.count, _op(call)
+    is_root = call.member.rank == call.signature.root
+    if op == "all_gather":
+        return [count], [count * n]
+    if op == "gather":
+        return [count], [count * n] if is_root else []
+    if op == "scatter":  # the count is that of a part
+        return [count * n] if is_root else [], [count]
+    if op == "reduce_scatter":
+        return [count], [count // n]
+    return [count], [count]

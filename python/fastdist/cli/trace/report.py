@@ -15,9 +15,8 @@ import numpy as np
 
 from fastdist.cli.plot_file import check_plot
 from fastdist.processes.terminal import fitted, show
-from fastdist.recorder.flight_recorder import write_flight_records
 from fastdist.recorder.timeline import RankTimeline, align, find_late
-from fastdist.recorder.trace_file import read_trace, write_trace
+from fastdist.recorder.trace_file import read_trace, write_flight_records, write_trace
 from fastdist.recorder.words import columns
 
 _PHASES = ("data", "forward", "backward", "optimizer", "saving", "user")

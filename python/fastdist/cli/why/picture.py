@@ -134,7 +134,7 @@ def arrivals(ranks: Sequence[ObservedRank], most: int) -> list[Arrivals]:
     for each in ranks:
         for call in each.records.calls:
             if not call.signature.is_pairwise:
-                by_call.setdefault((call.member.key, call.sequence), {})[each.rank] = call
+                by_call.setdefault(call.place, {})[each.rank] = call
     if not by_call:
         return []
     every = (call for calls in by_call.values() for call in calls.values())

@@ -174,7 +174,7 @@ def test_what_was_observed_arrives(records: Path) -> None:
 
 def test_times_are_moved(records: Path) -> None:
     told = decode(elsewhere.RanksThere, elsewhere.answer_to(JOB, "ranks"))
-    moved = elsewhere._on_this_clock(told.ranks[0], -3600.0)
+    moved = elsewhere._on_this_clock(told.ranks[0], "10.0.0.1:9", -3600.0)
     then, now = told.ranks[0], moved
     assert now.idle_since_s == pytest.approx(then.idle_since_s - 3600)
     assert now.running[0].entered_s == pytest.approx(then.running[0].entered_s - 3600)

@@ -69,10 +69,9 @@ class Collector:
             if found.path in self._followers or not found.is_here:
                 continue
             is_own = _descends_from_this(found.pid)
-            follower = _open(found.path) if is_own else None
-            if follower is not None or not is_own:
-                self._followers[found.path] = follower
-            else:
+            try:
+                self._followers[found.path] = _Follower(found.path) if is_own else None
+            except (OSError, ValueError, UnreadableError):  # perhaps it is just being made
                 is_known = False
         self._changes_s = changes if is_known else None
 
@@ -82,13 +81,6 @@ def _descends_from_this(pid: int) -> bool:
         return os.getpid() in ancestors(pid)
     except (OSError, IndexError):  # it has ended
         return False
-
-
-def _open(path: Path) -> _Follower | None:
-    try:
-        return _Follower(path)
-    except (OSError, ValueError, UnreadableError):  # perhaps it is just being made
-        return None
 
 
 class _Follower:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fastdist.recorder import servers
 from fastdist.recorder.elsewhere import observe_everywhere, with_stacks_everywhere
+from fastdist.recorder.endings import Ending
 from fastdist.recorder.jobs import Job
-from fastdist.recorder.machines import Machine
 from fastdist.recorder.observation import INTERVAL_S, Observation, ObservedRank, observe
-from fastdist.recorder.occupation import Kind, Occupation, is_outside_calls, occupation_of
+from fastdist.recorder.occupation import Kind, is_outside_calls, occupation_of
 from fastdist.recorder.phases import Phase
 from fastdist.recorder.ring import Call
 from fastdist.recorder.servers import Found
 from fastdist.recorder.signatures import Signature
 from fastdist.recorder.timeline import Lateness, RankTimeline, find_late, traced
 from fastdist.recorder.waits import UNSEEN, Wait, causes, waits_of
-from fastdist.recorder.words import at, how_it_died, names, seconds, verb
+from fastdist.recorder.words import at, how_it_died, in_words, names, seconds, they, verb
 
 _YOUNG_S = 5.0
 _FEW_WAITS = 5
@@ -28,12 +29,7 @@ _FEW_CALLS = 20  # too few to tell before 5 s what is unusual
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The reason why a job does not continue.
-
-    Attributes:
-        ranks: the ranks that are the cause.
-        line: their place in the user's code; "" if unknown.
-    """
+    """The reason why a job stands still, the ranks that are the cause, and their line of code."""
 
     kind: Kind
     sentence: str
@@ -67,6 +63,26 @@ class _Case:
         return [each for each in self.seen.ranks if each.is_dead]
 
     @property
+    def endings(self) -> dict[int, Ending]:
+        """The ends of the dead ranks, as far as they are known."""
+        return {each.rank: each.ending for each in self.dead if each.ending is not None}
+
+    def ended_by(self, error: str) -> dict[int, Ending]:
+        return {rank: each for rank, each in self.endings.items() if each.error == error}
+
+    @property
+    def awaited_in_vain(self) -> set[int]:
+        """The living ranks for which others waited until a timeout that ended them."""
+        gave_up = self.ended_by("CollectiveTimeoutError").values()
+        return {rank for each in gave_up for rank in each.ranks} & {each.rank for each in self.live}
+
+    @property
+    def cut(self) -> dict[int, str]:
+        """The addresses of the ranks on machines that cannot be reached."""
+        lost = [each.machine for each in self.seen.unreached if each.is_cut]
+        return {rank: each.ip for each in lost for rank in each.ranks}
+
+    @property
     def in_rendezvous(self) -> list[ObservedRank]:
         """The living ranks that make a communicator."""
         return [each for each in self.live if each.records.phase is Phase.RENDEZVOUS]
@@ -77,22 +93,19 @@ class _Case:
     def those_who_wait(self, ranks: Sequence[int], told: str = "") -> str:
         """Return "; ranks 0 and 2 wait for it in all_reduce(…) at train.py:9 in step, for 12 s".
 
-        Args:
-            ranks: the ranks that are waited for.
-            told: the call that the sentence has named already, with its line.
+        `told`: the call that the sentence has named already, with its line.
         """
         waits = [w for w in self.waits if w.behind & set(ranks) and w.rank not in ranks]
         if not waits:
             return self._those_in_rendezvous(ranks)
-        oldest = min(waits, key=lambda wait: wait.call.entered_s)
+        oldest = min(waits, key=lambda wait: wait.call.entered_s).call
         who = sorted({wait.rank for wait in waits})
-        them = verb(ranks, "it", "them")
-        call = f"{oldest.call.signature}{at(oldest.call.site)}"
-        where = f"for {them} {'there' if call == told else 'in ' + call}"
+        call = in_words(oldest)
+        where = f"for {verb(ranks, 'it', 'them')} {'there' if call == told else 'in ' + call}"
         if not {each.rank for each in self.live} & set(who):
             return f"; {names(who)}, which waited {where}, ended too"
-        age_s = self.age_s(oldest.call.entered_s)
-        text = f"; {names(who)} {verb(who, 'waits', 'wait')} {where}, for {seconds(age_s)}"
+        age_s = self.age_s(oldest.entered_s)
+        text = f"; {they(who, 'waits', 'wait')} {where}, for {seconds(age_s)}"
         others = {w.rank for w in self.waits if w.behind} - {*who, *ranks}
         if others:
             text += f", and {names(others)} in turn {verb(others, 'waits', 'wait')} for others"
@@ -102,11 +115,11 @@ class _Case:
         waiting = [each for each in self.in_rendezvous if each.rank not in ranks]
         if not waiting:
             return ""
-        who = [each.rank for each in waiting]
+        who = they([each.rank for each in waiting], "waits", "wait")
         age_s = self.age_s(min(each.records.phase_since_s for each in waiting))
         return (
-            f"; {names(who)} {verb(who, 'waits', 'wait')} for {verb(ranks, 'it', 'them')} to make "
-            f"a communicator{at(waiting[0].line)}, for {seconds(age_s)}"
+            f"; {who} for {verb(ranks, 'it', 'them')} to make a communicator"
+            f"{at(waiting[0].line)}, for {seconds(age_s)}"
         )
 
 
@@ -133,7 +146,7 @@ def diagnose(
         found = servers.judge(seen)
     else:
         case = _judge(seen)
-        if (not case.dead or _awaited_in_vain(case)) and not _goes_on(case):
+        if (not case.dead or case.awaited_in_vain) and not _goes_on(case):
             seen = with_stacks_everywhere(seen, may_signal)
             case = _judge(seen)
         found = next(told for rule in _RULES if (told := rule(case)) is not None)
@@ -145,16 +158,12 @@ def _judge(seen: Observation) -> _Case:
     waits = waits_of(seen.ranks, seen.missing)
     outside = frozenset(each.rank for each in seen.ranks if is_outside_calls(each))
     ends, circle = causes(waits, outside)
-    if not any(wait.behind for wait in waits):
-        ends = _not_met(seen)
-    return _Case(seen, waits, ends, circle, outside)
-
-
-def _not_met(seen: Observation) -> frozenset[int]:
-    """Return the ranks that have not come to where others make a communicator."""
-    live = [each for each in seen.ranks if not each.is_dead]
-    elsewhere = {each.rank for each in live if each.records.phase is not Phase.RENDEZVOUS}
-    return frozenset(elsewhere or seen.missing) if len(elsewhere) < len(live) else frozenset()
+    case = _Case(seen, waits, ends, circle, outside)
+    if not any(wait.behind for wait in waits) and case.in_rendezvous:
+        # Others have not come to where these make a communicator.
+        absent = {each.rank for each in case.live} - {each.rank for each in case.in_rendezvous}
+        case = replace(case, ends=frozenset(absent or seen.missing))
+    return case
 
 
 # --- rules, in order of certainty ---------------------------------------------------------------
@@ -162,25 +171,27 @@ def _not_met(seen: Observation) -> frozenset[int]:
 
 def _other_call(case: _Case) -> Found | None:
     """Find ranks that made different calls with the same number, which failed."""
-    together: dict[tuple[int, int], dict[int, Call]] = {}
+    together: dict[tuple[int, int], dict[int, Call]] = defaultdict(dict)
     for each in case.seen.ranks:
         call = each.last_call
         if call is not None and call.is_failed and not call.signature.is_pairwise:
-            together.setdefault(call.place, {})[each.rank] = call
+            together[call.place][each.rank] = call
     for calls in together.values():
-        groups = _alike(calls)
-        if len(groups) > 1:
-            return _disagreement(calls, groups)
+        alike: dict[Signature, list[int]] = defaultdict(list)
+        for rank, call in sorted(calls.items()):
+            alike[call.signature].append(rank)
+        if len(alike) > 1:
+            return _disagreement(calls, sorted(alike.values(), key=lambda each: (-len(each), each)))
     return _mismatch_in_words(case)
 
 
 def _disagreement(calls: dict[int, Call], groups: list[list[int]]) -> Found:
+    """Blame the smallest of the groups of ranks whose calls agree."""
     usual, *others = groups
     odd = others[-1]
     theirs, ours = calls[odd[0]], calls[usual[0]]
     sentence = (
-        f"{names(odd)} called {theirs.signature}{at(theirs.site)} where {names(usual)} called "
-        f"{ours.signature}{at(ours.site)}"
+        f"{names(odd)} called {in_words(theirs)} where {names(usual)} called {in_words(ours)}"
     )
     between = [rank for group in others[:-1] for rank in group]
     if between:
@@ -192,29 +203,19 @@ def _disagreement(calls: dict[int, Call], groups: list[list[int]]) -> Found:
 
 def _mismatch_in_words(case: _Case) -> Found | None:
     """Find a mismatch error of calls that look equal, such as of lists of arrays."""
-    if case.circle:
-        return None
-    endings = [each.ending for each in case.dead if each.ending is not None]
-    mismatches = [each for each in endings if each.error == "CollectiveMismatchError"]
-    if not mismatches:
+    mismatches = case.ended_by("CollectiveMismatchError").values()
+    if case.circle or not mismatches:
         return None
     # Each error names the ranks whose calls differ from its own. The majority's names the fewest.
     ending = min(mismatches, key=lambda each: len(each.ranks))
-    ranks = ending.ranks or [each.rank for each in case.dead if each.ending is not None]
-    return Kind.OTHER_CALL, ending.message, ranks, ending.line
-
-
-def _alike(calls: dict[int, Call]) -> list[list[int]]:
-    """Group ranks whose calls agree, the largest group first."""
-    groups: dict[Signature, list[int]] = {}
-    for rank, call in sorted(calls.items()):
-        groups.setdefault(call.signature, []).append(rank)
-    return sorted(groups.values(), key=lambda group: (-len(group), group))
+    return Kind.OTHER_CALL, ending.message, ending.ranks or list(case.endings), ending.line
 
 
 def _other_order(case: _Case) -> Found | None:
     """Find ranks that wait for each other in a circle."""
-    if len(case.circle) < 2 or _was_killed_in(case, case.circle):
+    # Ranks that were killed in their calls may have been about to end them.
+    killed = any(each.rank in case.circle and each.running for each in case.dead)
+    if len(case.circle) < 2 or (killed and not case.ended_by("CollectiveMismatchError")):
         return None
     waits = {wait.rank: wait for wait in case.waits if wait.behind & set(case.circle)}
     parts = [_wait_in_words(case, waits[rank]) for rank in case.circle]
@@ -230,48 +231,26 @@ def _wait_in_words(case: _Case, wait: Wait) -> str:
     if not call.signature.is_pairwise:
         collectives = [each for each in case.waits if not each.call.signature.is_pairwise]
         same |= {w.rank for w in collectives if w.call.place == call.place}
-    waits = verb(same, "waits", "wait")
-    return f"{names(same)} {waits} for {names(wait.behind)} in {call.signature.op}{at(call.site)}"
-
-
-def _was_killed_in(case: _Case, ranks: Sequence[int]) -> bool:
-    """Return True if ranks were killed in their calls, which may have been about to end."""
-    if any(each.ending and each.ending.error == "CollectiveMismatchError" for each in case.dead):
-        return False
-    return any(each.rank in ranks and each.running for each in case.dead)
-
-
-def _awaited_in_vain(case: _Case) -> set[int]:
-    """Return the living ranks for which others waited until a timeout that ended them."""
-    waited = {rank for each in _gave_up(case) if each.ending for rank in each.ending.ranks}
-    return waited & {each.rank for each in case.live}
-
-
-def _gave_up(case: _Case) -> list[ObservedRank]:
-    return [
-        each
-        for each in case.dead
-        if each.ending is not None and each.ending.error == "CollectiveTimeoutError"
-    ]
+    who = they(same, "waits", "wait")
+    return f"{who} for {names(wait.behind)} in {call.signature.op}{at(call.site)}"
 
 
 def _given_up(case: _Case) -> Found | None:
     """Judge living ranks by what they do, for which others waited until a timeout ended them."""
-    awaited = _awaited_in_vain(case)
+    awaited = case.awaited_in_vain
     if not awaited:
         return None
-    gave_up = _gave_up(case)
-    ended = {each.rank for each in gave_up}
-    waits = [wait for wait in case.waits if wait.rank not in ended]
+    gave_up = sorted(case.ended_by("CollectiveTimeoutError"))
+    waits = [wait for wait in case.waits if wait.rank not in gave_up]
     narrowed = replace(case, ends=frozenset(awaited), waits=waits)
     found = _stopped(narrowed) or _busy_elsewhere(narrowed)
     if found is None:
         return None
     kind, sentence, ranks, line = found
-    call = gave_up[0].last_call
-    where = "" if call is None else f" in {call.signature}{at(call.site)}"
-    sentence += f"; {names(sorted(ended))} gave up waiting for {verb(ranks, 'it', 'them')}{where}"
-    return kind, f"{sentence}, and ended", ranks, line
+    first = case.seen.rank(gave_up[0])
+    call = in_words(first.last_call if first else None)
+    sentence += f"; {names(gave_up)} gave up waiting for {verb(ranks, 'it', 'them')}"
+    return kind, f"{sentence}{' in ' + call if call else ''}, and ended", ranks, line
 
 
 def _dead(case: _Case) -> Found | None:
@@ -284,7 +263,7 @@ def _dead(case: _Case) -> Found | None:
     if late is not None:
         return late
     blamed = _blamed(case)
-    if set(blamed) <= {rank for each in _cut(case) for rank in each.ranks}:
+    if set(blamed) <= case.cut.keys():
         return _out_of_reach(case, blamed)
     first = case.seen.rank(blamed[0])
     line = "" if first is None else _last_line(first)
@@ -293,23 +272,21 @@ def _dead(case: _Case) -> Found | None:
 
 def _blamed(case: _Case) -> list[int]:
     """Return the dead ranks that ended first, as far as that is known."""
-    dead = {each.rank: each for each in case.dead}
-    endings = {rank: each.ending for rank, each in dead.items() if each.ending is not None}
-    followed = {rank for rank, each in endings.items() if each.error == "PeerFailureError"}
+    endings = case.endings
+    followed = case.ended_by("PeerFailureError").keys()
     named = {rank for ending in endings.values() for rank in ending.ranks}
     first = {rank for rank, each in endings.items() if each.was_first}
     raised = endings.keys() - followed
-    unfailed = {
-        rank for rank, each in dead.items() if each.last_call and not each.last_call.is_failed
-    }
+    unfailed = {each.rank for each in case.dead if each.last_call and not each.last_call.is_failed}
     awaited = unfailed & case.ends
-    candidates = (first, raised & named, named - followed, raised, awaited, unfailed, dead.keys())
+    dead = {each.rank for each in case.dead}
+    candidates = (first, raised & named, named - followed, raised, awaited, unfailed, dead)
     return sorted(next((found for found in candidates if found), set()))
 
 
 def _obituary(case: _Case, ranks: Sequence[int]) -> str:
     first = case.seen.rank(ranks[0])
-    sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} dead"
+    sentence = f"{they(ranks, 'is', 'are')} dead"
     if first is None and not case.seen.is_of_one_machine:
         told = names([each.rank for each in case.dead])
         return f"{sentence} or cut off, as {told} noticed" + case.those_who_wait(ranks)
@@ -325,9 +302,8 @@ def _obituary(case: _Case, ranks: Sequence[int]) -> str:
         sentence += "; which of them ended first cannot be told"
     call, told = first.last_call, ""
     if call is not None and len(ranks) == 1:
-        when = "inside of" if call.is_running else "after"
-        told = f"{call.signature}{at(call.site)}"
-        sentence += f"; it ended {when} {told}"
+        told = in_words(call)
+        sentence += f"; it ended {'inside of' if call.is_running else 'after'} {told}"
     return sentence + case.those_who_wait(ranks, told)
 
 
@@ -339,16 +315,12 @@ def _last_line(rank: ObservedRank) -> str:
 
 def _timed_out(case: _Case) -> Found | None:
     """Find ranks that were too late for the timeout of a call, if all ranks have ended."""
-    if case.live:
+    waited = list(case.ended_by("CollectiveTimeoutError").values())
+    late = {rank for ending in waited for rank in ending.ranks} - case.endings.keys()
+    if case.live or not late:
         return None
-    endings = {each.rank: each.ending for each in case.dead if each.ending is not None}
-    waited = {r: e for r, e in endings.items() if e.error == "CollectiveTimeoutError"}
-    late = {rank for ending in waited.values() for rank in ending.ranks} - endings.keys()
-    if not waited or not late:
-        return None
-    ending = next(iter(waited.values()))
-    sentence = f"{names(late)} did not arrive within the timeout: "
-    sentence += ending.message.partition("; last collective")[0]
+    message = waited[0].message.partition("; last collective")[0]
+    sentence = f"{names(late)} did not arrive within the timeout: {message}"
     return Kind.USER, sentence, sorted(late), ""
 
 
@@ -360,15 +332,13 @@ def _stopped(case: _Case) -> Found | None:
     if not stopped:
         return None
     ranks = [each.rank for each in stopped]
-    process = stopped[0].process
+    process, call = stopped[0].process, stopped[0].last_call
     by = "" if process is None else process.stopped_by
-    call = stopped[0].last_call
-    line = call.site if call is not None else ""
-    where = told = ""
+    sentence, told = f"{they(ranks, 'is', 'are')} stopped by {by}", ""
     if call is not None and len(ranks) == 1:
-        told = f"{call.signature}{at(call.site)}"
-        where = f" {'in' if call.is_running else 'after'} {told}"
-    sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} stopped by {by}{where}"
+        told = in_words(call)
+        sentence += f" {'in' if call.is_running else 'after'} {told}"
+    line = call.site if call is not None else ""
     return Kind.STOPPED, sentence + case.those_who_wait(ranks, told), ranks, line
 
 
@@ -381,15 +351,14 @@ def _slow(case: _Case) -> Found | None:
         return Kind.SLOW, f"slow, not stuck: {late.how_often}", [late.rank], late.site
     ranks = sorted(case.ends - {UNSEEN})
     if ranks:
-        sentence = f"{names(ranks)} {verb(ranks, 'is', 'are')} late, but not unusually so yet"
-        return Kind.SLOW, f"slow, not stuck: {sentence}{case.those_who_wait(ranks)}", ranks, ""
-    if any(each.has_advanced for each in case.live):
-        return Kind.SLOW, "slow, not stuck: calls begin and end as usual", [], ""
-    idle_s = case.age_s(max(each.idle_since_s for each in case.live))
-    sentence = (
-        f"slow, not stuck: no rank waits for another; the last call ended {seconds(idle_s)} ago"
-    )
-    return Kind.SLOW, sentence, [], ""
+        why = f"{they(ranks, 'is', 'are')} late, but not unusually so yet"
+        why += case.those_who_wait(ranks)
+    elif any(each.has_advanced for each in case.live):
+        why = "calls begin and end as usual"
+    else:
+        idle_s = case.age_s(max(each.idle_since_s for each in case.live))
+        why = f"no rank waits for another; the last call ended {seconds(idle_s)} ago"
+    return Kind.SLOW, f"slow, not stuck: {why}", ranks, ""
 
 
 def _late(ranks: Sequence[ObservedRank]) -> Lateness | None:
@@ -419,10 +388,8 @@ def _goes_on(case: _Case) -> bool:
 
 def _is_overdue(case: _Case, wait: Wait) -> bool:
     """Return True if a call was given up, or is older than 5 s or 5 times the p99 of its line."""
-    if not wait.call.is_running:
-        return True
     age_s = case.age_s(wait.call.entered_s)
-    if age_s > _YOUNG_S:
+    if not wait.call.is_running or age_s > _YOUNG_S:
         return True
     rank = case.seen.rank(wait.rank)
     unusual_s = rank.records.unusual_s(wait.call, _FEW_CALLS) if rank is not None else None
@@ -442,40 +409,32 @@ def _busy_elsewhere(case: _Case) -> Found | None:
     for kind in _MOST_CERTAIN_FIRST:
         ranks = [rank for rank, found in occupations.items() if found.kind is kind]
         if ranks:
-            first = case.seen.rank(ranks[0])
-            assert first is not None
-            return kind, _complaint(case, first, ranks, occupations[first.rank]), ranks, first.line
+            first = next(each for each in late if each.rank == ranks[0])
+            does = they(ranks, occupations[first.rank].one, occupations[first.rank].several)
+            return kind, does + _whereabouts(case, first, ranks), ranks, first.line
     return None
 
 
-def _complaint(
-    case: _Case, first: ObservedRank, ranks: Sequence[int], occupation: Occupation
-) -> str:
-    sentence = f"{names(ranks)} {verb(ranks, occupation.one, occupation.several)}"
-    sentence += at(first.line)
-    call = first.last_call
-    told = "" if call is None else f"{call.signature}{at(call.site)}"
+def _whereabouts(case: _Case, first: ObservedRank, ranks: Sequence[int]) -> str:
+    """Tell where late ranks are, since when, and who waits for them."""
+    words, call, told = at(first.line), first.last_call, in_words(first.last_call)
     if call is not None and not call.is_running:
-        sentence += f", {seconds(case.age_s(first.idle_since_s))} after {told}"
+        words += f", {seconds(case.age_s(first.idle_since_s))} after {told}"
     elif call is not None and not first.line:
-        sentence += f" in {told}"
-    sentence += case.those_who_wait(ranks, told)
+        words += f" in {told}"
+    words += case.those_who_wait(ranks, told)
     is_alone = len(ranks) > 1 and not case.waits and not case.in_rendezvous
-    return sentence + ("; no rank waits for another" if is_alone else "")
+    return words + ("; no rank waits for another" if is_alone else "")
 
 
 def _unreachable(case: _Case) -> Found | None:
     """Find ranks that the others wait for, on machines that cannot be reached."""
-    cut = {rank for each in _cut(case) for rank in each.ranks}
-    return _out_of_reach(case, sorted(cut & case.ends)) if cut & case.ends else None
-
-
-def _cut(case: _Case) -> list[Machine]:
-    return [each.machine for each in case.seen.unreached if each.is_cut]
+    ranks = sorted(case.cut.keys() & case.ends)
+    return _out_of_reach(case, ranks) if ranks else None
 
 
 def _out_of_reach(case: _Case, ranks: Sequence[int]) -> Found:
-    ips = [each.ip for each in _cut(case) if set(each.ranks) & set(ranks)]
+    ips = list(dict.fromkeys(case.cut[rank] for rank in ranks))
     where = ", ".join(ips[:8]) + (", …" if len(ips) > 8 else "")
     sentence = f"{names(ranks)} cannot be reached: nothing answers at {where}"
     lossy = [(each, lost) for each in case.live if (lost := each.worst_connection) is not None]
@@ -491,19 +450,15 @@ def _in_progress(case: _Case) -> Found | None:
     if case.ends & {UNSEEN, *case.seen.missing} or not whole:
         return None
     oldest = min(whole, key=lambda wait: wait.call.entered_s)
-    call = f"{oldest.call.signature}{at(oldest.call.site)}"
-    rank = case.seen.rank(oldest.rank)
+    call, rank = oldest.call, case.seen.rank(oldest.rank)
     keys = [member.key for member in rank.records.members] if rank is not None else []
-    if keys.count(oldest.call.member.key) > 1:
-        sentence = (
-            f"the ranks of {call} are threads of one process, which records do not tell apart"
-        )
-        return Kind.UNKNOWN, sentence, [], oldest.call.site
-    age_s = case.age_s(oldest.call.entered_s)
-    sentence = (
-        f"slow, not stuck: all ranks have begun {call}, which has gone on for {seconds(age_s)}"
-    )
-    return Kind.SLOW, sentence, [], oldest.call.site
+    if keys.count(call.member.key) > 1:
+        who = f"the ranks of {in_words(call)} are threads of one process"
+        return Kind.UNKNOWN, f"{who}, which records do not tell apart", [], call.site
+    began = f"all ranks have begun {in_words(call)}"
+    age_s = case.age_s(call.entered_s)
+    sentence = f"slow, not stuck: {began}, which has gone on for {seconds(age_s)}"
+    return Kind.SLOW, sentence, [], call.site
 
 
 def _unseen(case: _Case) -> Found:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from fastdist.recorder.observation import (
 )
 from fastdist.recorder.place import record_paths
 from fastdist.recorder.questions import NoAnswerError, ask
-from fastdist.recorder.ring import Records, identity
+from fastdist.recorder.ring import identity
 from fastdist.recorder.system import Process
 
 _RANKS, _STACKS = "ranks", "stacks"
@@ -76,59 +76,24 @@ def observe_everywhere(job: Job, interval_s: float) -> Observation:
     others = [] if machines is None else [m for m in machines.machines if not here & set(m.ranks)]
     if machines is None or not others:
         return observe(job, interval_s)
+    end_s = time.monotonic() + _WITHIN_S
     with ThreadPoolExecutor(min(len(others), _MOST_AT_ONCE)) as pool:
-        end_s = time.monotonic() + _WITHIN_S
         asked = [
-            (each, pool.submit(_ask_ranks, each, machines.key, job.id, end_s)) for each in others
+            pool.submit(_ask, each, machines.key, job.id, _RANKS, RanksThere, end_s)
+            for each in others
         ]
         seen = observe(job, interval_s)
-        return _merged(seen, asked)
-
-
-def with_stacks_everywhere(seen: Observation, may_signal: bool) -> Observation:
-    """Add the stacks of the ranks that can answer, on other machines too."""
-    there = {each.machine for each in seen.ranks if each.machine and not each.is_dead}
-    machines = _machines_of(seen.job.id) if there else None
-    if machines is None:
-        return with_stacks(seen, may_signal)
-    with ThreadPoolExecutor(min(len(there), _MOST_AT_ONCE)) as pool:
-        end_s = time.monotonic() + _STACKS_WITHIN_S
-        asked = [
-            pool.submit(_ask, each, machines.key, seen.job.id, _STACKS, StacksThere, end_s)
-            for each in machines.machines
-            if each.launcher in there
-        ]
-        seen = with_stacks(seen, may_signal)
-        for future in asked:
-            try:
-                found, _ = future.result()
-            except NoAnswerError:  # it has just answered
-                continue
-            seen = replace(
-                seen,
-                ranks=tuple(
-                    replace(each, stacks=found.stacks.get(str(each.rank), each.stacks))
-                    for each in seen.ranks
-                ),
-                notes=(*seen.notes, *found.notes),
-            )
-    return seen
-
-
-_Asked = Sequence[tuple[Machine, "Future[RanksThere]"]]
-
-
-def _merged(seen: Observation, asked: _Asked) -> Observation:
     ranks = {each.rank: each for each in seen.ranks}
     notes, unreached = list(seen.notes), []
-    for machine, future in asked:
+    for machine, future in zip(others, asked, strict=True):
         try:
-            found = future.result()
+            found, ahead_s = future.result()
         except NoAnswerError as error:
             unreached.append(Unreached(machine, str(error), error.is_cut))
             continue
         notes += found.notes
-        ranks |= {each.rank: each for each in found.ranks if each.rank not in ranks}
+        for each in found.ranks:
+            ranks.setdefault(each.rank, _on_this_clock(each, machine.launcher, ahead_s))
     return replace(
         seen,
         ranks=tuple(ranks[rank] for rank in sorted(ranks)),
@@ -138,12 +103,29 @@ def _merged(seen: Observation, asked: _Asked) -> Observation:
     )
 
 
-def _ask_ranks(machine: Machine, key: str, job: str, end_s: float) -> RanksThere:
-    found, ahead_s = _ask(machine, key, job, _RANKS, RanksThere, end_s)
-    ranks = tuple(
-        replace(_on_this_clock(each, ahead_s), machine=machine.launcher) for each in found.ranks
-    )
-    return RanksThere(ranks, found.notes)
+def with_stacks_everywhere(seen: Observation, may_signal: bool) -> Observation:
+    """Add the stacks of the ranks that can answer, on other machines too."""
+    there = {each.machine for each in seen.ranks if each.machine and not each.is_dead}
+    machines = _machines_of(seen.job.id) if there else None
+    if machines is None:
+        return with_stacks(seen, may_signal)
+    end_s = time.monotonic() + _STACKS_WITHIN_S
+    with ThreadPoolExecutor(min(len(there), _MOST_AT_ONCE)) as pool:
+        asked = [
+            pool.submit(_ask, each, machines.key, seen.job.id, _STACKS, StacksThere, end_s)
+            for each in machines.machines
+            if each.launcher in there
+        ]
+        seen = with_stacks(seen, may_signal)
+    stacks: dict[str, tuple[Stack, ...]] = {}
+    notes = list(seen.notes)
+    for future in asked:
+        with contextlib.suppress(NoAnswerError):  # it has just answered
+            found, _ = future.result()
+            stacks |= found.stacks
+            notes += found.notes
+    ranks = [replace(each, stacks=stacks.get(str(each.rank), each.stacks)) for each in seen.ranks]
+    return replace(seen, ranks=tuple(ranks), notes=tuple(notes))
 
 
 def _ask(
@@ -170,25 +152,17 @@ def _without_old_calls(rank: ObservedRank) -> ObservedRank:
     return replace(rank, before=before)
 
 
-def _on_this_clock(rank: ObservedRank, ahead_s: float) -> ObservedRank:
+def _on_this_clock(rank: ObservedRank, launcher: str, ahead_s: float) -> ObservedRank:
     """Move the times of a rank that another machine has observed."""
+
+    def later(process: Process | None) -> Process | None:
+        return None if process is None else replace(process, at_s=process.at_s + ahead_s)
+
     return replace(
         rank,
-        records=_records_later(rank.records, ahead_s),
-        before=_records_later(rank.before, ahead_s),
-        process=_process_later(rank.process, ahead_s),
-        earlier=_process_later(rank.earlier, ahead_s),
+        records=rank.records.later(ahead_s),
+        before=rank.before.later(ahead_s),
+        process=later(rank.process),
+        earlier=later(rank.earlier),
+        machine=launcher,
     )
-
-
-def _records_later(records: Records, by_s: float) -> Records:
-    return replace(
-        records,
-        began_s=records.began_s + by_s,
-        phase_since_s=records.phase_since_s + by_s,
-        calls=tuple(call.later(by_s) for call in records.calls),
-    )
-
-
-def _process_later(process: Process | None, by_s: float) -> Process | None:
-    return None if process is None else replace(process, at_s=process.at_s + by_s)

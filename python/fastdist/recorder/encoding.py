@@ -21,11 +21,7 @@ def encode(value: Any) -> str:
 
 
 def decode(kind: type[_T], text: str | bytes) -> _T:
-    """Decode the output of `encode` for a value of this class.
-
-    Raises:
-        ValueError: the text is not such a value.
-    """
+    """Decode the output of `encode`; raise ValueError if the text is no value of this class."""
     try:
         found: _T = _typed(kind, json.loads(text))
         return found

@@ -61,11 +61,8 @@ def _message(error: BaseException) -> str:
 def note_end(pid: int, status: int) -> None:
     """Note how a process ended, before the other ranks of its job did, unless it has said so.
 
-    Records alone do not tell which rank ended first, among ranks that waited for nobody. Nothing
-    happens if the process has no records.
-
-    Args:
-        status: its exit code, or minus the number of the signal that killed it.
+    Records alone do not tell which rank ended first, among ranks that waited for nobody. `status`
+    is the exit code, or minus the number of the signal that killed it.
     """
     how = f"killed by {_name(-status)}" if status < 0 else f"ended with exit code {status}"
     for found in record_paths():

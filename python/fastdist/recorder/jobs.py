@@ -45,12 +45,7 @@ class RecordedRank:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job on this machine.
-
-    Attributes:
-        id: 16 hexadecimal digits.
-        ranks: the ranks in order; a rank that was started again counts once.
-    """
+    """A job on this machine. A rank that was started again is one of its ranks once."""
 
     id: str
     ranks: tuple[RecordedRank, ...]
@@ -83,8 +78,7 @@ def job_of(pid: int) -> Job:
 def jobs_here(only: str | None = None) -> tuple[list[Job], list[str]]:
     """Find the jobs with records, dead ones too, or the one with the id `only`.
 
-    Returns:
-        The jobs, live ones first, then the youngest first; and notes of what was unreadable.
+    Live ones come first, then the youngest. The notes tell what was unreadable.
     """
     ranks: dict[str, dict[int, RecordedRank]] = {}
     notes = []
@@ -108,12 +102,7 @@ def jobs_here(only: str | None = None) -> tuple[list[Job], list[str]]:
 
 
 def find_job(jobs: Iterable[Job], name: str | None) -> Job:
-    """Find a job by its id, by the beginning of its id, or by the process of a rank.
-
-    Args:
-        jobs: the jobs of `jobs_here`.
-        name: the id or process; None: the first job.
-    """
+    """Find a job by its id, by the beginning of its id, or by a rank's process; None: the first."""
     jobs = list(jobs)
     if name is None:
         if not jobs:

@@ -24,11 +24,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines of a job, and the key by which they authenticate questions.
-
-    Attributes:
-        key: a key derived from the job's secret, only for questions about its records.
-    """
+    """The machines of a job, and a key derived from its secret for questions about records."""
 
     key: str
     machines: tuple[Machine, ...]

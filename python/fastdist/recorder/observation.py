@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from fastdist.recorder.encoding import read
@@ -28,11 +28,9 @@ class ObservedRank:
     """A rank at two moments.
 
     Attributes:
-        records: its records at the second moment.
         before: its records at the first moment.
         process: the process at the second moment; None if it is in another container.
         earlier: the process at the first moment.
-        ending: the exception that ended it, if known.
         starved: the ids of the threads that wait for the GIL in vain.
         stacks: the stacks of its threads; empty if they were not asked for or could not be seen.
         machine: the launcher that reported it; "" if the rank is on this machine.
@@ -119,15 +117,26 @@ class ObservedRank:
     @property
     def cpu_share(self) -> float:
         """Processor time of all threads between the two moments, per second."""
-        if self.process is None or self.earlier is None:
-            return 0.0
-        return (self.process.cpu_s - self.earlier.cpu_s) / self._passed_s
+        return self._per_s(lambda process: process.cpu_s)
+
+    @property
+    def page_faults_per_s(self) -> float:
+        """Pages that were read from the disk between the two moments, per second."""
+        return self._per_s(lambda process: process.page_faults)
 
     @property
     def main_cpu_share(self) -> float:
         """Processor time of the main thread between the two moments, per second."""
-        now, then = self._main_threads
-        return (now.cpu_s - then.cpu_s) / self._passed_s if now and then else 0.0
+        now, then = self.process, self.earlier
+        if now is None or then is None or now.main is None or then.main is None:
+            return 0.0
+        return (now.main.cpu_s - then.main.cpu_s) / _passed_s(now, then)
+
+    def _per_s(self, count: Callable[[Process], float]) -> float:
+        now, then = self.process, self.earlier
+        if now is None or then is None:
+            return 0.0
+        return (count(now) - count(then)) / _passed_s(now, then)
 
     @property
     def main_thread(self) -> Thread | None:
@@ -135,15 +144,9 @@ class ObservedRank:
 
         A request for its stack, perhaps by another program, wakes it for a moment.
         """
-        now, then = self._main_threads
+        now, then = (each.main if each else None for each in (self.process, self.earlier))
         is_awake = now is not None and not now.waits_in and self.main_cpu_share < _AWAKE_SHARE
         return then if is_awake and then is not None else now
-
-    @property
-    def _main_threads(self) -> tuple[Thread | None, Thread | None]:
-        """The main thread at the second and at the first moment."""
-        now, then = self.process, self.earlier
-        return now.main if now else None, then.main if then else None
 
     @property
     def worst_connection(self) -> Connection | None:
@@ -152,28 +155,10 @@ class ObservedRank:
         lossy = (each for each in connections if each.retransmissions)
         return max(lossy, key=lambda each: each.retransmissions, default=None)
 
-    @property
-    def page_faults_per_s(self) -> float:
-        """Pages that were read from the disk between the two moments, per second."""
-        if self.process is None or self.earlier is None:
-            return 0.0
-        return (self.process.page_faults - self.earlier.page_faults) / self._passed_s
-
-    @property
-    def _passed_s(self) -> float:
-        assert self.process is not None
-        assert self.earlier is not None
-        return _passed_s(self.process, self.earlier)
-
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A machine of the job that did not answer.
-
-    Attributes:
-        why: the reason: "its launcher has ended".
-        is_cut: True if nothing at that address answers, as when the link is down.
-    """
+    """A machine of the job that did not answer; `is_cut`: nothing at its address answers."""
 
     machine: Machine
     why: str
@@ -182,14 +167,12 @@ class Unreached:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A job at two moments.
+    """A job at two moments, of which `at_s` is the second.
 
     Attributes:
         ranks: the ranks whose records could be read.
         missing: the other ranks of the job.
-        at_s: the second moment, on the monotonic clock.
         notes: notes of what could not be seen.
-        unreached: the machines that did not answer.
     """
 
     job: Job
@@ -214,36 +197,51 @@ def observe(job: Job, interval_s: float = INTERVAL_S) -> Observation:
     """Look at the ranks of a job that are on this machine, twice."""
     notes: list[str] = []
     first = [_look(each, []) for each in job.ranks]
-    if any(look and not (look.process and look.process.is_dead) for look in first):
+    if any(look and not (look[1] and look[1].is_dead) for look in first):
         time.sleep(interval_s)
     ranks = []
-    for each, before in zip(job.ranks, first, strict=True):
+    for each, then in zip(job.ranks, first, strict=True):
         now = _look(each, notes)
-        if before is not None and now is not None:
-            ending = read(Ending, each.place.beside("ending"))
-            pair = now.records, before.records, now.process, before.process
-            ranks.append(ObservedRank(each.place, *pair, ending, _starved(now, before)))
+        if then is None or now is None:
+            continue
+        (records, process), (before, earlier) = now, then
+        ending = read(Ending, each.place.beside("ending"))
+        starved = _starved(process, earlier) if process and earlier else ()
+        ranks.append(
+            ObservedRank(each.place, records, before, process, earlier, ending, tuple(starved))
+        )
     return Observation(job, tuple(ranks), _missing(job, ranks), time.monotonic(), tuple(notes))
 
 
-def _starved(now: _Look, before: _Look) -> tuple[int, ...]:
-    if now.process is None or before.process is None:
-        return ()
-    passed_s = _passed_s(now.process, before.process)
-    earlier = {thread.tid: thread for thread in before.process.threads}
-    return tuple(
-        thread.tid
-        for thread in now.process.threads
-        if _wants_gil(now.process.pid, thread, earlier.get(thread.tid, thread), passed_s)
-    )
+def _look(rank: RecordedRank, notes: list[str]) -> tuple[Records, Process | None] | None:
+    """Look at a rank; None if its records are gone."""
+    try:
+        records = read_records(rank.place.path)
+    except UnreadableError as error:
+        notes.append(str(error))
+        records = rank.records
+    if records is None:
+        return None
+    if not rank.place.is_here:
+        if not rank.is_live:
+            return records, Process(records.pid, "", time.monotonic())
+        notes.append(f"the process of rank {records.rank}, which is in another container")
+        return records, None
+    process = look_at(records.pid, records.started)
+    notes += [f"rank {records.rank}: {note}" for note in process.notes]
+    return records, process
 
 
-def _wants_gil(pid: int, thread: Thread, before: Thread, passed_s: float) -> bool:
+def _starved(now: Process, before: Process) -> Iterator[int]:
+    """Yield the threads that have woken often without success to ask for the GIL."""
+    earlier = {thread.tid: thread for thread in before.threads}
     least, most = _GIL_NAPS_PER_S
-    if not least < (thread.switches - before.switches) / passed_s < most:
-        return False
-    addresses = {thread.futex, before.futex} - {0}  # it may just be awake
-    return any(is_in_interpreter(pid, address) for address in addresses)
+    for thread in now.threads:
+        then = earlier.get(thread.tid, thread)
+        if least < (thread.switches - then.switches) / _passed_s(now, before) < most:
+            addresses = {thread.futex, then.futex} - {0}  # it may just be awake
+            if any(is_in_interpreter(now.pid, address) for address in addresses):
+                yield thread.tid
 
 
 def _passed_s(now: Process, before: Process) -> float:
@@ -277,30 +275,3 @@ def with_stacks(observation: Observation, may_signal: bool) -> Observation:
         if each.records.pid in missing and not each.machine
     ]
     return replace(observation, ranks=ranks, notes=(*observation.notes, *notes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """A rank at one moment."""
-
-    records: Records
-    process: Process | None
-
-
-def _look(rank: RecordedRank, notes: list[str]) -> _Look | None:
-    """Look at a rank; None if its records are gone."""
-    try:
-        records = read_records(rank.place.path)
-    except UnreadableError as error:
-        notes.append(str(error))
-        records = rank.records
-    if records is None:
-        return None
-    if not rank.place.is_here and rank.is_live:
-        notes.append(f"the process of rank {records.rank}, which is in another container")
-        return _Look(records, None)
-    if not rank.place.is_here:
-        return _Look(records, Process(records.pid, "", time.monotonic()))
-    process = look_at(records.pid, records.started)
-    notes += [f"rank {records.rank}: {note}" for note in process.notes]
-    return _Look(records, process)

@@ -48,16 +48,15 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Occupation:
-    """A reason why a rank does not arrive.
-
-    Attributes:
-        one: the predicate of a sentence about one rank: "waits for data".
-        several: the same for several ranks.
-    """
+    """A reason why a rank does not arrive, as predicates of one rank and of several ranks."""
 
     kind: Kind
     one: str
     several: str
+
+
+def _waits(kind: Kind, what: str) -> Occupation:
+    return Occupation(kind, f"waits {what}", f"wait {what}")
 
 
 def occupation_of(rank: ObservedRank) -> Occupation:
@@ -85,12 +84,12 @@ def _memory(rank: ObservedRank) -> Occupation | None:
     is_stalled = process.memory_stall > _STALLED_SHARE and reads > 0
     if not (is_swapping or is_stalled or any(_SWAP.match(t.waits_in) for t in process.threads)):
         return None
-    what = (
+    return _waits(
+        Kind.MEMORY,
         f"for memory: {process.swapped_bytes >> 20:,} MiB are swapped out, {reads:,.0f} pages/s "
         f"are read back, and all tasks stood still for memory {process.memory_stall:.0%} of the "
-        "last 10 s"
+        "last 10 s",
     )
-    return Occupation(Kind.MEMORY, f"waits {what}", f"wait {what}")
 
 
 def _files(rank: ObservedRank) -> Occupation | None:
@@ -99,41 +98,35 @@ def _files(rank: ObservedRank) -> Occupation | None:
         return None
     is_path = thread.file.startswith("/") and not thread.file.startswith("/dev/")
     if is_path and thread.waits_in:
-        where = f"for the file {thread.file}"
-    elif thread.state == "D" or _FILES.match(thread.waits_in):
-        where = f"for the file system, in the kernel's {thread.waits_in or 'uninterruptible sleep'}"
-    else:
-        return None
-    return Occupation(Kind.FILES, f"waits {where}", f"wait {where}")
+        return _waits(Kind.FILES, f"for the file {thread.file}")
+    if thread.state == "D" or _FILES.match(thread.waits_in):
+        where = thread.waits_in or "uninterruptible sleep"
+        return _waits(Kind.FILES, f"for the file system, in the kernel's {where}")
+    return None
 
 
 def _link(rank: ObservedRank) -> Occupation | None:
     """Find a connection that retransmits, if a call over the network does not end."""
-    calls = [call for call in rank.running if call.member.engine == "net"]
     worst = rank.worst_connection
-    if not calls or worst is None:
+    if worst is None or all(call.member.engine != "net" for call in rank.running):
         return None
-    what = f"no answers from {worst}"
-    return Occupation(Kind.LINK, f"gets {what}", f"get {what}")
+    return Occupation(Kind.LINK, f"gets no answers from {worst}", f"get no answers from {worst}")
 
 
 def _gpu(rank: ObservedRank) -> Occupation | None:
-    calls = [call for call in rank.running if call.signature.on_gpu]
-    stack = rank.stack
-    waits = stack is not None and stack.is_in_torch_cuda
-    is_gpus = rank.process is not None and rank.process.uses_gpu and (waits or bool(calls))
-    if not is_gpus:
+    if rank.process is None or not rank.process.uses_gpu:
+        return None
+    waits = rank.stack is not None and rank.stack.is_in_torch_cuda
+    if not waits and not any(call.signature.on_gpu for call in rank.running):
         return None
     return Occupation(Kind.GPU, "waits for work on its GPU", "wait for work on their GPUs")
 
 
 def _data(rank: ObservedRank) -> Occupation | None:
-    stack = rank.stack
-    is_loading = stack is not None and stack.is_loading
+    is_loading = rank.stack is not None and rank.stack.is_loading
     if not is_loading and rank.records.phase is not Phase.DATA:
         return None
-    how = _how(rank)
-    return Occupation(Kind.DATA, f"waits for data, {how}", f"wait for data, {how}")
+    return _waits(Kind.DATA, f"for data, {_how(rank)}")
 
 
 def _threads(rank: ObservedRank) -> Occupation | None:
@@ -148,8 +141,7 @@ def _threads(rank: ObservedRank) -> Occupation | None:
     main = rank.main_thread
     if main is None or not _FUTEX.match(main.waits_in) or _trains_in_thread(rank):
         return None
-    what = f"for a lock or another thread{_others(rank)}"
-    return Occupation(Kind.THREADS, f"waits {what}", f"wait {what}")
+    return _waits(Kind.THREADS, f"for a lock or another thread{_others(rank)}")
 
 
 def _trains_in_thread(rank: ObservedRank) -> bool:
@@ -166,9 +158,8 @@ def _others(rank: ObservedRank) -> str:
 def _user(rank: ObservedRank) -> Occupation:
     place = rank.records.phase.name.lower() if rank.records.phase else "user code"
     what = f"in {place}, {_how(rank)}"
-    return Occupation(
-        Kind.USER, f"has not arrived: it is {what}", f"have not arrived: they are {what}"
-    )
+    one, several = f"has not arrived: it is {what}", f"have not arrived: they are {what}"
+    return Occupation(Kind.USER, one, several)
 
 
 def _how(rank: ObservedRank) -> str:

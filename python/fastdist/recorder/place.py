@@ -19,11 +19,7 @@ Kind = Literal["stacks", "asks", "answer", "ending", "machines", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class RecordPath:
-    """The file of a process's records.
-
-    Attributes:
-        namespace: the number of the Linux namespace of process ids that `pid` is from.
-    """
+    """The file of a process's records; `namespace` is the Linux namespace of its process id."""
 
     path: Path
     namespace: int

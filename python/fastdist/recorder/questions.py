@@ -29,11 +29,7 @@ _FAILURES = (
 
 
 class NoAnswerError(Exception):
-    """A launcher does not answer; the message says why.
-
-    Attributes:
-        is_cut: the machine cannot be reached at all.
-    """
+    """A launcher does not answer; `is_cut`: its machine cannot be reached at all."""
 
     def __init__(self, message: str, is_cut: bool = False) -> None:
         super().__init__(message)
@@ -45,8 +41,7 @@ def ask(
 ) -> tuple[str, float]:
     """Ask a launcher about a job, until `end_s` on the monotonic clock.
 
-    Returns:
-        The answer, and how many seconds this machine's monotonic clock is ahead of the launcher's.
+    Returns the answer, and how many seconds this machine's clock is ahead of the launcher's.
     """
     connection = _connect(address, min(end_s, time.monotonic() + _CONNECT_S))
     secret = Secret(key.encode(), "the job's records")
@@ -87,13 +82,9 @@ def answer(
     answer_to: Callable[[str, str], str],
     patience_s: float,
 ) -> None:
-    """Answer one question, unless it was asked without the job's key.
+    """Answer one question that comes within `patience_s`, if it was asked with the job's key.
 
-    Args:
-        connection: the connection to the program that asks.
-        key_of: a function that returns the key of a job; None if the job is unknown.
-        answer_to: a function that returns the answer from a job and the question.
-        patience_s: seconds to wait for the question.
+    `key_of` returns the key of a job, None for an unknown one; `answer_to` answers about a job.
     """
     end_s = time.monotonic() + patience_s
     hello = json.dumps([secrets.token_hex(16), time.monotonic()])

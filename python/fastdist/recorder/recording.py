@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,7 @@ def record(
 def record_task(task: str, place: int, tasks: int, key: str) -> None:
     """Record the requests of a task of a job with parameter servers from now on.
 
-    Args:
-        place: its number among all tasks.
-        tasks: the number of all tasks.
-        key: the name of the job, the same on all tasks.
+    `place` is its number among all `tasks`, and `key` the name of the job, the same on all of them.
     """
     if _Own.process != os.getpid():
         _start(place, tasks, hashlib.sha256(key.encode()).hexdigest()[:16], task)
@@ -223,7 +221,7 @@ def _dropped_by_multiprocessing() -> BaseException | None:
 def _remove_old(job: str) -> None:
     """Remove the records of jobs that ended a while ago, except the job that was last alive."""
     live = {job}
-    ended: dict[str, list[tuple[float, RecordPath]]] = {}
+    ended: dict[str, list[tuple[float, RecordPath]]] = defaultdict(list)
     for found in record_paths():
         who = identity(found.path)
         if who is None:
@@ -233,11 +231,10 @@ def _remove_old(job: str) -> None:
             continue
         with contextlib.suppress(OSError):  # another process may just be removing it
             at = found.path.stat().st_mtime
-            ended.setdefault(who.job, []).append((at, found))
-    for its_job in live & ended.keys():
-        del ended[its_job]
-    newest = max(ended, key=lambda each: max(at for at, _ in ended[each]), default=None)
-    for its_job in ended.keys() - {newest}:
+            ended[who.job].append((at, found))
+    old_jobs = ended.keys() - live
+    newest = max(old_jobs, key=lambda each: max(at for at, _ in ended[each]), default=None)
+    for its_job in old_jobs - {newest}:
         for _, old in ended[its_job]:
             with contextlib.suppress(OSError):
                 if old.seconds_ended() > _KEPT_S:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,7 +95,6 @@ class Member:
 
     Attributes:
         key: a number that is the same on all of its ranks, and on no others.
-        rank: the process's rank in it.
         engine: "host", "net", …
         is_open: False after the process has closed it.
     """
@@ -121,9 +118,7 @@ class Call:
     Attributes:
         number: the call's number in its process.
         sequence: the call's number, from 1, in its communicator; in its lane for a send or receive.
-        site: the caller's line, "train.py:12 in step"; empty if unknown.
         there_s: the time when all ranks had announced the call; that of its beginning if unknown.
-        done_s: the time of its end; None for a call that still runs.
     """
 
     number: int
@@ -177,14 +172,12 @@ class Usual:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The records of a process.
+    """The records of a process. Times are in seconds of this machine's monotonic clock.
 
     Attributes:
         started: the start of the process, in clock ticks since boot, as in /proc/PID/stat.
-        began_s: the time when recording began, on the monotonic clock.
         task: "worker 1" of a job with parameter servers, whose tasks are its ranks; "" otherwise.
         call_count: approximate number of calls that the process has made.
-        phase_since_s: the beginning of the phase, on the monotonic clock.
         calls: the last 256 calls, and those that have not ended, by the time when they began.
         usual: the usual duration of recorded calls that have ended, by site.
     """
@@ -209,6 +202,15 @@ class Records:
         """Return the duration that is unusual for a call's line; None after fewer calls."""
         usual = self.usual.get(call.site)
         return None if usual is None or usual.calls < least_calls else _P99_TIMES * usual.p99_s
+
+    def later(self, by_s: float) -> Records:
+        """Return the records on another clock."""
+        return replace(
+            self,
+            began_s=self.began_s + by_s,
+            phase_since_s=self.phase_since_s + by_s,
+            calls=tuple(call.later(by_s) for call in self.calls),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,48 +238,50 @@ def identity(path: Path) -> Identity | None:
 
 
 def read_records(path: Path) -> Records | None:
-    """Read the records of one process, which may be writing them.
-
-    Returns:
-        The records; None if they are gone, or if the process is just beginning them.
-    """
+    """Read the records of a process; None if they are gone, or if it is just beginning them."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb", buffering=0) as file:
+            data = file.read(_BYTES)
+            # Calls whose number has changed since the first read were being written.
+            file.seek(_CALLS_AT)
+            again = file.read(_CALLS_END - _CALLS_AT)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror}") from error
-    try:
-        data = os.pread(fd, _BYTES, 0)
-        # Calls whose number has changed since the first read were being written.
-        again = os.pread(fd, _CALLS_END - _CALLS_AT, _CALLS_AT)
-    finally:
-        os.close(fd)
     if not data[:8].strip(b"\0"):  # the magic word is written last
         return None
     return _records(Snapshot(path, data, again))
 
 
 class Snapshot:
-    """The contents of a file of records at one moment.
+    """The contents of a file of records at one moment; `again`: the bytes of its calls, read later.
 
-    Args:
-        path: the file, for errors.
-        data: its bytes.
-        again: the bytes of its calls, read later.
-
-    Attributes:
-        calls: the calls that were not being written, in the file's format, in order of beginning.
-        clock: the converter of their times.
+    `calls` are those that were not being written, in the file's format, in order of beginning.
     """
 
     def __init__(self, path: Path, data: bytes, again: bytes) -> None:
-        self.header = _header(path, data)
-        self.clock = _Clock(self.header)
-        self.members = _members(data, int(self.header["communicators"]))
-        self.calls = _whole_calls(data, again, len(self.members))
-        self._sites = _sites(data, int(self.header["sites"]))
         self._data = data
+        self.header = header = _header(path, data)
+        self._began = int(header["ticks"]), int(header["monotonic_ns"])
+        self._ns_per_tick = 1.0
+        if not header["clock"]:  # a counter, of unknown speed
+            ticks, at_ns = self._began
+            self._ns_per_tick = (time.monotonic_ns() - at_ns) / max(_core.ticks() - ticks, 1)
+        members = min(int(header["communicators"]), _COMMUNICATORS)
+        self.members = tuple(
+            Member(
+                int(each["key"]),
+                int(each["rank"]),
+                int(each["size"]),
+                _text(each["engine"]),
+                bool(each["is_open"]),
+            )
+            for each in np.frombuffer(data, _COMMUNICATOR, members, _COMMUNICATORS_AT)
+        )
+        self.calls = _whole_calls(data, again, members)
+        sites = np.frombuffer(data, _SITE, min(int(header["sites"]), _SITES), _SITES_AT)
+        self._sites = ["", *map(_text, sites)]
 
     @classmethod
     def of_mapping(cls, path: Path, mapping: npt.NDArray[np.uint8]) -> Snapshot:
@@ -292,6 +296,11 @@ class Snapshot:
         """Return a line that has made calls; empty if unknown."""
         return self._sites[number] if number < len(self._sites) else ""
 
+    def seconds(self, ticks: Any) -> float:
+        """Convert a time of the file to seconds of the monotonic clock."""
+        began, at_ns = self._began
+        return (at_ns + (int(ticks) - began) * self._ns_per_tick) / 1e9
+
     def call(self, each: Any) -> Call:
         """Decode one of `calls`."""
         return Call(
@@ -301,25 +310,29 @@ class Snapshot:
             signature=Signature(int(each["signature"]), int(each["count"])),
             site=self.site(int(each["site"])),
             phase=_phase(int(each["phase"])),
-            entered_s=self.clock.seconds(each["entered"]),
-            there_s=self.clock.seconds(each["there"] or each["entered"]),
-            done_s=self.clock.seconds(each["done"]) if each["done"] else None,
+            entered_s=self.seconds(each["entered"]),
+            there_s=self.seconds(each["there"] or each["entered"]),
+            done_s=self.seconds(each["done"]) if each["done"] else None,
             is_failed=int(each["outcome"]) == 2,
         )
 
     def usual(self) -> dict[str, Usual]:
         """Return the usual duration of the calls that have ended, by site."""
         ended = self.calls[self.calls["done"] > 0]
-        took_s = self.clock.difference_s((ended["done"] - ended["entered"]).astype(np.float64))
-        numbers = np.unique(ended["site"]).tolist()
-        return {self.site(number): _usual(took_s[ended["site"] == number]) for number in numbers}
+        took_s = (ended["done"] - ended["entered"]) * (self._ns_per_tick / 1e9)
+        usual = {}
+        for number in np.unique(ended["site"]).tolist():
+            own_s = took_s[ended["site"] == number]
+            p99_s = np.percentile(own_s, 99, method="higher")
+            usual[self.site(number)] = Usual(len(own_s), float(p99_s))
+        return usual
 
     def phases(self, first: int) -> list[tuple[float, Phase]]:
         """Return when phases began, from the phase with the number `first` on, if it is kept."""
         begun = int(self.header["phases"])
         ring = np.frombuffer(self._data, np.uint64, _PHASES, _CALLS_END)
         words = (int(ring[i % _PHASES]) for i in range(max(first, begun - _PHASES + 1), begun))
-        return [(self.clock.seconds(word >> 3), _phase(word & 7)) for word in words]
+        return [(self.seconds(word >> 3), _phase(word & 7)) for word in words]
 
 
 def _records(file: Snapshot) -> Records:
@@ -338,7 +351,7 @@ def _records(file: Snapshot) -> Records:
         task=file.text("task"),
         call_count=int(header["calls"]),
         phase=_phase(int(header["phase"])),
-        phase_since_s=file.clock.seconds(header["phase_since"]),
+        phase_since_s=file.seconds(header["phase_since"]),
         members=file.members,
         calls=tuple(map(file.call, kept)),
         usual=file.usual(),
@@ -360,42 +373,6 @@ def _header(path: Path, data: bytes) -> Any:
     return header
 
 
-class _Clock:
-    """Converts a recorder's ticks to seconds of the monotonic clock."""
-
-    def __init__(self, header: Any) -> None:
-        self._ticks, self._at_ns = int(header["ticks"]), int(header["monotonic_ns"])
-        self._ns_per_tick = 1.0
-        if not header["clock"]:  # a counter, of unknown speed
-            passed = _core.ticks() - self._ticks
-            self._ns_per_tick = (time.monotonic_ns() - self._at_ns) / max(passed, 1)
-
-    def seconds(self, ticks: Any) -> float:
-        return (self._at_ns + (int(ticks) - self._ticks) * self._ns_per_tick) / 1e9
-
-    def difference_s(self, ticks: Any) -> Any:
-        return ticks * (self._ns_per_tick / 1e9)
-
-
-def _members(data: bytes, count: int) -> tuple[Member, ...]:
-    table = np.frombuffer(data, _COMMUNICATOR, min(count, _COMMUNICATORS), _COMMUNICATORS_AT)
-    return tuple(
-        Member(
-            int(each["key"]),
-            int(each["rank"]),
-            int(each["size"]),
-            _text(each["engine"]),
-            bool(each["is_open"]),
-        )
-        for each in table
-    )
-
-
-def _sites(data: bytes, count: int) -> list[str]:
-    table = np.frombuffer(data, _SITE, min(count, _SITES), _SITES_AT)
-    return ["", *(_text(each) for each in table)]
-
-
 def _whole_calls(data: bytes, again: bytes, members: int) -> npt.NDArray[np.void]:
     """Return the calls that were not being written, by the time when they began."""
     calls = np.frombuffer(data, _CALL, _CALLS, _CALLS_AT)
@@ -406,11 +383,6 @@ def _whole_calls(data: bytes, again: bytes, members: int) -> npt.NDArray[np.void
     order = np.argsort(calls["entered"][whole], kind="stable")
     kept: npt.NDArray[np.void] = calls[whole][order]
     return kept
-
-
-def _usual(took_s: npt.NDArray[np.float64]) -> Usual:
-    place = math.ceil(0.99 * (len(took_s) - 1))
-    return Usual(len(took_s), float(np.partition(took_s, place)[place]))
 
 
 def _phase(number: int) -> Phase:

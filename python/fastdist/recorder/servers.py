@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from fastdist.recorder.observation import Observation, ObservedRank
 from fastdist.recorder.occupation import BUSY_SHARE, Kind, occupation_of
@@ -16,21 +15,17 @@ _CERTAIN = (Kind.MEMORY, Kind.FILES)
 Found = tuple[Kind, str, Sequence[int], str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """A task that waits for a server's reply."""
-
-    task: ObservedRank
-    call: Call
-
-    @property
-    def server(self) -> str:
-        return f"{SERVER} {self.call.signature.root}"
-
-
 def judge(seen: Observation) -> Found:
     """Say which task is the cause, by the first rule that fits."""
-    return _ended(seen) or _stopped(seen) or _late(seen) or _nobody_waits(seen)
+    # A dead or stopped server matters most, then other such tasks.
+    tasks = sorted(seen.ranks, key=lambda each: not each.records.task.startswith(SERVER))
+    for task in tasks:
+        if task.is_dead:
+            return _told(seen, Kind.DEAD, task, f"is dead{how_it_died(task)}")
+    for task in tasks:
+        if task.process is not None and task.is_stopped:
+            return _told(seen, Kind.STOPPED, task, f"is stopped by {task.process.stopped_by}")
+    return _late(seen) or _nobody_waits(seen)
 
 
 def goes_on(seen: Observation) -> bool:
@@ -38,37 +33,25 @@ def goes_on(seen: Observation) -> bool:
     return _overdue(seen) is None and any(each.has_advanced for each in seen.ranks)
 
 
-def _overdue(seen: Observation) -> _Wait | None:
+def _overdue(seen: Observation) -> Call | None:
     """Return the oldest waiting request if it is overdue."""
-    return next((w for w in _waits(seen) if seen.at_s - w.call.entered_s > _OVERDUE_S), None)
+    return next((c for _, c in _waits(seen) if seen.at_s - c.entered_s > _OVERDUE_S), None)
 
 
-def _waits(seen: Observation) -> list[_Wait]:
-    """Return the requests that have waited at both moments, the oldest first."""
-    waits = [_Wait(task, call) for task in seen.ranks if not task.is_dead for call in task.waiting]
-    return sorted(waits, key=lambda wait: wait.call.entered_s)
+def _waits(seen: Observation) -> list[tuple[str, Call]]:
+    """Return the requests that have waited at both moments, with their tasks, the oldest first."""
+    live = [each for each in seen.ranks if not each.is_dead]
+    waits = [(each.records.task, call) for each in live for call in each.waiting]
+    return sorted(waits, key=lambda wait: wait[1].entered_s)
 
 
-def _ended(seen: Observation) -> Found | None:
-    dead = _most_needed(each for each in seen.ranks if each.is_dead)
-    if dead is None:
-        return None
-    waiting = _those_who_wait(seen, dead.records.task)
-    return Kind.DEAD, f"{dead.records.task} is dead{how_it_died(dead)}{waiting}", [dead.rank], ""
+def _server_of(request: Call) -> str:
+    return f"{SERVER} {request.signature.root}"
 
 
-def _stopped(seen: Observation) -> Found | None:
-    stopped = _most_needed(each for each in seen.ranks if each.is_stopped)
-    if stopped is None:
-        return None
-    by = "" if stopped.process is None else stopped.process.stopped_by
-    sentence = f"{stopped.records.task} is stopped by {by}"
-    return Kind.STOPPED, sentence + _those_who_wait(seen, stopped.records.task), [stopped.rank], ""
-
-
-def _most_needed(tasks: Iterable[ObservedRank]) -> ObservedRank | None:
-    """Return a server if there is one, else the first task."""
-    return min(tasks, key=lambda each: not each.records.task.startswith(SERVER), default=None)
+def _told(seen: Observation, kind: Kind, task: ObservedRank, what: str, line: str = "") -> Found:
+    name = task.records.task
+    return kind, f"{name} {what}{_those_who_wait(seen, name)}", [task.rank], line
 
 
 def _late(seen: Observation) -> Found | None:
@@ -76,25 +59,26 @@ def _late(seen: Observation) -> Found | None:
     oldest = _overdue(seen)
     if oldest is None:
         return None
-    server = next((each for each in seen.ranks if each.records.task == oldest.server), None)
+    name = _server_of(oldest)
+    server = next((each for each in seen.ranks if each.records.task == name), None)
     if server is None:
-        told = _those_who_wait(seen, oldest.server, f"{oldest.server}'s")
-        return Kind.UNKNOWN, f"{oldest.server} cannot be seen from here{told}", [], ""
+        told = _those_who_wait(seen, name, f"{name}'s")
+        return Kind.UNKNOWN, f"{name} cannot be seen from here{told}", [], ""
     occupation = occupation_of(server)
     kind, what = Kind.UNKNOWN, "does not answer, though it runs"
     if occupation.kind in _CERTAIN:
         kind, what = occupation.kind, occupation.one
     elif server.cpu_share > BUSY_SHARE:
         kind, what = Kind.SLOW, f"is busy: it computes on {server.cpu_share:.1f} cores"
-    sentence = f"{oldest.server} {what}{_those_who_wait(seen, oldest.server)}"
-    return kind, sentence, [server.rank], oldest.call.site
+    return _told(seen, kind, server, what, oldest.site)
 
 
 def _nobody_waits(seen: Observation) -> Found:
     if waits := _waits(seen):
-        oldest = waits[0]
-        told = _those_who_wait(seen, oldest.server, f"{oldest.server}'s").removeprefix("; ")
-        return Kind.SLOW, f"slow, not stuck: {told}", [], oldest.call.site
+        oldest = waits[0][1]
+        name = _server_of(oldest)
+        told = _those_who_wait(seen, name, f"{name}'s").removeprefix("; ")
+        return Kind.SLOW, f"slow, not stuck: {told}", [], oldest.site
     if any(each.has_advanced for each in seen.ranks):
         return Kind.SLOW, "slow, not stuck: parameter servers answer", [], ""
     ends = [each.idle_since_s for each in seen.ranks]
@@ -105,13 +89,13 @@ def _nobody_waits(seen: Observation) -> Found:
 
 def _those_who_wait(seen: Observation, server: str, whose: str = "its") -> str:
     """Return "; worker 1 waits for its reply to READ at train.py:9 in step, for 12 s"."""
-    behind = [wait for wait in _waits(seen) if wait.server == server]
+    behind = [wait for wait in _waits(seen) if _server_of(wait[1]) == server]
     if not behind:
         return ""
-    oldest = behind[0]
-    who = sorted({wait.task.records.task for wait in behind})
+    oldest = behind[0][1]
+    who = sorted({task for task, _ in behind})
     names = who[0] if len(who) == 1 else f"{', '.join(who[:-1])} and {who[-1]}"
-    request = f"{oldest.call.signature.op}{at(oldest.call.site)}"
-    age_s = seen.at_s - oldest.call.entered_s
+    request = f"{oldest.signature.op}{at(oldest.site)}"
     waiting = verb(who, "waits", "wait")
+    age_s = seen.at_s - oldest.entered_s
     return f"; {names} {waiting} for {whose} reply to {request}, for {seconds(age_s)}"

@@ -32,15 +32,11 @@ class _Speaker:
 
 
 def explain(is_late: bool, failed_s: float) -> str:
-    """Explain why a call of this process has failed; return "" if that is unknown.
+    """Explain why a call of this process failed at `failed_s`; return "" if that is unknown.
 
-    Args:
-        failed_s: the time of the failure, on the monotonic clock.
-        is_late: True after a timeout. Timeouts shorter than 2 s are not explained, since programs
-            use them for polling. After another failure, the exceptions of other ranks are quoted.
-
-    Raises:
-        Exception: only an exception that a signal handler raises meanwhile.
+    Timeouts (`is_late`) shorter than 2 s are not explained, since programs use them for polling.
+    After another failure, the exceptions of other ranks are quoted. Only an exception that a signal
+    handler raises meanwhile gets out.
     """
     found: list[str] = []
 
@@ -119,10 +115,7 @@ def _left_early(job: Job) -> str:
 
 
 def obituary(pid: int) -> str:
-    """Describe the last action of the process whose death ended its job, and who waited for it.
-
-    Returns "" if that is unknown.
-    """
+    """Tell the last action of a process whose death ended its job; "" if that is unknown."""
     try:
         job = job_of(pid)
         found = diagnose(job, 0.0, may_signal=False)

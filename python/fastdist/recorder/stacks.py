@@ -8,6 +8,7 @@ if the user has not asked, none is sent to a main thread that waits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,15 +39,9 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 def stacks_of(
     places: Mapping[int, RecordPath], may_signal: bool, timeout_s: float = 0.5
 ) -> tuple[dict[int, list[Stack]], dict[int, str]]:
-    """Return the stacks of running processes of this user.
+    """Return the stacks of running processes, and the reason for each process without stacks.
 
-    Args:
-        places: the processes, which are neither stopped nor dead, and their records.
-        may_signal: True to send signals to main threads that wait, too.
-        timeout_s: seconds to wait for all of them.
-
-    Returns:
-        The stacks of each process, and the reason for each process without stacks.
+    `may_signal`: send signals to main threads that wait, too.
     """
     end_s = time.monotonic() + timeout_s
     found = _by_asking(places, time.monotonic() + timeout_s / 2)
@@ -69,20 +65,18 @@ def answered_stacks() -> AnsweredStacks:
     return AnsweredStacks(
         time.clock_gettime(time.CLOCK_BOOTTIME),
         tuple(
-            Stack(tuple(_frames(frame)), is_main=thread == main)
+            Stack(_frames(frame), is_main=thread == main)
             for thread, frame in sys._current_frames().items()
             if thread != own
         ),
     )
 
 
-def _frames(frame: FrameType | None) -> Iterator[Frame]:
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            return
-        code = frame.f_code
-        yield Frame(code.co_filename, frame.f_lineno or 0, code.co_name)
-        frame = frame.f_back
+def _frames(frame: FrameType) -> tuple[Frame, ...]:
+    walk = itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
+    return tuple(
+        Frame(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walk
+    )
 
 
 def _by_asking(places: Mapping[int, RecordPath], end_s: float) -> dict[int, list[Stack]]:
@@ -100,17 +94,11 @@ def _by_asking(places: Mapping[int, RecordPath], end_s: float) -> dict[int, list
 
 def _ask(pipe: Path) -> bool:
     """Return True if a process listens and was asked."""
-    try:
+    with contextlib.suppress(OSError):
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        os.write(fd, b"?")
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+        with open(fd, "wb", buffering=0) as file:
+            return file.write(b"?") == 1
+    return False
 
 
 def _by_py_spy(pids: Collection[int], end_s: float) -> dict[int, list[Stack]]:
@@ -145,21 +133,16 @@ def _py_spy() -> str | None:
 
 
 def _parse_py_spy(pid: int, dumped: Sequence[Mapping[str, Any]]) -> list[Stack]:
-    return [
-        Stack(
-            tuple(
-                Frame(each["filename"], int(each["line"]), _bare(each["name"]))
-                for each in thread["frames"]
-            ),
-            is_main=thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread",
+    stacks = []
+    for thread in dumped:
+        frames = tuple(
+            # The name "hold" of "step.<locals>.hold", as faulthandler and records have it.
+            Frame(each["filename"], int(each["line"]), each["name"].rpartition("<locals>.")[2])
+            for each in thread["frames"]
         )
-        for thread in dumped
-    ]
-
-
-def _bare(name: str) -> str:
-    """Return "hold" for "step.<locals>.hold", as faulthandler and records name it."""
-    return name.rpartition("<locals>.")[2]
+        is_main = thread.get("os_thread_id") == pid or thread.get("thread_name") == "MainThread"
+        stacks.append(Stack(frames, is_main))
+    return stacks
 
 
 def _by_signal(
@@ -200,12 +183,9 @@ def _signal(pid: int, path: Path, may_signal: bool) -> int:
 
 
 def _read_from(path: Path, offset: int) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError):
+        return path.read_bytes()[offset:].decode("utf-8", "replace")
+    return ""
 
 
 _MOST_THREADS = 100  # faulthandler writes no more, and the main thread's may be missing

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fastdist.processes.cgroups import cgroups, read_text
@@ -44,7 +45,6 @@ class Thread:
         waits_in: the kernel function in which the thread sleeps; empty if it runs or if unknown.
         file: the file that it reads or writes at this moment; empty if none.
         futex: the address on which it waits for another thread; 0 if none.
-        cpu_s: processor time that it has used.
         switches: the number of times it has gone to sleep.
     """
 
@@ -79,8 +79,6 @@ class Process:
         status: a zombie's exit status, as `os.waitpid` gives it; None if it runs or is gone.
         page_faults: pages that were read from the disk.
         memory_stall: the share of the last 10 s in which all tasks waited for memory, from 0 to 1.
-        at_s: the time of this look, on the monotonic clock.
-        notes: notes of what could not be seen, and why.
     """
 
     pid: int
@@ -129,7 +127,7 @@ def look_at(pid: int, started: int) -> Process:
     state = fields[0]
     if state in _ENDED:
         return Process(pid, state, now_s, status=int(fields[49]) or None)
-    look = _Look(Path(f"/proc/{pid}"))
+    look = _Look(pid)
     return Process(
         pid,
         _FROZEN if look.is_frozen() else state,
@@ -137,7 +135,7 @@ def look_at(pid: int, started: int) -> Process:
         cpu_s=_cpu_s(fields),
         page_faults=int(fields[9]),
         swapped_bytes=look.number("status", "VmSwap") * 1024,
-        uses_gpu=any(file.startswith("/dev/nvidia") for file in look.files().values()),
+        uses_gpu=any(file.startswith("/dev/nvidia") for file in look.files.values()),
         threads=tuple(look.threads()),
         memory_stall=look.memory_stall(),
         connections=tuple(look.connections()),
@@ -147,19 +145,17 @@ def look_at(pid: int, started: int) -> Process:
 
 def start_of(pid: int) -> int | None:
     """Return the start of a running process, in clock ticks since boot; None if it has ended."""
-    try:
+    with contextlib.suppress(OSError, IndexError):
         fields = stat(pid)
         return None if fields[0] in _ENDED else int(fields[19])
-    except (OSError, IndexError):
-        return None
+    return None
 
 
 def state_of(pid: int) -> str:
     """Return the letter for the state of a process, as ps shows it; X if there is none."""
-    try:
+    with contextlib.suppress(OSError, IndexError):
         return stat(pid)[0]
-    except (OSError, ValueError, IndexError):
-        return "X"
+    return "X"
 
 
 def out_of_memory_kills() -> int:
@@ -197,29 +193,25 @@ def is_in_interpreter(pid: int, address: int) -> bool:
 
 def catches(pid: int, signal: int) -> bool:
     """Return True if a process has a handler for a signal."""
-    mask = _Look(Path(f"/proc/{pid}")).value("status", "SigCgt")
+    mask = _Look(pid).value("status", "SigCgt")
     return bool(mask) and bool(int(mask, 16) >> (signal - 1) & 1)
 
 
-@dataclass(slots=True)
 class _Look:
-    """Reads the files of a folder in /proc, and notes which it may not read."""
+    """Reads the files of a process's folder in /proc, and notes which it may not read."""
 
-    folder: Path
-    notes: list[str] = field(default_factory=list)
-    _seen: dict[str, str] = field(default_factory=dict)
-    _files: dict[int, str] | None = None
+    def __init__(self, pid: int) -> None:
+        self.folder = Path(f"/proc/{pid}")
+        self.notes: list[str] = []
 
     def text(self, name: str) -> str:
-        if name not in self._seen:
-            self._seen[name] = ""
-            try:
-                self._seen[name] = (self.folder / name).read_text("utf-8", "replace")
-            except ProcessLookupError:
-                pass  # it has just ended
-            except OSError as error:
-                self._note(name, error)
-        return self._seen[name]
+        try:
+            return (self.folder / name).read_text("utf-8", "replace")
+        except ProcessLookupError:
+            pass  # it has just ended
+        except OSError as error:
+            self._note(name, error)
+        return ""
 
     def value(self, name: str, key: str) -> str:
         found = re.search(rf"^{key}:\s*(\S+)", self.text(name), re.MULTILINE)
@@ -228,17 +220,21 @@ class _Look:
     def number(self, name: str, key: str) -> int:
         return int(self.value(name, key) or 0)
 
+    @functools.cached_property
+    def cgroup(self) -> str:
+        return self.text("cgroup")
+
+    @functools.cached_property
     def files(self) -> dict[int, str]:
-        """Return the open files by their descriptors."""
-        if self._files is None:
-            self._files = {}
-            try:
-                for name in os.listdir(self.folder / "fd"):
-                    with contextlib.suppress(FileNotFoundError):  # it was just closed
-                        self._files[int(name)] = os.readlink(self.folder / "fd" / name)
-            except OSError as error:
-                self._note("fd", error)
-        return self._files
+        """The open files by their descriptors."""
+        files = {}
+        try:
+            for name in os.listdir(self.folder / "fd"):
+                with contextlib.suppress(FileNotFoundError):  # it was just closed
+                    files[int(name)] = os.readlink(self.folder / "fd" / name)
+        except OSError as error:
+            self._note("fd", error)
+        return files
 
     def threads(self) -> Iterator[Thread]:
         """Yield the threads, the main thread first."""
@@ -251,16 +247,12 @@ class _Look:
         if len(tids) > _MOST_THREADS:
             self.notes.append(f"{len(tids) - _MOST_THREADS} of {len(tids)} threads")
         for tid in tids[:_MOST_THREADS]:
-            thread = self._thread(tid)
-            if thread is not None:
-                yield thread
+            with contextlib.suppress(OSError, IndexError):  # it has ended
+                yield self._thread(tid)
 
-    def _thread(self, tid: int) -> Thread | None:
+    def _thread(self, tid: int) -> Thread:
         task = f"task/{tid}"
-        try:
-            fields = stat(f"{self.folder.name}/{task}")
-        except (OSError, IndexError):
-            return None  # it has ended
+        fields = stat(f"{self.folder.name}/{task}")
         waits_in = self.text(f"{task}/wchan").strip()
         return Thread(
             tid,
@@ -278,19 +270,19 @@ class _Look:
             return "", 0
         number, argument = int(words[0]), int(words[1], 16)
         if number in _FILE_CALLS:
-            return self.files().get(argument, ""), 0
+            return self.files.get(argument, ""), 0
         return "", argument if number == _FUTEX_CALL else 0
 
     def is_frozen(self) -> bool:
         """Return True if the freezer of control groups holds the process."""
-        for folder in cgroups(self.text("cgroup"), "freezer"):
+        for folder in cgroups(self.cgroup, "freezer"):
             is_frozen = "frozen 1" in read_text(folder / "cgroup.events")
             if is_frozen or read_text(folder / "freezer.state").strip() == "FROZEN":
                 return True
         return False
 
     def memory_stall(self) -> float:
-        files = [folder / "memory.pressure" for folder in cgroups(self.text("cgroup"), "memory")]
+        files = [folder / "memory.pressure" for folder in cgroups(self.cgroup, "memory")]
         for file in [*files, Path("/proc/pressure/memory")]:
             found = re.search(r"^full avg10=([\d.]+)", read_text(file), re.MULTILINE)
             if found:
@@ -299,7 +291,7 @@ class _Look:
 
     def connections(self) -> Iterator[Connection]:
         """Yield the TCP connections with unsent bytes or retransmissions."""
-        own = {name[8:-1] for name in self.files().values() if name.startswith("socket:[")}
+        own = {name[8:-1] for name in self.files.values() if name.startswith("socket:[")}
         if not own:
             return
         for name in ("net/tcp", "net/tcp6"):

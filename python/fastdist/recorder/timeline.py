@@ -34,12 +34,7 @@ def traced(call: Call, epoch_s: float = 0.0) -> Call:
 
 @dataclass(slots=True)
 class RankTimeline:
-    """The phases and calls of one rank.
-
-    Attributes:
-        label: the rank's host and process.
-        lost_calls: calls that were overwritten before they were read.
-    """
+    """The phases and calls of one rank; `lost_calls` were overwritten before they were read."""
 
     rank: int
     label: str
@@ -79,7 +74,6 @@ class Lateness:
         share: its share of the collectives in which any rank was waited for.
         cost_s: mean seconds that the other ranks waited for it, per such collective.
         reason: its main occupation meanwhile: a phase, or "user".
-        site: the line that made most of those calls.
     """
 
     rank: int
@@ -153,10 +147,7 @@ def _ends_before(timeline: RankTimeline) -> dict[int, float]:
 
 
 def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, Call]]]:
-    """Yield the calls of each collective that all of its ranks have recorded.
-
-    Each call is paired with the place of its rank in `ranks`.
-    """
+    """Yield the calls of each collective that all its ranks have recorded, with their places."""
     found: dict[tuple[int, int], list[tuple[int, Call]]] = defaultdict(list)
     for place, timeline in enumerate(ranks):
         for call in timeline.calls:

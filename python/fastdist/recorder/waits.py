@@ -7,7 +7,8 @@ cause. A chain without an end is a circle of waiting ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastdist.recorder.observation import ObservedRank
@@ -19,11 +20,7 @@ UNSEEN = -1
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank in a call that has not ended, or in which the rank ended.
-
-    Attributes:
-        behind: ranks that have not begun the call; empty if all have.
-    """
+    """A call that has not ended, or in which its rank did, and the ranks that have not begun it."""
 
     rank: int
     call: Call
@@ -38,14 +35,12 @@ def waits_of(ranks: Sequence[ObservedRank], missing: Sequence[int]) -> list[Wait
     ]
 
 
-def _waiting(rank: ObservedRank) -> Iterator[Call]:
-    """Yield the calls in which a rank has waited at both moments, or which it has given up."""
+def _waiting(rank: ObservedRank) -> Sequence[Call]:
+    """Return the calls in which a rank has waited at both moments, or which it has given up."""
     if not rank.is_dead:
-        yield from rank.waiting
-        if rank.gave_up is not None:
-            yield rank.gave_up
-    elif rank.last_call is not None and (rank.last_call.is_failed or rank.last_call.is_running):
-        yield rank.last_call
+        return rank.waiting if rank.gave_up is None else [*rank.waiting, rank.gave_up]
+    last = rank.last_call
+    return [last] if last is not None and (last.is_failed or last.is_running) else []
 
 
 class _Progress:
@@ -54,34 +49,30 @@ class _Progress:
     def __init__(self, ranks: Sequence[ObservedRank], missing: Sequence[int]) -> None:
         self._missing = missing
         self._world_size = max((each.records.world_size for each in ranks), default=0)
-        self._ranks: dict[int, dict[int, int]] = {}  # by key, the job's ranks by the communicator's
+        # By key, the job's ranks by the communicator's.
+        self._ranks: dict[int, dict[int, int]] = defaultdict(dict)
         # The last collective, by key and the job's rank.
-        self._last: dict[tuple[int, int], int] = {}
-        self._in_lane: dict[tuple[int, int, int], list[Call]] = {}
+        self._last: dict[tuple[int, int], int] = defaultdict(int)
+        # The sends and receives that run, by key, the job's rank, and the other's in the lane.
+        self._in_lane: dict[tuple[int, int, int], list[Call]] = defaultdict(list)
         for each in ranks:
             for member in each.records.members:
-                self._ranks.setdefault(member.key, {})[member.rank] = each.rank
+                self._ranks[member.key][member.rank] = each.rank
             for call in (*each.before.calls, *each.records.calls):
-                self._add(each.rank, call)
-
-    def _add(self, rank: int, call: Call) -> None:
-        key = call.member.key
-        if not call.signature.is_pairwise:
-            self._last[key, rank] = max(self._last.get((key, rank), 0), call.sequence)
-        elif call.is_running:
-            self._in_lane.setdefault((key, rank, call.signature.root), []).append(call)
+                key = call.member.key
+                if not call.signature.is_pairwise:
+                    self._last[key, each.rank] = max(self._last[key, each.rank], call.sequence)
+                elif call.is_running:
+                    self._in_lane[key, each.rank, call.signature.root].append(call)
 
     def behind(self, rank: ObservedRank, call: Call) -> frozenset[int]:
         """Return the ranks that have not begun a call."""
         if call.signature.is_pairwise:
             return self._behind_in_lane(call)
         key = call.member.key
-        members = (self._job_rank(call, each) for each in range(call.member.size))
+        others = {self._job_rank(call, each) for each in range(call.member.size)} - {rank.rank}
         return frozenset(
-            each
-            for each in members
-            if each != rank.rank
-            and (each == UNSEEN or self._last.get((key, each), 0) < call.sequence)
+            each for each in others if each == UNSEEN or self._last[key, each] < call.sequence
         )
 
     def _behind_in_lane(self, call: Call) -> frozenset[int]:
@@ -90,42 +81,35 @@ class _Progress:
             return frozenset()  # from any rank
         key, other = call.member.key, self._job_rank(call, call.signature.root)
         opposite = {"send": "recv", "recv": "send"}[call.signature.op]
-        theirs = self._in_lane.get((key, other, call.member.rank), [])
-        if any(each.signature.op == opposite for each in theirs):
-            return frozenset()
-        return frozenset([other])
+        theirs = self._in_lane[key, other, call.member.rank]
+        has_come = any(each.signature.op == opposite for each in theirs)
+        return frozenset() if has_come else frozenset([other])
 
     def _job_rank(self, call: Call, rank: int) -> int:
-        known = self._ranks[call.member.key].get(rank)
-        if known is not None:
-            return known
-        has_same_ranks = all(a == b for a, b in self._ranks[call.member.key].items())
+        known = self._ranks[call.member.key]
+        if rank in known:
+            return known[rank]
+        has_same_ranks = all(a == b for a, b in known.items())
         if rank in self._missing and call.member.size == self._world_size and has_same_ranks:
             return rank
         return self._missing[0] if len(self._missing) == 1 else UNSEEN
 
 
 def causes(waits: Sequence[Wait], present: frozenset[int]) -> tuple[frozenset[int], list[int]]:
-    """Follow chains of waiting ranks to their ends.
+    """Follow chains of waiting ranks to their ends, or find a circle of ranks, if there is one.
 
-    Args:
-        waits: the waits of all ranks.
-        present: ranks that run code outside of calls; they are ends of chains even if one of their
-            asynchronous calls has not ended.
-
-    Returns:
-        The ranks at the ends of the chains; and if there are none, a circle of ranks that wait for
-        each other, which may be empty.
+    The ranks in `present` run code outside of calls: they are ends even if one of their
+    asynchronous calls has not ended.
     """
-    edges: dict[int, set[int]] = {}
+    edges: dict[int, set[int]] = defaultdict(set)
     for wait in waits:
-        edges.setdefault(wait.rank, set()).update(wait.behind)
+        edges[wait.rank] |= wait.behind
     targets = {each for behind in edges.values() for each in behind}
     ends = frozenset(each for each in targets if each in present or not edges.get(each))
     return ends, [] if ends else _circle(edges)
 
 
-def _circle(edges: dict[int, set[int]]) -> list[int]:
+def _circle(edges: Mapping[int, set[int]]) -> list[int]:
     for start in sorted(edges):
         path = [start]
         while edges.get(path[-1]):

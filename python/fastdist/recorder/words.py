@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fastdist.processes.process import signal_name
 from fastdist.recorder.observation import ObservedRank
+from fastdist.recorder.ring import Call
 from fastdist.recorder.waits import UNSEEN
 
 
@@ -41,6 +42,11 @@ def verb(ranks: Collection[object], one: str, several: str) -> str:
     return one if len(ranks) == 1 else several
 
 
+def they(ranks: Collection[int], one: str, several: str) -> str:
+    """Begin a sentence: "rank 3 waits", "ranks 0 and 2 wait"."""
+    return f"{names(ranks)} {verb(ranks, one, several)}"
+
+
 def short(line: str) -> str:
     """Shorten "/home/me/train.py:12 in step" to "train.py:12 in step"; "" stays."""
     return re.sub(r"^.*/(?=[^/]*:\d+ in )", "", line)
@@ -49,6 +55,11 @@ def short(line: str) -> str:
 def at(line: str) -> str:
     """Return " at train.py:12 in step"; "" for an unknown line."""
     return f" at {short(line)}" if line else ""
+
+
+def in_words(call: Call | None) -> str:
+    """Return "all_reduce(…) at train.py:12 in step"; "" without a call."""
+    return "" if call is None else f"{call.signature}{at(call.site)}"
 
 
 def seconds(value_s: float) -> str:

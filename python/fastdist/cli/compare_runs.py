@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +26,6 @@ exit code:
   1  if they differ
   2  if a file cannot be read, or they have other replicas or no step in common
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Parting:
-    """The first step in which two runs differ.
-
-    Attributes:
-        replicas: replicas whose gradients, before they were reduced, differ.
-        gradients: parameters whose reduced gradients differ.
-        parameters: parameters that differ after the step.
-        states: states of optimizers that differ after the step.
-    """
-
-    step: int
-    replicas: list[int] = field(default_factory=list)
-    gradients: list[str] = field(default_factory=list)
-    parameters: list[str] = field(default_factory=list)
-    states: list[str] = field(default_factory=list)
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,23 +52,23 @@ def run(options: argparse.Namespace) -> int:
             f"{options.first} and {options.second} have no step in common; record both with the "
             "same --record-every"
         )
-    parting = find_parting(first, second, steps)
+    parting = _parting(first, second, steps)
     if options.json:
-        found = None if parting is None else asdict(parting)
-        show(json.dumps({"steps": len(steps), "last": steps[-1], "parting": found}) + "\n")
+        show(json.dumps({"steps": len(steps), "last": steps[-1], "parting": parting}) + "\n")
     elif parting is None:
         show(f"equal in all {len(steps)} steps that both have recorded, up to step {steps[-1]}\n")
     else:
-        threads, others = (run[parting.step]["threads"] for run in (first, second))
+        threads, others = (run[parting["step"]]["threads"] for run in (first, second))
         show(_told(parting, threads, others, steps))
     return int(parting is not None)
 
 
-def find_parting(first: dict[int, Any], second: dict[int, Any], steps: list[int]) -> Parting | None:
-    """Return in which of the steps two records, by step, differ first; None if they do not.
+def _parting(
+    first: dict[int, Any], second: dict[int, Any], steps: list[int]
+) -> dict[str, Any] | None:
+    """Return what differs in the first step in which two records differ; None if they are equal.
 
-    Raises:
-        UsageError: they are equal up to a step of other numbers of replicas.
+    These are the step, the replicas whose own gradients differ, and the names of tensors by kind.
     """
     for step in steps:
         one, other = first[step], second[step]
@@ -98,13 +79,12 @@ def find_parting(first: dict[int, Any], second: dict[int, Any], steps: list[int]
                 f"{since}the runs have {counts[0]} and {counts[1]} replicas, whose bits may differ"
             )
         own = enumerate(zip(one["replicas"], other["replicas"], strict=True))
-        parting = Parting(
-            step,
-            [replica for replica, (mine, theirs) in own if mine != theirs],
-            *(_differing(one[kind], other[kind]) for kind in _KINDS),
-        )
-        if parting != Parting(step):
-            return parting
+        found: dict[str, list[Any]] = {
+            "replicas": [replica for replica, (mine, theirs) in own if mine != theirs]
+        }
+        found |= {kind: _differing(one[kind], other[kind]) for kind in _KINDS}
+        if any(found.values()):
+            return {"step": step, **found}
     return None
 
 
@@ -112,23 +92,24 @@ def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
     return [name for name in one | other if one.get(name) != other.get(name)]
 
 
-def _told(parting: Parting, threads: Any, others: Any, steps: list[int]) -> str:
-    before = [step for step in steps if step < parting.step]
+def _told(parting: dict[str, Any], threads: Any, others: Any, steps: list[int]) -> str:
+    before = [step for step in steps if step < parting["step"]]
     since = f"; they are equal up to step {before[-1]}." if before else ", the first of both files."
-    lines = [f"The runs part at step {parting.step}{since}"]
-    if parting.replicas:
-        some = f"replica {', '.join(map(str, parting.replicas))}"
-        who = "every replica" if len(parting.replicas) == len(threads) else some
+    lines = [f"The runs part at step {parting['step']}{since}"]
+    replicas = parting["replicas"]
+    if replicas:
+        some = f"replica {', '.join(map(str, replicas))}"
+        who = "every replica" if len(replicas) == len(threads) else some
         why = "other parameters since an earlier step, data, random numbers or processors"
         if threads != others:
             why = f"torch had {threads} and {others} threads; set OMP_NUM_THREADS alike"
         lines.append(f"Own gradients differ on {who}: {why}.")
-    elif parting.gradients:
+    elif parting["gradients"]:
         lines.append("Each replica's own gradients are equal, and their sums differ.")
     else:
         lines.append("Gradients are equal: the optimizer's settings or earlier states differ.")
     for kind in _KINDS:
-        names: list[str] = getattr(parting, kind)
+        names = parting[kind]
         if names:
             more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
             lines.append(f"  {kind}: {', '.join(names[:_MOST_NAMES])}{more}")

@@ -83,7 +83,13 @@ class _Stopped(BaseException):
 
 def run(options: argparse.Namespace) -> None:
     """Serve until a signal arrives."""
-    with _opened(options.address) as server, suppress(_Stopped), _signals_raise():
+    from fastdist.ps import Server
+
+    try:
+        made = Server(options.address)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {error.strerror}") from None
+    with made as server, suppress(_Stopped), _signals_raise():
         _show(server, options.json)
 
 
@@ -114,15 +120,6 @@ def _write(line: str) -> bool:
         )
         return False
     return True
-
-
-def _opened(address: str | None) -> Server:
-    from fastdist.ps import Server
-
-    try:
-        return Server(address)
-    except OSError as error:
-        raise UsageError(f"cannot listen at {error.strerror}") from None
 
 
 @contextmanager

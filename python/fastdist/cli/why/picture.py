@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 import importlib.util
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fastdist.recorder.diagnosis import Diagnosis
 from fastdist.recorder.observation import ObservedRank
@@ -19,6 +20,13 @@ _ABSENT = "·"
 _LEAST_S = 1e-4  # ranks that come this close together come at the same time
 
 
+class Arrivals(NamedTuple):
+    """A collective, and how many seconds after the first rank the ranks came that have come."""
+
+    call: Call
+    came_s: dict[int, float]
+
+
 def check_plot(path: Path) -> None:
     """Check that `write_plot` can write such a file."""
     if path.suffix not in (".png", ".html"):
@@ -29,7 +37,7 @@ def check_plot(path: Path) -> None:
 
 def write_plot(diagnosis: Diagnosis, path: Path) -> None:
     """Draw the arrivals into a file; see `check_plot`."""
-    shown = arrivals(diagnosis.observation.ranks, _MOST)
+    shown = arrivals(diagnosis.observation.ranks)
     ranks = [each.rank for each in diagnosis.observation.ranks]
     if path.suffix == ".html":
         path.write_text(_page(diagnosis.sentence, shown, ranks), "utf-8")
@@ -37,12 +45,36 @@ def write_plot(diagnosis: Diagnosis, path: Path) -> None:
         _draw(diagnosis.sentence, shown, ranks, path)
 
 
+def arrivals(ranks: Sequence[ObservedRank]) -> list[Arrivals]:
+    """Return the arrivals at the last collectives of the communicator with most ranks."""
+    by_call: dict[tuple[int, int], dict[int, Call]] = defaultdict(dict)
+    for each in ranks:
+        for call in each.records.calls:
+            if not call.signature.is_pairwise:
+                by_call[call.place][each.rank] = call
+    if not by_call:
+        return []
+    every = (call for calls in by_call.values() for call in calls.values())
+    key = max(every, key=lambda call: (call.member.size, call.entered_s)).member.key
+    shown = []
+    for place in sorted(place for place in by_call if place[0] == key)[-_MOST:]:
+        calls = by_call[place]
+        first_s = min(call.entered_s for call in calls.values())
+        came_s = {rank: call.entered_s - first_s for rank, call in sorted(calls.items())}
+        shown.append(Arrivals(next(iter(calls.values())), came_s))
+    return shown
+
+
+def _most_s(shown: Sequence[Arrivals]) -> float:
+    return max([_LEAST_S, *(late_s for each in shown for late_s in each.came_s.values())])
+
+
 def to_text(ranks: Sequence[ObservedRank]) -> str:
     """Draw the arrivals with block characters: a row per rank, a column per collective."""
-    shown = arrivals(ranks, _MOST)
+    shown = arrivals(ranks)
     if not shown:
         return "no collectives were recorded\n"
-    most_s = max(_LEAST_S, *(each.spread_s for each in shown))
+    most_s = _most_s(shown)
     lines = [
         f"arrivals at the last {len(shown)} collectives, after the first rank "
         f"(█ {seconds(most_s)}, {_ABSENT} has not come)"
@@ -78,8 +110,9 @@ def _draw(sentence: str, shown: Sequence[Arrivals], ranks: Sequence[int], path: 
 
 
 def _page(sentence: str, shown: Sequence[Arrivals], ranks: Sequence[int]) -> str:
-    most_s = max([_LEAST_S, *(each.spread_s for each in shown)])
-    heads = "".join(f"<th title='{html.escape(_label(each))}'></th>" for each in shown)
+    most_s = _most_s(shown)
+    labels = [f"{each.call.signature} {short(each.call.site)}" for each in shown]
+    heads = "".join(f"<th title='{html.escape(label)}'></th>" for label in labels)
     rows = "".join(
         f"<tr><th>rank {rank}</th>"
         + "".join(_cell(each.came_s.get(rank), most_s) for each in shown)
@@ -104,46 +137,3 @@ def _cell(late_s: float | None, most_s: float) -> str:
         f"<td style='background:rgba(209,73,91,{0.08 + 0.92 * share:.2f})' "
         f"title='{seconds(late_s)}'></td>"
     )
-
-
-def _label(arrival: Arrivals) -> str:
-    return f"{arrival.call.signature} {short(arrival.call.site)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """The arrivals of ranks at one collective.
-
-    Attributes:
-        call: the call of one of the ranks.
-        came_s: seconds after the first rank, by rank; ranks that have not come are not in it.
-    """
-
-    call: Call
-    came_s: dict[int, float]
-
-    @property
-    def spread_s(self) -> float:
-        """Seconds between the first and the last rank."""
-        return max(self.came_s.values())
-
-
-def arrivals(ranks: Sequence[ObservedRank], most: int) -> list[Arrivals]:
-    """Return the arrivals at the last `most` collectives of the communicator with most ranks."""
-    by_call: dict[tuple[int, int], dict[int, Call]] = {}
-    for each in ranks:
-        for call in each.records.calls:
-            if not call.signature.is_pairwise:
-                by_call.setdefault(call.place, {})[each.rank] = call
-    if not by_call:
-        return []
-    every = (call for calls in by_call.values() for call in calls.values())
-    key = max(every, key=lambda call: (call.member.size, call.entered_s)).member.key
-    chosen = sorted(sequence for k, sequence in by_call if k == key)[-most:]
-    return [_arrivals(by_call[key, sequence]) for sequence in chosen]
-
-
-def _arrivals(calls: dict[int, Call]) -> Arrivals:
-    first_s = min(call.entered_s for call in calls.values())
-    came_s = {rank: call.entered_s - first_s for rank, call in sorted(calls.items())}
-    return Arrivals(next(iter(calls.values())), came_s)

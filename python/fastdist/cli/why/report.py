@@ -114,20 +114,14 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _to_json(diagnosis: Diagnosis, unseen: list[str]) -> str:
     seen = diagnosis.observation
-    return (
-        json.dumps(
-            {
-                "job": seen.job.id,
-                "world_size": seen.job.world_size,
-                "class": diagnosis.kind.value,
-                "sentence": diagnosis.sentence,
-                "ranks": diagnosis.ranks,
-                "line": diagnosis.line,
-                "table": list(_rows(diagnosis)),
-                "not_seen": unseen,
-            },
-            indent=2,
-            ensure_ascii=False,
-        )
-        + "\n"
-    )
+    facts = {
+        "job": seen.job.id,
+        "world_size": seen.job.world_size,
+        "class": diagnosis.kind.value,
+        "sentence": diagnosis.sentence,
+        "ranks": diagnosis.ranks,
+        "line": diagnosis.line,
+        "table": list(_rows(diagnosis)),
+        "not_seen": unseen,
+    }
+    return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"

@@ -269,15 +269,10 @@ class Snapshot:
             ticks, at_ns = self._began
             self._ns_per_tick = (time.monotonic_ns() - at_ns) / max(_core.ticks() - ticks, 1)
         members = min(int(header["communicators"]), _COMMUNICATORS)
+        table = np.frombuffer(data, _COMMUNICATOR, members, _COMMUNICATORS_AT)
         self.members = tuple(
-            Member(
-                int(each["key"]),
-                int(each["rank"]),
-                int(each["size"]),
-                _text(each["engine"]),
-                bool(each["is_open"]),
-            )
-            for each in np.frombuffer(data, _COMMUNICATOR, members, _COMMUNICATORS_AT)
+            Member(key, rank, size, _text(engine), bool(is_open))
+            for rank, size, key, is_open, engine in table.tolist()
         )
         self.calls = _whole_calls(data, again, members)
         sites = np.frombuffer(data, _SITE, min(int(header["sites"]), _SITES), _SITES_AT)

@@ -146,16 +146,11 @@ def stalled(waited_s: float) -> None:
 
 def _tell(job: Job, waited_s: float) -> None:
     own = next(each.records for each in job.ranks if each.records.pid == os.getpid())
-    waiting = [
-        (rank.records.rank, call)
-        for rank in job.ranks
-        if rank.can_speak
-        for call in _worth_telling(rank.records)
-    ]
-    # The lowest waiting rank of a machine reports.
-    if not waiting or min(waiting, key=lambda each: each[0])[0] != own.rank:
-        return
-    call = min((call for rank, call in waiting if rank == own.rank), key=lambda c: c.entered_s)
+    speakers = [each.records for each in job.ranks if each.can_speak]
+    waiting = {each.rank: calls for each in speakers if (calls := _worth_telling(each))}
+    if min(waiting, default=None) != own.rank:
+        return  # the lowest waiting rank of a machine reports
+    call = min(waiting[own.rank], key=lambda each: each.entered_s)
     if _Speaker.wait != (os.getpid(), call.number):
         _Speaker.wait = (os.getpid(), call.number)
         _Speaker.next_s = FIRST_REPORT_S

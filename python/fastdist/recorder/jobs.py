@@ -45,7 +45,7 @@ class RecordedRank:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job on this machine. A rank that was started again is one of its ranks once."""
+    """A job on this machine, its ranks in order; a rank that was started again counts once."""
 
     id: str
     ranks: tuple[RecordedRank, ...]
@@ -71,8 +71,8 @@ def job_of(pid: int) -> Job:
     here = (each for each in record_paths() if each.is_here and each.pid == pid)
     found = [who for each in here if (who := identity(each.path)) is not None]
     # An earlier process may have had the same number.
-    found.sort(key=lambda who: who.started)
-    return find_job(jobs_here(found[-1].job)[0] if found else [], str(pid))
+    last = max(found, key=lambda who: who.started, default=None)
+    return find_job(jobs_here(last.job)[0] if last else [], str(pid))
 
 
 def jobs_here(only: str | None = None) -> tuple[list[Job], list[str]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fastdist.ps import Client, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
-from fastdist.ps.client.row_cache import RowCache
+from fastdist.ps.model.table import RowCache
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded_things import ShardedRows

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastdist.ps.client.client import Client
-    from fastdist.ps.client.items import Item
+    from fastdist.ps.client.items import Item, Ticket
     from fastdist.ps.client.loading import LoadedCheckpoint, SavedRows, load
     from fastdist.ps.client.partition import FixedShards, MaxSizePartitioner, MinSizePartitioner
-    from fastdist.ps.client.requests import Ticket
     from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
     from fastdist.ps.server.server import Server
     from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
@@ -35,10 +34,9 @@ __all__ = [
 # Loaded on first use: `fastdist.nn` needs only the model folder, which loads no sockets.
 _MODULES = {
     "client.client": ("Client",),
-    "client.items": ("Item",),
+    "client.items": ("Item", "Ticket"),
     "client.loading": ("LoadedCheckpoint", "SavedRows", "load"),
     "client.partition": ("FixedShards", "MaxSizePartitioner", "MinSizePartitioner"),
-    "client.requests": ("Ticket",),
     "model.row_wise_adagrad": ("RowWiseAdagrad",),
     "server.server": ("Server",),
     "wire.specs": ("DenseSpec", "RowsSpec", "RuleSpec"),

@@ -43,9 +43,8 @@ from fastdist.ps.client.partition import Partitioner, RoundRobin
 from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import Stopped, Worker
-from fastdist.ps.model.bundle import Bundle, define_bundle
 from fastdist.ps.model.model import ServedModel
-from fastdist.ps.model.plan import TableOptions, plan
+from fastdist.ps.model.plan import Bundle, TableOptions, define_bundle, plan
 from fastdist.ps.model.steps import ServedSteps
 from fastdist.ps.server.server import Server
 from fastdist.ps.worker_host import (

@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fastdist.errors import FastdistError
 from fastdist.ps.coordinator.per_worker import set_worker_index
 from fastdist.ps.coordinator.worker import CallContext
-from fastdist.ps.model.bundle import Bundle
 from fastdist.ps.model.embeddings import EmbeddingBagCollection, TableLookup
 from fastdist.ps.model.model import ServedModel
+from fastdist.ps.model.plan import Bundle
 from fastdist.ps.model.steps import ServedSteps
 from fastdist.replicas.random_streams import stream_seed
 

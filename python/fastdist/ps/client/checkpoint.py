@@ -12,7 +12,7 @@ from typing import Any
 from fastdist.checkpoints import files
 from fastdist.errors import DamagedCheckpointError
 from fastdist.ps.client.client import Client
-from fastdist.ps.client.requests import Ticket
+from fastdist.ps.client.items import Ticket
 from fastdist.ps.client.sharded import Sharded, ShardedRows
 from fastdist.ps.wire.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
 from fastdist.ps.wire.snapshot import Part

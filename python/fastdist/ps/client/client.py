@@ -17,9 +17,9 @@ import fastdist._core as _core
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.link.connections import Connections
 from fastdist.link.stream import NO_MEMORY
-from fastdist.ps.client.items import Destination, Item, messages_of, names_of, values_of
-from fastdist.ps.client.requests import Ticket
-from fastdist.ps.wire.frames import Array, keep_freed_memory, to_floats, to_ids
+from fastdist.ps.client.items import Destination, Item, Ticket, messages_of, names_of, values_of
+from fastdist.ps.wire.batches import Array, to_floats, to_ids
+from fastdist.ps.wire.process import keep_freed_memory
 from fastdist.ps.wire.protocol import (
     Header,
     Op,
@@ -127,19 +127,11 @@ class Client:
         in_flight = self._in_flight[server]
         if len(in_flight) >= self._window:
             self._poll_until(next(iter(in_flight.values())), lambda: len(in_flight) < self._window)
-        self._numbers[server] += 1
-        header = Header(
-            op,
-            self._numbers[server],
-            self._id,
-            number,
-            min(in_flight, default=self._numbers[server]),
-            round,
-            place,
-        )
+        own = self._numbers[server] = self._numbers[server] + 1
+        header = Header(op, own, self._id, number, min(in_flight, default=own), round, place)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         ticket = Ticket(server, op, header, frames, nbytes, limit_s, time.monotonic(), destination)
-        in_flight[header.number] = ticket
+        in_flight[own] = ticket
         self._send(ticket)
         return ticket
 
@@ -354,17 +346,18 @@ class Client:
         frames: list[Any] = [to_json(spec)]
         if initial is not None:
             frames.append(to_floats(initial))
-        return int(json.loads(bytes(self.wait(self.submit(server, Op.CREATE, 0, frames)))))
+        return int(self._ask(server, Op.CREATE, frames))
 
     def hello(self, server: int) -> dict[str, Any]:
         """Return the server's protocol version, and the specs of everything that it keeps."""
-        answer: dict[str, Any] = json.loads(bytes(self.wait(self.submit(server, Op.HELLO))))
-        return answer
+        return dict(self._ask(server, Op.HELLO))
 
     def stats(self, server: int) -> dict[str, Any]:
         """See `Server.stats`."""
-        answer: dict[str, Any] = json.loads(bytes(self.wait(self.submit(server, Op.STATS))))
-        return answer
+        return dict(self._ask(server, Op.STATS))
+
+    def _ask(self, server: int, op: Op, frames: Sequence[Any] = ()) -> Any:
+        return json.loads(bytes(self.wait(self.submit(server, op, 0, frames))))
 
     def reset(self, server: int, timeout_s: float | None = None) -> None:
         """Make a server drop everything; clients that use its objects get UnavailableError."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from fastdist.ps.client.checkpoint import Saved, read_index
-from fastdist.ps.wire.frames import Array, to_ids
+from fastdist.ps.wire.batches import Array, to_ids
 from fastdist.ps.wire.snapshot import require_checksums
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
 _PIECE_ROWS = 1 << 16
 # The number of the scope, and of the module if the scope had several.
 _PREFIX = re.compile(r"(\d+/(\w+\[\d+\]\.)?)?")
-_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,33 +130,29 @@ def _load_all(directory: Path) -> LoadedCheckpoint:
     for full, saved in index.saved.items():
         name, spec = short[full] if is_clear else full, saved.spec
         if isinstance(spec, RowsSpec):
-            pieces = tuple(_mapped(path) for path in saved.checksums)
+            mapped = (_mapped(path) for path in saved.checksums)
+            pieces = tuple((_read_only(ids), _read_only(rows)) for ids, rows in mapped)
             values[name] = SavedRows(pieces, spec.dim, spec.rows, spec)
         else:
             values[name] = _fill(torch.empty(spec.shape), saved)
     return LoadedCheckpoint(values, index.state)
 
 
-def _mapped(path: Path) -> tuple[Any, Array]:
+def _mapped(path: Path) -> tuple[Any, torch.Tensor]:
     """Map a checked file: the ids of a table's rows, or a slice of a variable's; and the values."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
+    with safe_open(path, "pt") as file:
+        part = json.loads(file.metadata()["fastdist"])["part"]
+        values = file.get_tensor("values")
+        if "ids" in file.keys():  # noqa: SIM118
+            ids = file.get_tensor("ids")
+            return (ids + part["begin"] if part["begin"] else ids), values
+    return slice(part["begin"], part["end"]) if values.dim() else (), values
 
-    def array(name: str) -> Array:
-        about = header[name]
-        shape: tuple[int, ...] = tuple(about["shape"])
-        dtype = _DTYPES[about["dtype"]]
-        if 0 in shape:
-            return np.empty(shape, dtype)
-        offset = 8 + length + int(about["data_offsets"][0])
-        return np.memmap(path, dtype, "r", offset, shape)
 
-    part = json.loads(header["__metadata__"]["fastdist"])["part"]
-    if "ids" not in header:
-        return slice(part["begin"], part["end"]), array("values")
-    ids = array("ids")
-    return (ids + part["begin"] if part["begin"] else ids), array("values")
+def _read_only(tensor: torch.Tensor) -> Array:
+    array: Array = tensor.numpy()
+    array.flags.writeable = False
+    return array
 
 
 def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[str]:
@@ -180,12 +177,10 @@ def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[s
 
 def _find_prefix(saved: dict[str, Saved], tensors: dict[str, torch.Tensor], directory: Path) -> str:
     """Return the prefix with which a checkpoint has the most tensors of a module."""
-    counts: dict[str, int] = {}
-    for full in saved:
-        for name in tensors:
-            prefix = full[: len(full) - len(name)]
-            if full.endswith(name) and _PREFIX.fullmatch(prefix):
-                counts[prefix] = counts.get(prefix, 0) + 1
+    prefixes = (
+        full.removesuffix(name) for full in saved for name in tensors if full.endswith(name)
+    )
+    counts = Counter(prefix for prefix in prefixes if _PREFIX.fullmatch(prefix))
     most = max(counts.values(), default=0)
     best = sorted(prefix for prefix, count in counts.items() if count == most)
     if len(best) > 1:
@@ -209,10 +204,11 @@ def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) ->
         for path in source.checksums:
             ids, _ = _mapped(path)
             beyond = ids[(ids < 0) | (ids >= tensor.shape[0])]
-            if beyond.size:
+            if len(beyond):
                 raise ValueError(
-                    f"{directory} has a row of {spec.name!r} for the id {beyond[0]}, the module "
-                    f"has {tensor.shape[0]} rows: read such tables with fastdist.ps.load(directory)"
+                    f"{directory} has a row of {spec.name!r} for the id {int(beyond[0])}, the "
+                    f"module has {len(tensor)} rows: read such tables with "
+                    "fastdist.ps.load(directory)"
                 )
 
 
@@ -229,11 +225,5 @@ def _fill(tensor: torch.Tensor, source: Saved) -> torch.Tensor:
             tensor[begin:end] = torch.from_numpy(rows[: end - begin])
     for path in source.checksums:
         places, values = _mapped(path)
-        read = torch.from_numpy(np.array(values)).to(tensor)
-        if isinstance(spec, RowsSpec):
-            tensor[torch.from_numpy(np.array(places))] = read
-        elif tensor.dim():
-            tensor[places] = read
-        else:
-            tensor.copy_(read)
+        tensor[places] = values.to(tensor)
     return tensor

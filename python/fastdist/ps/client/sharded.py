@@ -13,10 +13,9 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.ps.client.client import Client
-from fastdist.ps.client.items import Item
+from fastdist.ps.client.items import Item, Ticket
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.client.requests import Ticket
-from fastdist.ps.wire.frames import Array, to_floats, to_ids
+from fastdist.ps.wire.batches import Array, to_floats, to_ids
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec

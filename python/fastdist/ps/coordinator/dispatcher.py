@@ -17,7 +17,6 @@ from fastdist.link.connections import Connections
 from fastdist.link.stream import require_whole
 from fastdist.link.wake import Wake
 from fastdist.ps.coordinator.backlog import MAX_LOST_WORKERS, Backlog, Call
-from fastdist.ps.coordinator.group import Group
 from fastdist.ps.coordinator.messages import (
     CALL,
     HELLO,
@@ -29,8 +28,8 @@ from fastdist.ps.coordinator.messages import (
 )
 from fastdist.ps.coordinator.remote_value import RemoteTraceback
 from fastdist.ps.coordinator.shipping import Definitions
-from fastdist.ps.coordinator.worker_link import WorkerLink
-from fastdist.ps.wire.open_files import allow_open_files
+from fastdist.ps.coordinator.worker_link import Group, WorkerLink
+from fastdist.ps.wire.process import allow_open_files
 
 _numbers = itertools.count(1)  # of calls, unique in the process: steps on servers use them
 _log = logging.getLogger(__name__)

@@ -13,9 +13,7 @@ from torch import nn
 
 from fastdist.errors import FastdistError
 from fastdist.ps.client.client import Client
-from fastdist.ps.client.items import Item
-from fastdist.ps.client.requests import Ticket
-from fastdist.ps.client.row_cache import RowCache
+from fastdist.ps.client.items import Item, Ticket
 from fastdist.ps.client.sharded import (
     Lookup,
     Sharded,
@@ -25,7 +23,6 @@ from fastdist.ps.client.sharded import (
     discard_rounds,
     items_of,
 )
-from fastdist.ps.model.bundle import Bundle
 from fastdist.ps.model.dense import ServedBuffers, ServedTensor, assign_all, exact_value
 from fastdist.ps.model.embeddings import (
     EmbeddingBagCollection,
@@ -33,8 +30,8 @@ from fastdist.ps.model.embeddings import (
     attach_table,
     table_embeddings,
 )
-from fastdist.ps.model.plan import tensors_in
-from fastdist.ps.model.table import Prefetch, ServedTable
+from fastdist.ps.model.plan import Bundle, tensors_in
+from fastdist.ps.model.table import Prefetch, RowCache, ServedTable
 from fastdist.ps.model.table_weight import convert_weight
 from fastdist.ps.wire.specs import DenseSpec
 from fastdist.training.modules import modules_of, named_parameters, structure_of

@@ -1,9 +1,10 @@
-"""Plans which values of modules go to servers, and how servers update them."""
+"""Plans which values of a scope go to servers, how servers update them, and what workers get."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 from torch import nn
 
 from fastdist.ps.client.partition import Piece, RoundRobin
+from fastdist.ps.coordinator.shipping import Definition, Definitions
 from fastdist.ps.model.dense import exact_value
 from fastdist.ps.model.embeddings import TableLayer, table_embeddings
 from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
+from fastdist.ps.model.table_weight import TableWeight, table_weight
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, RuleSpec
 from fastdist.training.frameworks import inner_modules, state_of
-from fastdist.training.modules import is_materialized, named_buffers, named_parameters
+from fastdist.training.modules import is_materialized, modules_of, named_buffers, named_parameters
 
 # Buffers add up the workers' changes; a parameter without an optimizer stays as it is.
 _ADD = RuleSpec("SGD", {"lr": 1.0})
@@ -160,3 +163,55 @@ def _is_served(name: str, tensor: torch.Tensor, is_buffer: bool) -> bool:
             "and bfloat16"
         )
     return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """Modules and optimizers of one scope, and the placement of their values."""
+
+    prefix: str  # what the names of its values begin with
+    roots: tuple[nn.Module, ...]
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    others: tuple[Any, ...]  # schedulers and gradient scalers
+    placements: tuple[Placement, ...]
+    first_optimizer: int  # the number of the first optimizer, counted over all scopes
+    concurrency: int  # functions that may change the values without knowing of each other
+
+    def parts(self) -> list[Any]:
+        """Return all objects that functions may refer to, in the same order on all tasks."""
+        tensors = [tensor for _, tensor in tensors_in(self.roots)]
+        return [*modules_of(self.roots), *self.optimizers, *self.others, *tensors]
+
+
+def define_bundle(
+    definitions: Definitions, bundle: Bundle, adopt: Callable[[Bundle], list[Any]]
+) -> Definition:
+    """Define a bundle: functions refer to its parts instead of pickling them.
+
+    Args:
+        adopt: a function that takes the bundle on each worker, and returns its parts.
+    """
+    tensors = [tensor for _, tensor in tensors_in(bundle.roots)]
+    hollow = {
+        id(tensors[placement.tensor]): _reduce_without_values(tensors[placement.tensor])
+        for placement in bundle.placements
+        if not placement.is_buffer
+    }
+    definition = definitions.define(
+        functools.partial(adopt, bundle), replacements=hollow, is_state=True
+    )
+    for number, part in enumerate(bundle.parts()):
+        definitions.name(part, definition, number)
+    return definition
+
+
+def _reduce_without_values(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Return the pickle reduction of a parameter without its values."""
+    shape, dtype = tuple(parameter.shape), parameter.dtype
+    if isinstance(parameter, TableWeight):
+        return table_weight, (*shape, dtype)
+    return _zeros, (shape, dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype))

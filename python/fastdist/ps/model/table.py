@@ -5,23 +5,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
+import fastdist._core as _core
 from fastdist.errors import FastdistError
-from fastdist.ps.wire.frames import Array
+from fastdist.ps.wire.batches import Array, to_ids
 
 if TYPE_CHECKING:  # `fastdist.nn` loads no sockets
     from fastdist.ps.client.items import Item
-    from fastdist.ps.client.row_cache import RowCache
     from fastdist.ps.client.sharded import Lookup, Pulled, ShardedRows
 
 _CHUNK_ROWS = 65536
 # A batch that comes later than announced is read again and again, but not for ever.
 _MOST_READS = 8
+_NEVER = np.iinfo(np.int64).min // 2
 
 
 @dataclass(slots=True, eq=False)
@@ -224,3 +225,55 @@ class ServedTable:
             ids = np.arange(begin, min(begin + _CHUNK_ROWS, spec.rows))
             out[begin : begin + ids.size] = torch.from_numpy(self.sharded.pull(ids))
         return out
+
+
+class RowCache:
+    """Serves rows of a table from memory while they are recent enough.
+
+    Pushes of other workers are seen when a row expires; call `forget` after pushes of this worker.
+    For the thread of the table's client.
+
+    Each id has one slot, by its hash, which it shares with other ids: there is no search. A row is
+    served for `max_age` calls of `pull`; 0 pulls every time.
+    """
+
+    def __init__(self, table: ShardedRows, *, max_rows: int, max_age: int) -> None:
+        if max_rows < 1 or max_age < 0:
+            raise ValueError(
+                f"max_rows must be at least 1 and max_age 0, got {max_rows} and {max_age}"
+            )
+        self.hits = self.misses = 0  # ids that were served from memory, and others
+        self._table = table
+        self._max_age = max_age
+        self._pulls = 0
+        self._hash = _core.Owners(max_rows)
+        self._ids = np.zeros(max_rows, np.uint64)
+        self._rows = np.empty((max_rows, table.spec.dim), np.float32)
+        self._pulled = np.full(max_rows, _NEVER)  # at which pull
+
+    def pull(self, ids: Any) -> Array:
+        """Return rows as `ShardedRows.pull`; a row may be up to `max_age` calls old."""
+        flat, slots = self._slots_of(ids)
+        self._pulls += 1
+        age = self._pulls - self._pulled[slots]
+        missing = np.flatnonzero((self._ids[slots] != flat) | (age > self._max_age))
+        rows: Array = self._rows[slots]
+        if missing.size:
+            ids, places = flat[missing], slots[missing]
+            rows[missing] = pulled = self._table.pull(ids)
+            # Of ids that share a slot, the last wins, in all three arrays.
+            self._ids[places] = ids
+            self._rows[places] = pulled
+            self._pulled[places] = self._pulls
+        self.hits += flat.size - missing.size
+        self.misses += missing.size
+        return rows
+
+    def forget(self, ids: Any) -> None:
+        """Drop rows, after a push to them."""
+        flat, slots = self._slots_of(ids)
+        self._pulled[slots[self._ids[slots] == flat]] = _NEVER
+
+    def _slots_of(self, ids: Any) -> tuple[Array, Array]:
+        flat = to_ids(ids).reshape(-1).view(np.uint64)
+        return flat, self._hash.owners_of(flat)

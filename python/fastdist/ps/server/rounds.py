@@ -11,8 +11,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from fastdist.ps.wire.batches import Place
-from fastdist.ps.wire.frames import Array
+from fastdist.ps.wire.batches import Array, Place
 
 OPEN, APPLIED, DISCARDED = "open", "applied", "discarded"
 _FINISHED = 4096

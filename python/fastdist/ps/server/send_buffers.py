@@ -1,4 +1,4 @@
-"""Memory for replies that are sent without a copy, reused once they are on their way."""
+"""Memory for replies, which are sent without a copy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import numpy as np
 from fastdist.link.stream import Upload
 from fastdist.ps.wire.protocol import BusyError
 
-_MAX_BUFFERS = 40
-_MAX_KEPT_BYTES = 4 << 20  # of one buffer: parts of dense values and of lookups are smaller
 _MIN_COUNTED_BYTES = 64 << 10  # the kernel takes smaller replies at once
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -22,40 +20,24 @@ class _Unsent(NamedTuple):
 
 
 class SendBuffers:
-    """The reply buffers of one thread. Fresh memory would cost a page fault for each 4 KiB.
+    """The replies of one thread that clients have not taken yet.
 
     Args:
-        max_unsent_bytes: the limit for replies that clients have not taken yet. A client with such
-            a reply is refused further ones; another client may always have one.
+        max_unsent_bytes: the limit for these replies. A client with one is refused further ones;
+            another client may always have one.
     """
 
     def __init__(self, max_unsent_bytes: int) -> None:
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent: list[_Unsent] = []
         self._unsent_bytes = 0
-        self._buffers: list[tuple[Bytes, Upload | None]] = []
-        self._taken = -1
         self._lent: list[Upload] = []
         self.may_lend = True  # as replies, the memory of values, which `keep_lent` copies
 
     def take(self, nbytes: int, client: bytes) -> Bytes:
-        """Return memory, if there is room, to fill and pass to `note_sent` before the next call."""
+        """Return memory for a reply, if there is room."""
         self.require_room(nbytes, client)
-        self._taken = -1
-        if nbytes > _MAX_KEPT_BYTES:
-            return np.empty(nbytes, np.uint8)
-        for i, (buffer, upload) in enumerate(self._buffers):
-            if upload is None or upload.done:
-                if buffer.nbytes < nbytes:
-                    buffer = np.empty(nbytes, np.uint8)
-                self._buffers[i] = buffer, None
-                self._taken = i
-                return buffer[:nbytes]
-        fresh: Bytes = np.empty(nbytes, np.uint8)
-        if len(self._buffers) < _MAX_BUFFERS:
-            self._taken = len(self._buffers)
-            self._buffers.append((fresh, None))
-        return fresh
+        return np.empty(nbytes, np.uint8)
 
     def require_room(self, nbytes: int, client: bytes) -> None:
         """Raise BusyError if too many replies have not been taken, some of them by this client."""
@@ -68,14 +50,11 @@ class SendBuffers:
 
     def note_sent(self, upload: Upload, body: Any, client: bytes) -> None:
         """Take note of a reply: bytes, the memory from `take`, or steps and lent values."""
-        taken, self._taken = self._taken, -1
         if upload.done or isinstance(body, bytes):
             return
         if isinstance(body, tuple):
             self._lent = [each for each in self._lent if not each.done]
             self._lent.append(upload)
-        elif taken >= 0:
-            self._buffers[taken] = self._buffers[taken][0], upload
         nbytes = sum(part.nbytes for part in upload.parts)
         if nbytes >= _MIN_COUNTED_BYTES:
             self._unsent.append(_Unsent(upload, client, nbytes))

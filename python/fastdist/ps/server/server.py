@@ -16,8 +16,7 @@ from typing import Any
 from fastdist.link.listener import Listener, ListenerClosed
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.service import Service
-from fastdist.ps.wire.frames import keep_freed_memory
-from fastdist.ps.wire.open_files import allow_open_files
+from fastdist.ps.wire.process import allow_open_files, keep_freed_memory
 from fastdist.ps.wire.protocol import APPLIED_ONCE, MAX_FRAME_BYTES, Header, Op, kind_of
 
 _MAX_UNSENT_BYTES = 512 << 20  # of replies that clients have not taken yet

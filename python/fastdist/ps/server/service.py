@@ -22,6 +22,7 @@ from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import (
     IDS,
     PART_SIZE,
+    Array,
     Entry,
     Kinds,
     Place,
@@ -30,7 +31,6 @@ from fastdist.ps.wire.batches import (
     unpack_names,
     unpack_values,
 )
-from fastdist.ps.wire.frames import Array
 from fastdist.ps.wire.protocol import (
     APPLIED_ONCE,
     MAX_LONG_META_BYTES,

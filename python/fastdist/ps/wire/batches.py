@@ -12,12 +12,13 @@ import itertools
 import math
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.ps.wire.frames import Array, decode_floats_into
+
+Array = np.ndarray[Any, Any]
 
 # Dense values of up to this many elements share messages, which cost as much as sending 64 KiB.
 SMALL_SIZE = 1 << 14
@@ -29,6 +30,28 @@ IDS = 2**64 - 1
 
 Place = Array | int  # ids in a table, or the first element of a range of a dense variable
 Kinds = Sequence[tuple[Sequence[int], _core.WireFormat | None]]  # shapes and wire formats
+
+
+def to_ids(ids: Any) -> Array:
+    """Convert ids to contiguous 64-bit integers; raise TypeError if they are not integers."""
+    array = np.ascontiguousarray(ids)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"ids must be integers, got {array.dtype}")
+    return array if array.dtype.itemsize == 8 else array.astype(np.int64)
+
+
+def to_floats(values: Any) -> Array:
+    """Convert values to contiguous float32."""
+    return np.ascontiguousarray(values, np.float32)
+
+
+def decode_floats_into(out: Array, frame: memoryview, wire: _core.WireFormat | None) -> None:
+    """Copy the values in a frame of their size to contiguous float32; no wire means float32."""
+    data = np.frombuffer(frame, np.uint8)
+    if wire is None:
+        out.reshape(-1).view(np.uint8)[...] = data
+    else:
+        wire.decode(data, out)
 
 
 class Entry(NamedTuple):

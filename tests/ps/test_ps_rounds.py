@@ -13,7 +13,7 @@ from fastdist.link.stream import Stream
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import commit_round, discard_rounds, items_of, pull_together
-from fastdist.ps.server.rounds import DISCARDED, Rounds
+from fastdist.ps.server.changes import DISCARDED, Rounds
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
 from raw_link import RawServer
 from sharded_things import ShardedRows, ShardedVariable
@@ -91,9 +91,8 @@ def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Ser
     tickets = [worker.client.begin_read(items_of([lookup])) for lookup in lookups]
     for lookup, read in zip(lookups, tickets, strict=True):
         worker.client.wait_all(read)
-        pulled = lookup.result()
-        assert (pulled.value == 0).all()
-        assert pulled.steps == (0, 0)
+        assert (lookup.value == 0).all()
+        assert lookup.steps == (0, 0)
     pushes = [
         worker.client.begin_change(worker.dense.change(np.ones((4, 3)), lr=0.5)) for _ in range(4)
     ]
@@ -330,7 +329,7 @@ def test_a_restarted_server_knows_no_rounds() -> None:
 def test_idle_rounds_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(
-        "fastdist.ps.server.rounds.time", SimpleNamespace(monotonic=lambda: clock[0])
+        "fastdist.ps.server.changes.time", SimpleNamespace(monotonic=lambda: clock[0])
     )
     rounds = Rounds(1 << 20, idle_s=0.2)
     gradient = [(5, (0, np.ones(3, np.float32)))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
-from fastdist.ps.client.sharded import Pulled, commit_round, items_of, pull_together
+from fastdist.ps.client.sharded import Lookup, commit_round, items_of, pull_together
 from fastdist.ps.wire.batches import IDS, PART_SIZE, SMALL_SIZE, Entry, pack_names
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from sharded_things import ShardedRows, ShardedVariable
@@ -96,8 +96,7 @@ def test_a_change_brings_new_values(client: Client, servers: list[Server]) -> No
     lookups = [variable.lookup() for variable in variables[:5]] + [table.lookup([8])]
     changes.append(table.change([8], [[1, 2]]))
     client.wait_all(client.begin_change(joined(changes), then_read=items_of(lookups)))
-    pulled = [lookup.result() for lookup in lookups]
-    assert [one.value.max(initial=-9) for one in pulled] == [-1, 0, 1, -9, 4, -1]
+    assert [one.value.max(initial=-9) for one in lookups] == [-1, 0, 1, -9, 4, -1]
     assert [
         server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)
     ] == [1, 1]
@@ -106,9 +105,8 @@ def test_a_change_brings_new_values(client: Client, servers: list[Server]) -> No
     lookups = [large.lookup(), variables[0].lookup()]
     change = large.change(np.ones(large.spec.shape))
     client.wait_all(client.begin_change(change, then_read=items_of(lookups)))
-    pulled = [lookup.result() for lookup in lookups]
-    assert (pulled[0].value == 5).all()
-    assert pulled[1].value == -1
+    assert (lookups[0].value == 5).all()
+    assert lookups[1].value == -1
 
 
 def test_a_repeated_change_brings_values_again(client: Client, servers: list[Server]) -> None:
@@ -251,7 +249,7 @@ def test_messages_read_few_elements(client: Client) -> None:
     assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == -32).all()
 
 
-def pull_rows(client: Client, tables: list[ShardedRows], ids: list[np.ndarray]) -> list[Pulled]:
+def pull_rows(client: Client, tables: list[ShardedRows], ids: list[np.ndarray]) -> Sequence[Lookup]:
     lookups = [table.lookup(own) for table, own in zip(tables, ids, strict=True)]
     return pull_together(client, lookups)
 

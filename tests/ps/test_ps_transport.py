@@ -23,7 +23,7 @@ import pytest
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.items import names_of
-from fastdist.ps.server.deduplication import MAX_REQUESTS, Deduplicator
+from fastdist.ps.server.changes import MAX_REQUESTS, Deduplicator
 from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
 from fastdist.ps.wire.specs import from_json, to_json
 from hypothesis import given

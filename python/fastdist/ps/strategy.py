@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -44,7 +45,7 @@ from fastdist.ps.coordinator.backlog import Backlog
 from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.coordinator.worker import Stopped, Worker
 from fastdist.ps.model.model import ServedModel
-from fastdist.ps.model.plan import Bundle, TableOptions, define_bundle, plan
+from fastdist.ps.model.plan import Bundle, define_bundle, plan
 from fastdist.ps.model.steps import ServedSteps
 from fastdist.ps.server.server import Server
 from fastdist.ps.worker_host import (
@@ -179,8 +180,11 @@ class ParameterServerStrategy(ReplicatedStrategy):
             self.client.reset(server, timeout_s=settings().rendezvous_timeout_s)
         self.definitions = Definitions()
         self.definitions.name(self, self.definitions.define(this_strategy))
-        self._table_options = TableOptions(
-            wire, refuse_nonfinite, not synchronous and max_staleness is None
+        self._plan = functools.partial(
+            plan,
+            wire=wire,
+            refuse_nonfinite=refuse_nonfinite,
+            allows_stale_rows=not synchronous and max_staleness is None,
         )
         self._servers = RoundRobin(len(self.server_addresses), variable_partitioner)
         self.backlog: Backlog | None = None  # of the coordinator
@@ -223,7 +227,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         optimizers = tuple(thing for thing in made if isinstance(thing, torch.optim.Optimizer))
         others = tuple(thing for thing in made if not isinstance(thing, torch.optim.Optimizer))
         prefix = f"{len(self._models)}/"
-        placements = plan(roots, optimizers, self._servers, prefix, self._table_options)
+        placements = self._plan(roots, optimizers, self._servers, prefix)
         first = sum(len(model.bundle.optimizers) for model in self._models)
         most = len(self.worker_addresses) if self.max_staleness is None else self.max_staleness + 1
         concurrency = 1 if self.synchronous else min(len(self.worker_addresses), most)

@@ -37,7 +37,7 @@ class FixedShards:
     num_shards: int
 
     def __post_init__(self) -> None:
-        _require_positive("num_shards", self.num_shards)
+        _require_positive(num_shards=self.num_shards)
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
         """Return the number of pieces along each axis."""
@@ -62,8 +62,7 @@ class MinSizePartitioner:
     max_shards: int = 1
 
     def __post_init__(self) -> None:
-        _require_positive("min_shard_bytes", self.min_shard_bytes)
-        _require_positive("max_shards", self.max_shards)
+        _require_positive(min_shard_bytes=self.min_shard_bytes, max_shards=self.max_shards)
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
         """Return the number of pieces along each axis."""
@@ -89,9 +88,7 @@ class MaxSizePartitioner:
     max_shards: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive("max_shard_bytes", self.max_shard_bytes)
-        if self.max_shards is not None:
-            _require_positive("max_shards", self.max_shards)
+        _require_positive(max_shard_bytes=self.max_shard_bytes, max_shards=self.max_shards)
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
         """Return the number of pieces along each axis."""
@@ -114,7 +111,7 @@ class RoundRobin:
     """Assigns variables, and their pieces, to servers in turn; without a partitioner, whole."""
 
     def __init__(self, servers: int, partitioner: Partitioner | None = None) -> None:
-        _require_positive("servers", servers)
+        _require_positive(servers=servers)
         self._servers = servers
         self._partitioner = partitioner
         self._next = 0
@@ -153,6 +150,7 @@ def _along_first(shape: Sequence[int], pieces: int) -> tuple[int, ...]:
     return (max(1, min(shape[0], pieces)), *(1 for _ in shape[1:]))
 
 
-def _require_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+def _require_positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")

@@ -20,36 +20,25 @@ from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
-# Ids by piece, their number for each piece, and the place of each given id; see `_core.Owners`.
-_Routed = tuple[Array, list[int], Array | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Pulled:
-    """The value of a variable, or rows of a table; float32.
-
-    Attributes:
-        steps: the number of pushes that the values of each piece have seen; for the push of their
-            gradient. `UNKNOWN_STEP` for a table's pieces without ids.
-    """
-
-    value: Array
-    steps: tuple[int, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A variable or rows to be pulled; see `pull_together`."""
+    """A variable or rows, which are here once all items have been read; see `pull_together`."""
 
     items: list[list[Item]]  # what to read of each piece
     values: Array  # where it is put
     places: Array | None = None  # of each id's row in `values`; None: they are in order
 
-    def result(self) -> Pulled:
-        """Return the values, once all items have been read."""
-        values = self.values if self.places is None else self.values.take(self.places, 0)
-        steps = (min((item.step for item in items), default=UNKNOWN_STEP) for items in self.items)
-        return Pulled(values, tuple(steps))
+    @property
+    def value(self) -> Array:
+        """The variable's value, or the rows in the order of their ids; float32."""
+        return self.values if self.places is None else self.values.take(self.places, 0)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The number of pushes that each piece has seen; `UNKNOWN_STEP` for those without ids."""
+        items = self.items
+        return tuple(min((one.step for one in own), default=UNKNOWN_STEP) for own in items)
 
 
 class ShardedVariable:
@@ -103,7 +92,7 @@ class ShardedVariable:
         Args:
             gradient: the gradient of the whole shape.
             lr: learning rate; None for the update rule's own, or if the round's commit sets it.
-            steps: `Pulled.steps` of the value that the gradient was computed from; None if unknown.
+            steps: `Lookup.steps` of the value that the gradient was computed from; None if unknown.
         """
         items = self._split(self._to_array(gradient))
         _complete(items, lr, steps)
@@ -195,7 +184,7 @@ class ShardedRows:
 
     def lookup(self, ids: Any) -> Lookup:
         """Return what to read for ids."""
-        local, counts, places = self._route(to_ids(ids).reshape(-1))
+        local, counts, places = self._route(ids)
         rows = np.empty((local.size, self.spec.dim), np.float32)
         if places is not None:
             to, places = places, np.empty_like(places)
@@ -204,14 +193,14 @@ class ShardedRows:
 
     def _divide(self, ids: Any, values: Any) -> list[Item]:
         """Return the rows of each piece."""
-        given, rows = to_ids(ids).reshape(-1), to_floats(values)
-        if rows.size != given.size * self.spec.dim:
+        rows = to_floats(values)
+        local, counts, places = self._route(ids)
+        if rows.size != local.size * self.spec.dim:
             raise ValueError(
-                f"{self.spec.name!r}: {given.size} ids need values of shape "
-                f"({given.size}, {self.spec.dim}), got {rows.shape}"
+                f"{self.spec.name!r}: {local.size} ids need values of shape "
+                f"({local.size}, {self.spec.dim}), got {rows.shape}"
             )
         rows = rows.reshape(-1, self.spec.dim)
-        local, counts, places = self._route(given)
         return self._items(local, counts, rows if places is None else rows.take(places, 0))
 
     def _items(self, ids: Array, counts: Sequence[int], rows: Array) -> list[Item]:
@@ -223,10 +212,10 @@ class ShardedRows:
             )
         ]
 
-    def _route(self, ids: Array) -> _Routed:
-        """Sort ids by piece; add the table's name to errors."""
+    def _route(self, ids: Any) -> tuple[Array, list[int], Array | None]:
+        """Return ids by piece, their number for each piece, and the place of each given id."""
         try:
-            return self._owners.route(ids)
+            return self._owners.route(to_ids(ids).reshape(-1))
         except IndexError as error:
             raise IndexError(f"{self.spec.name!r}: {error}") from None
 
@@ -249,10 +238,10 @@ class ShardedRows:
 Sharded = ShardedVariable | ShardedRows
 
 
-def pull_together(client: Client, lookups: Sequence[Lookup]) -> list[Pulled]:
-    """Return variables and rows, requested together."""
+def pull_together(client: Client, lookups: Sequence[Lookup]) -> Sequence[Lookup]:
+    """Read variables and rows, requested together, and return them."""
     client.wait_all(client.begin_read(items_of(lookups)))
-    return [lookup.result() for lookup in lookups]
+    return lookups
 
 
 def items_of(lookups: Sequence[Lookup]) -> list[Item]:

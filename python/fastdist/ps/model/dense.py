@@ -10,7 +10,7 @@ from torch import nn
 
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item
-from fastdist.ps.client.sharded import Pulled, ShardedVariable, begin_assign
+from fastdist.ps.client.sharded import Lookup, ShardedVariable, begin_assign
 from fastdist.ps.wire.batches import Array
 from fastdist.training.frameworks import inner_modules, moving_averages
 from fastdist.training.modules import value_stamp
@@ -46,7 +46,7 @@ class ServedTensor:
         """Return the destination for a pull; None if `store` copies the value."""
         return self.tensor.detach().numpy() if self.is_in_place else None
 
-    def store(self, pulled: Pulled) -> None:
+    def store(self, pulled: Lookup) -> None:
         """Take a pulled value, which is already in the array that `out` returned, if any."""
         self._steps = pulled.steps
         if self.is_in_place:

@@ -147,7 +147,7 @@ class ServedModel:
         (lookups, tickets), self._pulling = self._pulling, None
         self._client.wait_all(tickets)
         for place, lookup in lookups:
-            place.store(lookup.result())
+            place.store(lookup)
 
     @property
     def awaits_rows(self) -> bool:

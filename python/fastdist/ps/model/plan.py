@@ -31,15 +31,6 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class TableOptions:
-    """Options of all values of a job; see `ParameterServerStrategy`."""
-
-    wire: str
-    refuse_nonfinite: bool
-    allows_stale_rows: bool  # workers may use rows that others have changed since
-
-
-@dataclass(frozen=True, slots=True)
 class Placement:
     """A value, and the servers that keep it."""
 
@@ -59,9 +50,15 @@ def plan(
     optimizers: Sequence[torch.optim.Optimizer],
     servers: RoundRobin,
     prefix: str,
-    options: TableOptions,
+    *,
+    wire: str,
+    refuse_nonfinite: bool,
+    allows_stale_rows: bool,
 ) -> list[Placement]:
-    """Place all trained parameters and all buffers of modules on servers."""
+    """Place all trained parameters and all buffers of modules on servers.
+
+    `allows_stale_rows`: workers may use rows that others have changed since.
+    """
     rules = _rules(optimizers)
     tables = {id(module.weight): module for module in table_embeddings(roots)}
     modules = [module for root in roots for module in inner_modules(root)]
@@ -81,33 +78,28 @@ def plan(
             module = tables[id(tensor)]
             spec = RowsSpec(prefix + name, tensor.shape[1], rule, tensor.shape[0])
             if isinstance(module, TableLayer):
-                _check_cache(name, module, options)
+                if module.cached_rows and not allows_stale_rows:
+                    raise ValueError(
+                        f"{name} has cached_rows={module.cached_rows}: cached rows may be some "
+                        "lookups old, but synchronous=True and max_staleness promise that a step "
+                        "sees earlier steps"
+                    )
                 spec = dataclasses.replace(module.spec, name=spec.name, rule=rule)
         else:
-            if rule.is_row_wise:
+            if rule.name == RowWiseAdagrad.__name__:
                 raise ValueError(
                     f"{name} is dense, but {rule.name} updates rows of embeddings: give its "
                     "parameter to another optimizer, such as torch.optim.Adagrad"
                 )
             spec = DenseSpec(prefix + name, tuple(tensor.shape), rule)
         if not is_buffer:  # buffers are sums: a narrow encoding would lose small changes
-            spec = dataclasses.replace(
-                spec, wire=options.wire, refuse_nonfinite=options.refuse_nonfinite
-            )
+            spec = dataclasses.replace(spec, wire=wire, refuse_nonfinite=refuse_nonfinite)
         if isinstance(spec, RowsSpec) and spec.rows is None:
             pieces = servers.everywhere()
         else:
             pieces = servers.place(tuple(tensor.shape), tensor.element_size())
         placements.append(Placement(number, spec, pieces, is_buffer))
     return placements
-
-
-def _check_cache(name: str, module: TableLayer, options: TableOptions) -> None:
-    if module.cached_rows and not options.allows_stale_rows:
-        raise ValueError(
-            f"{name} has cached_rows={module.cached_rows}: cached rows may be some lookups old, "
-            "but synchronous=True and max_staleness promise that a step sees earlier steps"
-        )
 
 
 def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, RuleSpec]:

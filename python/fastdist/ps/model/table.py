@@ -17,7 +17,7 @@ from fastdist.ps.wire.batches import Array, to_ids
 
 if TYPE_CHECKING:  # `fastdist.nn` loads no sockets
     from fastdist.ps.client.items import Item
-    from fastdist.ps.client.sharded import Lookup, Pulled, ShardedRows
+    from fastdist.ps.client.sharded import Lookup, ShardedRows
 
 _CHUNK_ROWS = 65536
 # A batch that comes later than announced is read again and again, but not for ever.
@@ -31,7 +31,7 @@ class Wanted:
 
     unique: torch.Tensor  # sorted
     positions: torch.Tensor  # for each given id, the position of its row
-    pulled: Pulled | None = None  # their rows, if they have been read; without padding
+    pulled: Lookup | None = None  # their rows, if they have been read; without padding
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class Prefetch:
     lookup: Lookup
     reads: int = 0  # how often the rows have been read
 
-    def store(self, pulled: Pulled) -> None:
+    def store(self, pulled: Lookup) -> None:
         """Take what was read."""
         self.wanted.pulled = pulled
 
@@ -123,8 +123,9 @@ class ServedTable:
                 rows[i][ids[i] == table._padding] = 0
         return [torch.from_numpy(rows[i]).to(one.unique.device) for i, one in enumerate(wanted)]
 
-    def _take(self, pulled: Pulled) -> Array:
-        self._steps = tuple(map(min, self._steps or pulled.steps, pulled.steps))
+    def _take(self, pulled: Lookup) -> Array:
+        steps = pulled.steps
+        self._steps = tuple(map(min, self._steps or steps, steps))
         return pulled.value
 
     def prefetch(self, ids: torch.Tensor) -> None:

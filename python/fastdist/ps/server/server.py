@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import shutil
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,12 +67,11 @@ class Server:
         self.ended = self._service.ended
         self.failure: BaseException | None = None
         self._finished: deque[tuple[Any, ...]] = deque()  # answers to slow requests
-        self._process = os.getpid()
-        self._folder = None
+        self._remove_folder = None
         if address is None:
-            self._folder = mkdtemp(prefix="fastdist-server-")  # mode 0700
-            address = f"ipc://{self._folder}/socket"
-            atexit.register(_remove, self._folder, os.getpid())
+            folder = mkdtemp(prefix="fastdist-server-")  # mode 0700
+            address = f"ipc://{folder}/socket"
+            self._remove_folder = weakref.finalize(self, _remove, folder, os.getpid())
         self._listener = Listener(
             address, max_frame_bytes=max_frame_bytes, max_arriving_bytes=max_staged_bytes
         )
@@ -95,8 +94,8 @@ class Server:
             pool.shutdown(wait=False, cancel_futures=True)
         self._listener.stop()
         self._thread.join()
-        if self._folder is not None:
-            _remove(self._folder, self._process)
+        if self._remove_folder is not None:
+            self._remove_folder()
 
     def stats(self) -> dict[str, Any]:
         """See `Service.stats`."""

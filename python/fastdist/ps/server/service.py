@@ -15,9 +15,8 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.link.stream import require_whole
-from fastdist.ps.server.deduplication import Deduplicator
+from fastdist.ps.server.changes import APPLIED, DISCARDED, Deduplicator, Rounds, sums_of
 from fastdist.ps.server.registry import Registry
-from fastdist.ps.server.rounds import APPLIED, DISCARDED, Rounds, sums_of
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.batches import (
     IDS,

@@ -45,11 +45,6 @@ class RuleSpec:
         """True if the effect of a push depends on the number of pushes before it."""
         return self.name in ("Adam", "AdamW") or bool(self.options.get("lr_decay"))
 
-    @property
-    def is_row_wise(self) -> bool:
-        """True if the rule is for rows of tables only."""
-        return self.name == "RowWiseAdagrad"
-
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:

@@ -44,22 +44,12 @@ class Index:
 
 
 def save_checkpoint(
-    client: Client,
-    directory: str | Path,
-    things: Sequence[Sharded],
-    *,
-    state: Any = None,
+    client: Client, directory: str | Path, things: Sequence[Sharded], *, state: Any = None
 ) -> None:
     """Write variables and tables, which may be in use meanwhile; no row is torn.
 
-    Servers write their files into a folder of the directory, which all servers must see. The
-    previous checkpoint stays valid until the new one is complete, and is then removed; other files
-    in the directory are not touched. `state` is anything that JSON can hold.
-
-    Raises:
-        OSError, UnavailableError: a server could not write; the previous checkpoint is unchanged.
-        TypeError: JSON cannot hold the state.
-        ValueError: a table has far too many files.
+    Raises as `ParameterServerStrategy.save`, and ValueError if a table has far too many files. The
+    previous checkpoint is then unchanged.
     """
     try:
         json.dumps(state)
@@ -74,19 +64,19 @@ def write_files(
     client: Client, things: Sequence[Sharded], directory: Path, *, state: Any = None
 ) -> Any:
     """Make servers write files into a directory; return what its index says for `read_index`."""
-    parts: list[Part] = []
+    parts: list[dict[str, Any]] = []
     tickets: list[Ticket] = []
     for thing in things:
-        for server, number, part in thing.parts():
-            about = {"part": asdict(part), "stem": str(directory / f"part-{len(tickets)}")}
+        for server, number, own in thing.parts():
+            parts.append(asdict(own))
+            about = {"part": parts[-1], "stem": str(directory / f"part-{len(tickets)}")}
             tickets.append(_submit(client, server, Op.SAVE, number, about))
-            parts.append(part)
     objects: dict[str, Any] = {
         thing.spec.name: {"spec": json.loads(to_json(thing.spec)), "files": []} for thing in things
     }
     for part, reply in zip(parts, _wait(client, tickets), strict=True):
         sums = json.loads(bytes(reply))
-        objects[part.name]["files"] += [[file, sum_, asdict(part)] for file, sum_ in sums.items()]
+        objects[part["name"]]["files"] += [[file, sum_, part] for file, sum_ in sums.items()]
     for name, saved in objects.items():
         if len(json.dumps([named for *named, _ in saved["files"]])) > _MAX_NAMES_BYTES:
             raise ValueError(f"{name!r} is in {len(saved['files'])} files, too many to restore")
@@ -101,22 +91,12 @@ def remove_checkpoint(directory: str | Path) -> None:
 
 
 def restore_checkpoint(
-    client: Client,
-    directory: str | Path,
-    things: Sequence[Sharded],
-    *,
-    is_checked: bool = False,
+    client: Client, directory: str | Path, things: Sequence[Sharded], *, is_checked: bool = False
 ) -> Any:
-    """Read a checkpoint into existing variables and tables, however they are sharded.
+    """Read a checkpoint into existing variables and tables, and return the state saved with them.
 
     Rows that the checkpoint lacks begin as in the job that wrote it. All files and their checksums
-    are checked before any server changes anything, unless `check_checkpoint` has done so. Returns
-    the state that was saved with them.
-
-    Raises:
-        OSError, UnavailableError: there is no checkpoint, or a server cannot read a file of it.
-        ValueError: the checkpoint is damaged, lacks a variable, or has it in another shape or for
-            another rule.
+    are checked before any server changes anything, unless `check_checkpoint` has done so.
     """
     index = read_index(directory) if is_checked else check_checkpoint(client, directory, things)
     for thing in things:
@@ -128,7 +108,10 @@ def restore_checkpoint(
 
 
 def check_checkpoint(client: Client, directory: str | Path, things: Sequence[Sharded]) -> Index:
-    """Check that a checkpoint can be restored, and every byte of it; see `restore_checkpoint`."""
+    """Check that a checkpoint can be restored, and every byte of it.
+
+    Raises as `ParameterServerStrategy.restore`.
+    """
     files.tidy(Path(directory), _FOLDER)  # a save may have been interrupted
     index = read_index(directory)
     for thing in things:

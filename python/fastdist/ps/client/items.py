@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +19,8 @@ from fastdist.ps.wire.batches import (
     Array,
     Entry,
     Kinds,
-    decode_floats_into,
     extents_of,
     pack_names,
-    pack_values,
-    split_steps,
 )
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
 
@@ -94,8 +92,17 @@ def names_of(items: Sequence[Item]) -> bytes:
 
 
 def values_of(items: Sequence[Item]) -> Array:
-    """Return the frame of the items' values."""
-    return pack_values([item.values for item in items], _kinds(items))
+    """Return the frame of the items' values; a single value is not copied."""
+    if len(items) == 1 and items[0].wire is None:
+        return items[0].values
+    extents, size = extents_of(_kinds(items))
+    frame = np.zeros(size, np.uint8)
+    for item, extent in zip(items, extents, strict=True):
+        if item.wire is None:
+            frame[extent].view(np.float32)[...] = item.values.reshape(-1)
+        else:
+            item.wire.encode(item.values, frame[extent])
+    return frame
 
 
 class Destination:
@@ -115,15 +122,22 @@ class Destination:
 
     def store(self, reply: memoryview | None) -> None:
         """Store a reply; None if it was received in `memory`."""
-        count = len(self._items)
-        steps, body = split_steps(memoryview(self._steps) if reply is None else reply, count)
+        count, taken = len(self._items), len(self._steps)
         if reply is not None:
             extents, size = extents_of(_kinds(self._items))
-            if body.nbytes != size:
-                raise ValueError(f"expected {count} values in {size} bytes, got {body.nbytes}")
+            if reply.nbytes != taken + size:
+                raise ValueError(
+                    f"expected {count} steps and {count} values in {taken + size} bytes, "
+                    f"got {reply.nbytes}"
+                )
+            self._steps[:] = reply[:taken]
+            data = np.frombuffer(reply, np.uint8, offset=taken)
             for item, extent in zip(self._items, extents, strict=True):
-                decode_floats_into(item.values, body[extent], item.wire)
-        for item, step in zip(self._items, steps, strict=True):
+                if item.wire is None:
+                    item.values.reshape(-1).view(np.uint8)[...] = data[extent]
+                else:
+                    item.wire.decode(data[extent], item.values)
+        for item, step in zip(self._items, struct.unpack(f"<{count}Q", self._steps), strict=True):
             item.step = step
 
 

@@ -87,12 +87,10 @@ class ShardedVariable:
     def change(
         self, gradient: Any, lr: float | None = None, steps: Sequence[int] | None = None
     ) -> list[Item]:
-        """Return what to send for a gradient.
+        """Return what to send for a gradient of the whole shape.
 
-        Args:
-            gradient: the gradient of the whole shape.
-            lr: learning rate; None for the update rule's own, or if the round's commit sets it.
-            steps: `Lookup.steps` of the value that the gradient was computed from; None if unknown.
+        `lr` None is the update rule's own, or set by the round's commit; `steps` is that of the
+        `Lookup` that the gradient was computed from.
         """
         items = self._split(self._to_array(gradient))
         _complete(items, lr, steps)
@@ -256,19 +254,11 @@ def commit_round(
     *,
     weight: float = 1.0,
 ) -> bool:
-    """Apply the sum of all clients' pushes of a round to each variable and table, as one push.
+    """Apply the sum of all clients' pushes of a round, over `weight`, to each thing, as one push.
 
     Waits until servers have this client's pushes. Other clients must have waited for theirs, and
-    one client commits for all. A job uses the number of a round once.
-
-    Args:
-        round: its number, not 0.
-        things: variables and tables with learning rates; None for the update rule's own. Those
-            without pushes stay as they are.
-        weight: divisor of the sum.
-
-    Returns:
-        True if the round is now applied on all servers; False if it was discarded.
+    one client commits for all. A job uses the number of a round, which is not 0, once. A learning
+    rate of None is the update rule's own. Returns False if the round was discarded.
     """
     by_server: dict[int, list[tuple[int, float | None]]] = {}
     for thing, lr in things:

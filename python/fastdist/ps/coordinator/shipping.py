@@ -69,12 +69,9 @@ class Definitions:
         replacements: Mapping[int, Reduction] = {},
         is_state: bool = False,
     ) -> Definition:
-        """Define what `make`, pickled now, makes on each worker.
+        """Define what `make`, pickled now, makes on each worker; if it has parts, a sequence.
 
-        Args:
-            make: a function without arguments; a definition that has parts is a sequence of them.
-            replacements: reductions of objects in it, by id.
-            is_state: True if it has values that workers share.
+        `replacements` are reductions of objects in it, by id; `is_state`: workers share its values.
         """
         return self._new(*self.dumps(make, replacements), is_state)
 

@@ -49,19 +49,15 @@ class _Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """A call as the worker's host sees it.
-
-    Attributes:
-        commit: a function that ends a step of the group. It takes the weight of this worker's
-            gradients, NaN if they could not be staged, and a function that commits the gradients of
-            all workers, given the sum of weights. One worker calls that function: one with NaN if
-            there is any. All workers get its error.
-    """
+    """A call as the worker's host sees it."""
 
     group: int  # of the calls that take their steps together; unique, also among repetitions
     size: int  # calls in the group
     place: int  # of this call in their order, from 0; there may be gaps
     has_state: bool  # the call refers to values that workers share
+    # Ends a step of the group. Takes the weight of this worker's gradients, NaN if they could not
+    # be staged, and a function that commits the gradients of all workers, given the sum of weights.
+    # One worker calls that function, one with NaN if there is any; all workers get its error.
     commit: Callable[[float, Callable[[float], None]], None]
     is_last: Callable[[], bool]  # returns True if no further call is waiting on this worker
 

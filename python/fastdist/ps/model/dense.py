@@ -104,21 +104,13 @@ class ServedBuffers:
     Workers send differences, which the servers add up: a sum over all workers is exact. Running
     statistics are moving averages, which the sum of all workers' differences would move too far;
     each worker sends its fraction of the difference instead.
-
-    Args:
-        concurrency: functions that may run at the same time, each with its own steps; 1 if their
-            steps are taken together.
-
-    Attributes:
-        all: all buffers by name.
-        live: names of buffers whose values on the servers may differ from this task's.
     """
 
     def __init__(self, client: Client, roots: Sequence[nn.Module], concurrency: int) -> None:
-        self.all: dict[str, ServedTensor] = {}
-        self.live: set[str] = set()
+        self.all: dict[str, ServedTensor] = {}  # by name
+        self.live: set[str] = set()  # whose values on the servers may differ from this task's
         self._client = client
-        self._concurrency = concurrency
+        self._concurrency = concurrency  # see `Bundle`
         self._averaging = {
             id(buffer): module
             for root in roots

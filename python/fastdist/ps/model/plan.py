@@ -178,11 +178,7 @@ class Bundle:
 def define_bundle(
     definitions: Definitions, bundle: Bundle, adopt: Callable[[Bundle], list[Any]]
 ) -> Definition:
-    """Define a bundle: functions refer to its parts instead of pickling them.
-
-    Args:
-        adopt: a function that takes the bundle on each worker, and returns its parts.
-    """
+    """Define a bundle, which `adopt` takes on each worker; functions refer to its parts."""
     tensors = [tensor for _, tensor in tensors_in(bundle.roots)]
     hollow = {
         id(tensors[placement.tensor]): _reduce_without_values(tensors[placement.tensor])

@@ -21,17 +21,14 @@ _STEP_BITS, _OPTIMIZER_BITS = 20, 8
 
 
 class ServedSteps:
-    """Makes `step` of a model's optimizers send gradients to servers, and pull the new values.
-
-    Attributes:
-        is_fresh: True if the model's values are recent enough for the next function: it was waiting
-            when the last step of each optimizer pulled them.
-    """
+    """Makes `step` of a model's optimizers send gradients to servers, and pull the new values."""
 
     def __init__(self, model: ServedModel) -> None:
         bundle = model.bundle
         if bundle.first_optimizer + len(bundle.optimizers) > 1 << _OPTIMIZER_BITS:
             raise ValueError(f"over {1 << _OPTIMIZER_BITS} optimizers in the scopes of a strategy")
+        # The model's values are recent enough for the next function: it was waiting when the last
+        # step of each optimizer pulled them.
         self.is_fresh = False
         self._model = model
         self._context: CallContext | None = None

@@ -83,11 +83,9 @@ class Rounds:
             found.nbytes += nbytes
 
     def commit(self, round_: int) -> str | dict[int, list[Gradient]]:
-        """Close a round whose gradients have all arrived.
+        """Close a round, and return the gradients of each object in the order of their places.
 
-        Returns:
-            The gradients of each object in the order of their places, to apply before calling
-            `finish`. For a round that has ended or is being applied: its state.
+        Call `finish` once they are applied. If it has ended or is being applied: return its state.
         """
         with self._lock:
             found = self._find(round_)
@@ -152,11 +150,8 @@ class Deduplicator:
     def begin(self, client: bytes, number: int, floor: int) -> tuple[bool, bytes | None]:
         """Begin a change if it is new: it counts as running from now on.
 
-        Args:
-            floor: the client will not repeat changes below this number.
-
-        Returns:
-            True if it was new, and the body of its reply; None while it is running.
+        The client will not repeat changes below `floor`. Returns whether it was new, and the body
+        of its reply; None while it is running.
         """
         with self._lock:
             known = self._clients.setdefault(client, _Client())

@@ -45,15 +45,6 @@ def to_floats(values: Any) -> Array:
     return np.ascontiguousarray(values, np.float32)
 
 
-def decode_floats_into(out: Array, frame: memoryview, wire: _core.WireFormat | None) -> None:
-    """Copy the values in a frame of their size to contiguous float32; no wire means float32."""
-    data = np.frombuffer(frame, np.uint8)
-    if wire is None:
-        out.reshape(-1).view(np.uint8)[...] = data
-    else:
-        wire.decode(data, out)
-
-
 class Entry(NamedTuple):
     """The rows of a table, or the range of a dense variable, that a message reads or changes.
 
@@ -95,32 +86,10 @@ def unpack_names(frame: memoryview) -> tuple[list[Entry], list[Place]]:
     return entries, places
 
 
-def split_steps(reply: memoryview, count: int) -> tuple[tuple[int, ...], memoryview]:
-    """Return the steps in the reply to a READ, and the rest; raise ValueError if it is shorter."""
-    if reply.nbytes < 8 * count:
-        raise ValueError(f"expected {count} steps, got {reply.nbytes} bytes")
-    return struct.unpack_from(f"<{count}Q", reply), reply[8 * count :]
-
-
-def pack_values(values: Sequence[Array], kinds: Kinds) -> Array:
-    """Return one frame of several values, contiguous float32; a single one is not copied."""
-    if len(values) == 1 and kinds[0][1] is None:
-        return values[0]
-    extents, size = extents_of(kinds)
-    frame = np.zeros(size, np.uint8)
-    for value, extent, (_, wire) in zip(values, extents, kinds, strict=True):
-        if wire is None:
-            frame[extent].view(np.float32)[...] = value.reshape(-1)
-        else:
-            wire.encode(value, frame[extent])
-    return frame
-
-
 def unpack_values(frame: memoryview, kinds: Kinds) -> list[Array]:
-    """Return the values of a frame that `pack_values` made, as float32.
+    """Return the values of a frame as float32; those that are not encoded are its own memory.
 
-    Those that are not encoded are the frame's own memory. Raises ValueError if the frame has
-    another size than these values take.
+    Raises ValueError if the frame has another size than these values take.
     """
     extents, size = extents_of(kinds)
     if frame.nbytes != size:
@@ -134,7 +103,7 @@ def unpack_values(frame: memoryview, kinds: Kinds) -> list[Array]:
             values.append(np.frombuffer(frame[extent], np.float32).reshape(shape))
         else:
             values.append(np.empty(shape, np.float32))
-            decode_floats_into(values[-1], frame[extent], wire)
+            wire.decode(np.frombuffer(frame[extent], np.uint8), values[-1])
     return values
 
 

@@ -64,8 +64,7 @@ class _SnapshotFile:
 def save(spec: Spec, stored: Any, part: Part, stem: Path) -> dict[str, int]:
     """Write an object's files, while the object is in use: no row is torn.
 
-    Returns the names of the files, which begin with `stem`'s, and their checksums. Raises OSError
-    if the disk is full or not writable.
+    Returns the names of the files, which begin with `stem`'s, and their checksums.
     """
     from safetensors.numpy import save_file
 
@@ -100,13 +99,10 @@ def require_checksums(checksums: Mapping[Path, int]) -> None:
 
 
 def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
-    """Read the rows of an object that this server keeps, its part, and the object's step.
+    """Read the rows of this server's part of an object, and its step; return how many rows.
 
     Rows that the files lack get their initial values. The files are complete and checked; any
     server may have written them.
-
-    Returns the number of rows that were read. Raises OSError if a file cannot be read, ValueError
-    if it is damaged.
     """
     opened = [_open(path) for path in paths]
     if isinstance(spec, DenseSpec):

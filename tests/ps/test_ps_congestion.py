@@ -17,8 +17,7 @@ from fastdist.link.stream import Upload
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
-from fastdist.ps.wire.batches import PART_SIZE
-from fastdist.ps.wire.protocol import BusyError, Header, Op, Status
+from fastdist.ps.wire.protocol import PART_SIZE, BusyError, Header, Op, Status
 from fastdist.ps.wire.snapshot import Part
 from raw_link import RawClient, RawServer
 

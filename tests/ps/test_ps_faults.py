@@ -19,8 +19,7 @@ from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.checkpoint import restore_checkpoint, save_checkpoint
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.server import service
-from fastdist.ps.wire.batches import PART_SIZE
-from fastdist.ps.wire.protocol import Op
+from fastdist.ps.wire.protocol import PART_SIZE, Op
 from launched import wait_until
 from sharded_things import ShardedRows, ShardedVariable
 

@@ -31,8 +31,7 @@ from fastdist.ps import Client, DenseSpec, Item, RuleSpec, Server
 from fastdist.ps.client.items import names_of
 from fastdist.ps.server import service
 from fastdist.ps.server.send_buffers import SendBuffers
-from fastdist.ps.wire.batches import PART_SIZE
-from fastdist.ps.wire.protocol import Header, Op
+from fastdist.ps.wire.protocol import PART_SIZE, Header, Op
 from fastdist.ps.wire.snapshot import Part
 from launched import wait_until
 from raw_link import RawClient, RawServer

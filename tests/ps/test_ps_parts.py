@@ -12,8 +12,7 @@ from fastdist.errors import UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import commit_round, pull_together
-from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry, pack_names
-from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
+from fastdist.ps.wire.protocol import IDS, PART_SIZE, UNKNOWN_STEP, Entry, Op, pack_names
 from hypothesis import given
 from hypothesis import strategies as st
 from row_tables import push_all

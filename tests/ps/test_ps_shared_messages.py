@@ -12,8 +12,15 @@ import pytest
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import Lookup, commit_round, items_of, pull_together
-from fastdist.ps.wire.batches import IDS, PART_SIZE, SMALL_SIZE, Entry, pack_names
-from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
+from fastdist.ps.wire.protocol import (
+    IDS,
+    PART_SIZE,
+    SMALL_SIZE,
+    UNKNOWN_STEP,
+    Entry,
+    Op,
+    pack_names,
+)
 from sharded_things import ShardedRows, ShardedVariable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})

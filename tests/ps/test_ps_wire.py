@@ -12,7 +12,7 @@ import pytest
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.client.sharded import commit_round
-from fastdist.ps.wire.batches import PART_SIZE
+from fastdist.ps.wire.protocol import PART_SIZE
 from sharded_things import ShardedRows, ShardedVariable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})

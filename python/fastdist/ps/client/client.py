@@ -18,9 +18,9 @@ from fastdist.errors import FastdistError, UnavailableError
 from fastdist.link.connections import Connections
 from fastdist.link.stream import NO_MEMORY
 from fastdist.ps.client.items import Destination, Item, Ticket, messages_of, names_of, values_of
-from fastdist.ps.wire.batches import Array, to_floats, to_ids
 from fastdist.ps.wire.process import keep_freed_memory
 from fastdist.ps.wire.protocol import (
+    Array,
     Header,
     Op,
     ProtocolError,
@@ -28,6 +28,8 @@ from fastdist.ps.wire.protocol import (
     VersionError,
     error_of,
     message_bytes,
+    to_floats,
+    to_ids,
 )
 from fastdist.ps.wire.specs import Spec, to_json
 from fastdist.recorder.recording import open_requests, report_wait

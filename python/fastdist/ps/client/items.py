@@ -12,17 +12,19 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.link.connections import Connection
-from fastdist.ps.wire.batches import (
+from fastdist.ps.wire.protocol import (
     IDS,
     PART_SIZE,
     SMALL_SIZE,
+    UNKNOWN_STEP,
     Array,
     Entry,
+    Header,
     Kinds,
+    Op,
     extents_of,
     pack_names,
 )
-from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
 
 
 @dataclass(slots=True)

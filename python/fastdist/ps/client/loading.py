@@ -15,7 +15,7 @@ from safetensors import safe_open
 from torch import nn
 
 from fastdist.ps.client.checkpoint import Saved, read_index
-from fastdist.ps.wire.batches import Array, to_ids
+from fastdist.ps.wire.protocol import Array, to_ids
 from fastdist.ps.wire.snapshot import require_checksums
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 

@@ -15,8 +15,7 @@ import fastdist._core as _core
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item, Ticket
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.wire.batches import Array, to_floats, to_ids
-from fastdist.ps.wire.protocol import UNKNOWN_STEP, Op
+from fastdist.ps.wire.protocol import UNKNOWN_STEP, Array, Op, to_floats, to_ids
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 

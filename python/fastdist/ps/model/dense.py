@@ -11,7 +11,7 @@ from torch import nn
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item
 from fastdist.ps.client.sharded import Lookup, ShardedVariable, begin_assign
-from fastdist.ps.wire.batches import Array
+from fastdist.ps.wire.protocol import Array
 from fastdist.training.frameworks import inner_modules, moving_averages
 from fastdist.training.modules import value_stamp
 

@@ -46,15 +46,12 @@ class ServedModel:
     """
 
     def __init__(
-        self,
-        client: Client,
-        bundle: Bundle,
-        *,
-        initialize: bool,
-        lock: threading.RLock,
+        self, client: Client, bundle: Bundle, *, initialize: bool, lock: threading.RLock
     ) -> None:
         self.bundle = bundle
         self.buffers = ServedBuffers(client, bundle.roots, bundle.concurrency)
+        # Servers reject gradients that are not finite.
+        self.refuses_nonfinite = any(each.spec.refuse_nonfinite for each in bundle.placements)
         self._client = client
         self._lock = lock
         self._parameters: dict[int, ServedTensor] = {}  # by id
@@ -195,11 +192,6 @@ class ServedModel:
     def serves(self, parameter: torch.Tensor) -> bool:
         """Return True if a parameter's value is on servers."""
         return id(parameter) in self._parameters or id(parameter) in self._tables
-
-    @property
-    def refuses_nonfinite(self) -> bool:
-        """True if servers reject gradients that are not finite."""
-        return any(placement.spec.refuse_nonfinite for placement in self.bundle.placements)
 
     def changes(
         self, gradients: Iterable[tuple[nn.Parameter, float | None]], weight: float = 1.0

@@ -13,7 +13,7 @@ from torch import nn
 
 import fastdist._core as _core
 from fastdist.errors import FastdistError
-from fastdist.ps.wire.batches import Array, to_ids
+from fastdist.ps.wire.protocol import Array, to_ids
 
 if TYPE_CHECKING:  # `fastdist.nn` loads no sockets
     from fastdist.ps.client.items import Item

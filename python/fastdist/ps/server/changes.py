@@ -15,7 +15,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from fastdist.ps.wire.batches import Array, Place
+from fastdist.ps.wire.protocol import Array, Place
 
 OPEN, APPLIED, DISCARDED = "open", "applied", "discarded"
 _FINISHED = 4096

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import fastdist._core as _core
-from fastdist.ps.wire.batches import IDS, PART_SIZE, Entry
-from fastdist.ps.wire.protocol import RestartedError
+from fastdist.ps.wire.protocol import IDS, PART_SIZE, Entry, RestartedError
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, to_json
 
 

@@ -18,31 +18,29 @@ from fastdist.link.stream import require_whole
 from fastdist.ps.server.changes import APPLIED, DISCARDED, Deduplicator, Rounds, sums_of
 from fastdist.ps.server.registry import Registry
 from fastdist.ps.server.send_buffers import SendBuffers
-from fastdist.ps.wire.batches import (
-    IDS,
-    PART_SIZE,
-    Array,
-    Entry,
-    Kinds,
-    Place,
-    extents_of,
-    padded,
-    unpack_names,
-    unpack_values,
-)
 from fastdist.ps.wire.protocol import (
     APPLIED_ONCE,
+    IDS,
     MAX_LONG_META_BYTES,
     MAX_META_BYTES,
+    PART_SIZE,
     UNKNOWN_STEP,
     VERSION,
+    Array,
     BusyError,
+    Entry,
     Header,
+    Kinds,
     Op,
+    Place,
     ProtocolError,
     Status,
     VersionError,
+    extents_of,
+    padded,
     status_of,
+    unpack_names,
+    unpack_values,
 )
 from fastdist.ps.wire.snapshot import Part, require_checksums, restore, save
 from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.ps.wire.batches import Array
+from fastdist.ps.wire.protocol import Array
 from fastdist.ps.wire.specs import DenseSpec, Spec
 
 _FILE_ROWS = 1 << 20

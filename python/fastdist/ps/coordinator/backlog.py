@@ -30,10 +30,8 @@ class Call:
 class Backlog:
     """Calls that are waiting or running. Thread-safe.
 
-    Args:
-        limit: the number of unfinished calls at which `put` waits until half of them are left.
-        max_staleness: a call may begin once all but this many of the calls before it have ended;
-            None for no limit.
+    At `limit` unfinished calls, `put` waits until half of them are left. A call may begin once all
+    but `max_staleness` of the calls before it have ended.
     """
 
     def __init__(self, limit: int, max_staleness: int | None = None) -> None:

@@ -38,10 +38,8 @@ _log = logging.getLogger(__name__)
 class Dispatcher:
     """Keeps every worker busy with the calls of a backlog, until it is closed.
 
-    Args:
-        synchronous: send calls in groups, one to each worker, that take their steps together.
-        timeout_s: calls fail after this time without any worker.
-        seed: the seed of the workers' random numbers.
+    If `synchronous`, calls are sent in groups, one to each worker, that take their steps together.
+    Calls fail after `timeout_s` without any worker.
     """
 
     def __init__(

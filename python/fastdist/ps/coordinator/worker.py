@@ -65,13 +65,11 @@ class CallContext:
 class Worker:
     """Serves one coordinator at a time: of those that are connected, the one that began last.
 
-    Args:
-        address: the address to listen at; see `Server`. Who has the job's secret sends code.
-        host: the object that runs the functions: a `ServedWorker`.
+    Who has the job's secret sends code.
     """
 
-    # Uses of the host, which is a layer above: begin_job, reconnect, apply_state_update, run and
-    # state_update.
+    # The host is a `ServedWorker`, which is a layer above; used are begin_job, reconnect,
+    # apply_state_update, run and state_update.
     def __init__(self, address: str, host: Any) -> None:
         self._host = host
         self._library = Library()

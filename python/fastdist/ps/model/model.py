@@ -40,9 +40,7 @@ from fastdist.training.modules import modules_of, named_parameters, structure_of
 class ServedModel:
     """The modules and optimizers of one scope.
 
-    Args:
-        initialize: True if servers must take this task's values.
-        lock: the client's lock; all models of a task share it.
+    To `initialize`, servers take this task's values. All models of a task share the client's lock.
     """
 
     def __init__(

@@ -49,14 +49,7 @@ class Prefetch:
 
 
 class ServedTable:
-    """A table of rows on servers.
-
-    Args:
-        weight: the parameter that stands for the rows.
-        lock: the client's lock; autograd may call from threads of its own.
-        cache: None pulls all rows every time.
-        padding: an id whose row is zero, whatever the servers have.
-    """
+    """A table of rows on servers. Without a cache, it pulls all rows every time."""
 
     def __init__(
         self,
@@ -66,13 +59,13 @@ class ServedTable:
         cache: RowCache | None = None,
         padding: int | None = None,
     ) -> None:
-        self.weight = weight
+        self.weight = weight  # the parameter that stands for the rows
         self.sharded = rows
         self.name = repr(rows.spec.name.partition("/")[2])  # for errors
         self.prefetched: list[Prefetch] = []  # rows of later batches
         self._cache = cache
-        self._padding = padding
-        self._lock = lock
+        self._padding = padding  # an id whose row is zero, whatever the servers have
+        self._lock = lock  # the client's; autograd may call from threads of its own
         self._is_hashed = rows.spec.rows is None
         # For a table without a limit: the ids of gradients' rows, from index `_first_index` on.
         self._ids: list[Array] = []
@@ -229,13 +222,10 @@ class ServedTable:
 
 
 class RowCache:
-    """Serves rows of a table from memory while they are recent enough.
+    """Serves rows of a table from memory, each for `max_age` calls of `pull`; 0 pulls every time.
 
     Pushes of other workers are seen when a row expires; call `forget` after pushes of this worker.
-    For the thread of the table's client.
-
-    Each id has one slot, by its hash, which it shares with other ids: there is no search. A row is
-    served for `max_age` calls of `pull`; 0 pulls every time.
+    Each id has one slot, by its hash, which it shares with other ids: there is no search.
     """
 
     def __init__(self, table: ShardedRows, *, max_rows: int, max_age: int) -> None:

@@ -41,11 +41,9 @@ class _OpenRound:
 
 
 class Rounds:
-    """All rounds of a server. Thread-safe.
+    """All rounds of a server, with up to `max_bytes` of staged gradients. Thread-safe.
 
-    Args:
-        max_bytes: the limit for all staged gradients.
-        idle_s: a round that is not used for this long is discarded.
+    A round that is not used for `idle_s` is discarded.
     """
 
     def __init__(self, max_bytes: int, idle_s: float = 600.0) -> None:

@@ -20,11 +20,9 @@ class _Unsent(NamedTuple):
 
 
 class SendBuffers:
-    """The replies of one thread that clients have not taken yet.
+    """The replies of one thread that clients have not taken yet, `max_unsent_bytes` at most.
 
-    Args:
-        max_unsent_bytes: the limit for these replies. A client with one is refused further ones;
-            another client may always have one.
+    Beyond that, a client with such a reply is refused further ones; another may always have one.
     """
 
     def __init__(self, max_unsent_bytes: int) -> None:

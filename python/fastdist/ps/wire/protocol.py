@@ -128,25 +128,15 @@ class VersionError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first frame of a request or reply.
+    """The first frame of a request or reply."""
 
-    Attributes:
-        kind: an `Op` in a request, a `Status` in a reply.
-        number: the request's number; a client counts its requests to each server from 1.
-        client: 16 bytes that identify the client.
-        object: number of the variable or table; its high 32 bits are the server's incarnation.
-        floor: the client has the replies to all requests before this number.
-        round: the round that a push waits for; 0 applies it at once.
-        place: the push's place in the sum of its round.
-    """
-
-    kind: int
-    number: int
-    client: bytes
-    object: int = 0
-    floor: int = 0
-    round: int = 0
-    place: int = 0
+    kind: int  # an `Op` in a request, a `Status` in a reply
+    number: int  # of the request; a client counts its requests to each server from 1
+    client: bytes  # 16 bytes that identify the client
+    object: int = 0  # of the variable or table; the high 32 bits are the server's incarnation
+    floor: int = 0  # the client has the replies to all requests before this number
+    round: int = 0  # that a push waits for; 0 applies it at once
+    place: int = 0  # of the push, in the sum of its round
 
     def pack(self) -> bytes:
         """Return the header as `HEADER_BYTES` bytes."""
@@ -224,21 +214,13 @@ def to_floats(values: Any) -> Array:
 
 
 class Entry(NamedTuple):
-    """The rows of a table, or the range of a dense variable, that a message reads or changes.
+    """The rows of a table, or the range of a dense variable, that a message reads or changes."""
 
-    Attributes:
-        object: the object's number.
-        step: the step of the value that a CHANGE's gradient was computed from.
-        lr: the learning rate of a CHANGE; NaN: the update rule's own.
-        size: the number of the message's ids that are its own, or of the elements of the range.
-        begin: the first element of the range; `IDS` for a table.
-    """
-
-    object: int
-    step: int
-    lr: float
-    size: int
-    begin: int = IDS
+    object: int  # the object's number
+    step: int  # of the value that a CHANGE's gradient was computed from
+    lr: float  # the learning rate of a CHANGE; NaN: the update rule's own
+    size: int  # number of the message's ids that are its own, or of the elements of the range
+    begin: int = IDS  # the first element of the range; `IDS` for a table
 
 
 def pack_names(entries: Sequence[Entry], ids: Sequence[memoryview]) -> bytes:

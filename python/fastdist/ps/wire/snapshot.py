@@ -29,21 +29,13 @@ _READ_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rows of a variable or table that one server keeps.
+    """The rows of a variable or table that one server keeps."""
 
-    Attributes:
-        name: the name of the whole variable or table.
-        begin: the first row.
-        end: one past the last; -1 for a table without a limit of rows.
-        owner: the server's number among the `owners`, for a table without a limit.
-        owners: number of servers that share the table.
-    """
-
-    name: str
-    begin: int
-    end: int
-    owner: int = 0
-    owners: int = 1
+    name: str  # of the whole variable or table
+    begin: int  # the first row
+    end: int  # one past the last; -1 for a table without a limit of rows
+    owner: int = 0  # the server's number among the `owners`, for a table without a limit
+    owners: int = 1  # number of servers that share the table
 
     def may_share_rows(self, other: Part) -> bool:
         """Return True if another part of the same variable or table may have some of these rows."""

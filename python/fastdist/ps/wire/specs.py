@@ -32,11 +32,7 @@ class RuleSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> _core.UpdateRule:
-        """Create the compiled rule.
-
-        Raises:
-            ValueError: an unknown name or option, or a value out of range.
-        """
+        """Create the compiled rule; raise ValueError for what it does not accept."""
         options = {k: tuple(v) if isinstance(v, list) else v for k, v in self.options.items()}
         return _core.UpdateRule(self.name, **options)
 
@@ -71,11 +67,7 @@ class DenseSpec:
         return math.prod(self.shape)
 
     def make(self, initial: np.ndarray[Any, Any]) -> _core.DenseVariable:
-        """Create the variable.
-
-        Args:
-            initial: float32, of `shape`.
-        """
+        """Create the variable; `initial` is float32, of `shape`."""
         self.wire_format()  # raises for an unknown name
         return _core.DenseVariable(initial, self.rule.make())
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from fastdist.errors import UnsupportedError
 from fastdist.ps.model.table import ServedTable
@@ -73,7 +74,8 @@ class TableWeight(nn.Parameter):
             is_moved = function == _SET_DATA and isinstance(args[1], TableWeight)
             if function in _METADATA or is_moved:
                 return function(*args, **kwargs)
-        name = _name_of(next(_weights([*args, *kwargs.values()]), None))
+        leaves = pytree.tree_leaves((args, kwargs))
+        name = _name_of(next((leaf for leaf in leaves if isinstance(leaf, TableWeight)), None))
         operation = getattr(function, "__name__", repr(function))
         if operation in ("__get__", "__set__"):
             operation = function.__self__.__name__
@@ -105,14 +107,6 @@ def convert_weight(table: ServedTable) -> None:
 def _name_of(weight: TableWeight | None) -> str:
     table = None if weight is None else weight.table
     return "of an embedding" if table is None else table.name
-
-
-def _weights(arguments: Any) -> Iterator[TableWeight]:
-    for argument in arguments:
-        if isinstance(argument, TableWeight):
-            yield argument
-        elif isinstance(argument, (list, tuple)):
-            yield from _weights(argument)
 
 
 def _methods(names: str) -> Iterator[Any]:

@@ -108,7 +108,6 @@ _ERRORS: dict[Status, type[Exception]] = {
     Status.INDEX_ERROR: IndexError,
     Status.MEMORY_ERROR: MemoryError,
     Status.FAILED: FastdistError,
-    Status.OTHER_VERSION: FastdistError,
     Status.OS_ERROR: OSError,
     Status.RESTARTED: RestartedError,
     Status.BUSY: BusyError,

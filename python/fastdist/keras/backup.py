@@ -16,9 +16,8 @@ from fastdist.errors import UnsupportedError
 from fastdist.keras.callback_states import CallbackAttributes
 from fastdist.keras.elastic import ElasticFit, JoiningCallback
 from fastdist.keras.extension import on_servers
-from fastdist.keras.fit_state import FitState
+from fastdist.keras.fit_state import FitState, KerasCheckpoint
 from fastdist.keras.internals import running_fit
-from fastdist.keras.saved import KerasCheckpoint
 from fastdist.keras.trainer import trainer_of
 
 _TO_KEEP = 2  # if the newest is damaged, the one before is used

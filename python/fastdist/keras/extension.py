@@ -1,4 +1,4 @@
-"""Finds Keras models that are made in a strategy's scope, and attaches trainers to them."""
+"""Finds Keras models that are made in a strategy's scope, and attaches trainers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fastdist.errors import UnsupportedError
-from fastdist.keras.refusals import CALLS, refusal
+from fastdist.keras.methods import CALLS, refuse
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.strategies.scope import Scope
@@ -50,7 +50,7 @@ class KerasExtension:
                 _attach(scope.strategy, layer)
             return layer
 
-        from fastdist.keras.batch_norm import allow_synchronized
+        from fastdist.keras.layers import allow_synchronized
 
         own_models = _own_models_alone(keras.Model, scope.strategy)
         with replaced(layer_class, "__new__", made), allow_synchronized(), own_models:
@@ -160,5 +160,4 @@ def _attach(strategy: Strategy, model: Any) -> None:
 
 def _refuse(layer: Any, why: str) -> None:
     for name in CALLS:
-        message = f"{name} of {type(layer).__name__}, which {why}"
-        object.__setattr__(layer, name, refusal(message))
+        refuse(layer, name, f"{name} of {type(layer).__name__}, which {why}")

@@ -1,4 +1,4 @@
-"""Results of metrics, and logs of a step, over all replicas."""
+"""Values of variables, results of metrics, and logs of a step, over all replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import keras
 import torch
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.keras.saved import put_values, values_of
 from fastdist.replicas.context import state
 
 
@@ -37,6 +36,18 @@ def _update_mean(plain: Callable[..., Any], values: Any, sample_weight: Any = No
 def variables_of(metrics: Sequence[Any]) -> list[Any]:
     """Return the variables of metrics, each once."""
     return list({id(v): v for metric in metrics for v in metric.variables}.values())
+
+
+def values_of(variables: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors of Keras variables."""
+    return [variable.value.detach() for variable in variables]
+
+
+def put_values(variables: Sequence[Any], values: Sequence[torch.Tensor]) -> None:
+    """Set Keras variables in place."""
+    with torch.no_grad():
+        for variable, value in zip(variables, values, strict=True):
+            variable.value.copy_(value)
 
 
 @contextlib.contextmanager

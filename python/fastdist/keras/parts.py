@@ -7,6 +7,7 @@ Batches of arrays and of map-style DataLoaders are cut before they are loaded, o
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -30,40 +31,36 @@ from fastdist.replicas.per_replica import select
 from fastdist.strategies.base import batch_of
 
 _SAMPLED_ROWS = 16  # rows of arrays that replicas compare
+_OF_LOADERS = (
+    *("num_workers", "prefetch_factor", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator"),
+)
 
 
-class Cutter:
-    """Cuts global batches among replicas."""
+def cut(count: int, layout: InputLayout) -> tuple[slice, tuple[int, ...]]:
+    """Return this replica's rows of `count`, and every replica's number of examples.
 
-    def __init__(self, layout: InputLayout) -> None:
-        self._replicas = layout.num_replicas
-        (self._replica,) = layout.local_replicas
+    A replica without examples computes with the first row, which does not count.
+    """
+    (replica,) = layout.local_replicas
+    examples = split_sizes(count, layout.num_replicas)
+    start = sum(examples[:replica])
+    return slice(start, start + examples[replica]) if examples[replica] else slice(1), examples
 
-    def __call__(self, count: int) -> tuple[slice, tuple[int, ...]]:
-        """Return this replica's rows of `count`, and every replica's number of examples.
 
-        A replica without examples computes with the first row, which does not count.
-        """
-        examples = split_sizes(count, self._replicas)
-        start = sum(examples[: self._replica])
-        if examples[self._replica]:
-            return slice(start, start + examples[self._replica]), examples
-        return slice(0, 1), examples
-
-    def batch(self, batch: Any) -> tuple[Any, tuple[int, ...]]:
-        """Return this replica's part of a batch in memory, and every replica's examples."""
-        rows, examples = self(count_examples(batch))
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch), (
-            examples
-        )
+def cut_batch(batch: Any, layout: InputLayout) -> tuple[Any, tuple[int, ...]]:
+    """Return this replica's part of a batch in memory, and every replica's examples."""
+    rows, examples = cut(count_examples(batch), layout)
+    part = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch)
+    return part, examples
 
 
 class PartAdapter(DataAdapter):  # type: ignore[misc]
     """A Keras data adapter that yields this replica's part of each batch.
 
     Args:
-        whole: the adapter of the global batches.
-        workers: a function that returns the communicator of all replicas.
+        whole: Keras' adapter of the global batches.
+        workers: returns the communicator of all replicas.
         steps: the steps that use the parts.
     """
 
@@ -77,7 +74,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
         self._whole = whole
         self._workers = workers
         self._steps = steps
-        self._cut = Cutter(layout)
+        self._layout = layout
         self._agreement: Agreement = SameData(layout)
         self._is_arrays = isinstance(whole, ArrayDataAdapter)
 
@@ -113,50 +110,26 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
 
     def _load_parts(self, loader: Any) -> Iterator[Part]:
         """Load this replica's examples only."""
-        sampler = _PartSampler(loader.batch_sampler, self._cut)
-        own = DataLoader(
-            loader.dataset,
-            batch_sampler=sampler,
-            num_workers=loader.num_workers,
-            prefetch_factor=loader.prefetch_factor,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-        )
+        # For each batch that was sampled and not used yet: every replica's examples, and a number
+        # that is equal on replicas that sampled the same batch.
+        noted: deque[tuple[tuple[int, ...], int]] = deque()
+
+        def own_indices() -> Iterator[list[Any]]:
+            for batch in loader.batch_sampler:
+                indices = list(batch)
+                rows, examples = cut(len(indices), self._layout)
+                noted.append((examples, fingerprint(indices)))
+                yield indices[rows]
+
+        options = {name: getattr(loader, name) for name in _OF_LOADERS}
+        own: DataLoader[Any] = DataLoader(loader.dataset, batch_sampler=own_indices(), **options)
         batches = iter(own)  # draws from the random state now, as Keras' own iterator does
-        return (Part((batch,), (), *sampler.noted.pop(0)) for batch in batches)
+        return (Part((batch,), (), *noted.popleft()) for batch in batches)
 
     def _cut_batches(self, batches: Iterator[Any]) -> Iterator[Part]:
         for batch in batches:
-            part, examples = self._cut.batch(batch)
+            part, examples = cut_batch(batch, self._layout)
             yield Part((part,), (), examples, _checksum(batch))
-
-
-class _PartSampler:
-    """Yields this replica's indices of each global batch.
-
-    Attributes:
-        noted: every replica's examples for each batch that was sampled and not used yet, and a
-            number that is equal on replicas that sampled the same batch.
-    """
-
-    def __init__(self, whole: Any, cut: Cutter) -> None:
-        self._whole = whole
-        self._cut = cut
-        self.noted: list[tuple[tuple[int, ...], int]] = []
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for batch in self._whole:
-            indices = list(batch)
-            rows, examples = self._cut(len(indices))
-            self.noted.append((examples, fingerprint(indices)))
-            yield indices[rows]
-
-    def __len__(self) -> int:
-        return len(self._whole)
 
 
 class DistributedAdapter(DataAdapter):  # type: ignore[misc]

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 from fastdist.data import InputContext
 from fastdist.data.batches import count_examples
 from fastdist.keras.internals import DataAdapter, get_data_adapter
-from fastdist.keras.metrics import flattened, is_number, variables_of
-from fastdist.keras.saved import values_of
+from fastdist.keras.metrics import flattened, is_number, values_of, variables_of
 from fastdist.ps.coordinator.cluster_coordinator import ClusterCoordinator
 from fastdist.ps.coordinator.per_worker import get_worker_index
 from fastdist.ps.coordinator.remote_value import RemoteValue

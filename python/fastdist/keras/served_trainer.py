@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -19,7 +17,7 @@ from fastdist.errors import UnsupportedError
 from fastdist.keras.callback_list import flat, overrides
 from fastdist.keras.internals import KerasSaveable, TrackedDict, TrackedList
 from fastdist.keras.layers import separate_random_numbers
-from fastdist.keras.refusals import refusal, require_parts
+from fastdist.keras.methods import Trainer, refuse, require_parts
 from fastdist.keras.served_optimizers import (
     ServedApply,
     require_served,
@@ -89,37 +87,19 @@ def _hollow(kind: type) -> Any:
 reducers[:] = [_reduce]
 
 
-class ServedTrainer:
-    """Replaces the training methods of a Keras model on the chief.
-
-    Args:
-        model: the model; it keeps this trainer alive, not the other way round.
-        strategy: a ParameterServerStrategy, in whose scope the model was made.
-    """
+class ServedTrainer(Trainer):
+    """Replaces the training methods of a Keras model on the chief of a ParameterServerStrategy."""
 
     def __init__(self, model: Any, strategy: Any) -> None:
-        self._ref = weakref.ref(model)
+        super().__init__(model, _OWN)
         self._strategy = strategy
         self._coordinator: ClusterCoordinator | None = None  # keeps it alive
         self._steps: ScheduledSteps | None = None  # of a running fit
-        self._trained: dict[int, str] = {}  # variables whose values are on servers
-        for name in _OWN:
-            object.__setattr__(model, name, getattr(self, name))
+        self._trained: set[int] = set()  # ids of variables whose values are on servers
         for name in _AFTER_JOIN:
             object.__setattr__(model, name, functools.partial(self._joined, name))
-        object.__setattr__(model, "train_on_batch", refusal(_NO_TRAIN_ON_BATCH))
-        if type(model).fit is not keras.Model.fit:
-            message = (
-                f"{type(model).__name__} overrides fit, whose steps workers run; override "
-                "train_step instead"
-            )
-            object.__setattr__(model, "fit", refusal(message))
-
-    def _plain(self, name: str) -> Callable[..., Any]:
-        """Return the model's own method."""
-        model: Any = self._ref()
-        method: Callable[..., Any] = getattr(type(model), name).__get__(model)
-        return method
+        refuse(model, "train_on_batch", _NO_TRAIN_ON_BATCH)
+        self._refuse_overrides(["fit"], "whose steps workers run; override train_step instead")
 
     def _joined(self, name: str, *args: Any, **options: Any) -> Any:
         """Call the model's own method, once scheduled functions have ended."""
@@ -136,10 +116,8 @@ class ServedTrainer:
                 "servers its optimizer, as they were in the first fit; compile the model before"
             )
         self._plain("compile")(*args, **options)
-        model: Any = self._ref()
-        optimizer = model.optimizer
-        if optimizer is not None:
-            optimizer.built = True  # the servers have its variables
+        if self._model.optimizer is not None:
+            self._model.optimizer.built = True  # the servers have its variables
 
     def fit(self, *args: Any, **options: Any) -> Any:
         """Train on the workers.
@@ -154,7 +132,7 @@ class ServedTrainer:
         """
         plain = self._plain("fit")
         given = inspect.signature(plain).bind(*args, **options).arguments
-        model: Any = self._ref()
+        model = self._model
         make_dataset = given.pop("x", None)
         if not model.compiled:
             return plain(make_dataset, **given)  # raises Keras' error
@@ -196,10 +174,9 @@ class ServedTrainer:
             raise UnsupportedError(
                 "a Keras model under ParameterServerStrategy trains in fit alone, on its workers"
             )
-        model: Any = self._ref()
         if not self._trained:
-            self._put_on_servers(model)
-        model.train_function = lambda _: steps.step()
+            self._put_on_servers(self._model)
+        self._model.train_function = lambda _: steps.step()
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Return the metrics of an epoch, or the logs of steps that have logs of their own."""
@@ -208,7 +185,7 @@ class ServedTrainer:
         return self._plain("_get_metrics_result_or_logs")(logs)
 
     def _require_servable(self) -> None:
-        model: Any = self._ref()
+        model = self._model
         require_parts(model)
         require_served(model.optimizer)
         for name, value in vars(model).items():
@@ -244,7 +221,7 @@ class ServedTrainer:
         served = served_optimizer(model.optimizer, variables)
         model.optimizer.apply = ServedApply(model.optimizer, served, variables)
         self._strategy._adopt([model], [served])
-        self._trained = {id(variable): variable.path for variable in variables}
+        self._trained = set(map(id, variables))
 
 
 def _require_function(make_dataset: object, given: dict[str, Any]) -> None:

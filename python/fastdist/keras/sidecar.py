@@ -11,8 +11,8 @@ from typing import Any, Literal
 from fastdist.checkpoints.agreement import Ranks, broadcast_result
 from fastdist.checkpoints.manager import CheckpointManager, number_of
 from fastdist.checkpoints.watching import POLL_S, next_checkpoint
+from fastdist.keras.fit_state import KerasCheckpoint
 from fastdist.keras.internals import unpack_x_y_sample_weight
-from fastdist.keras.saved import KerasCheckpoint
 
 
 class SidecarEvaluator:

@@ -6,7 +6,6 @@ import random
 import weakref
 import zlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import keras
@@ -26,7 +25,7 @@ class ReplicaSteps:
     """Runs the steps of a model in `strategy.run`.
 
     Attributes:
-        examples: examples of each replica in the batch that the next step gets; None if unknown.
+        examples: examples of each replica in the next step's batch; None if unknown.
         origin: where that batch comes from; None if Keras has made it.
         last_examples: the `examples` of the last step.
     """
@@ -77,33 +76,27 @@ class ReplicaSteps:
 
     def train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
         """Call a function that updates the metrics; return this replica's logs."""
-        examples = self._take_examples()
-        if examples is None or examples[self._replica()]:
-            return self._run(function, data, examples)
+        is_borrowed = self._take_examples()
         model: Any = self._model()
-        with unchanged(model.metrics):
-            return self._run(function, data, examples)
+        with unchanged(model.metrics if is_borrowed else ()):
+            return self._run(function, data)
 
     def predict(self, function: Callable[..., Any], data: Any) -> Any:
         """Call a function; return the outputs for the examples of all replicas, in order."""
-        examples = self._take_examples()
-        outputs = self._run(function, data, examples)
-        is_borrowed = examples is not None and not examples[self._replica()]
+        is_borrowed = self._take_examples()
         return keras.tree.map_structure(
-            lambda output: self._strategy.gather(output[:0] if is_borrowed else output, 0), outputs
+            lambda output: self._strategy.gather(output[:0] if is_borrowed else output, 0),
+            self._run(function, data),
         )
 
-    def _replica(self) -> int:
+    def _take_examples(self) -> bool:
+        """Begin a step; return True if this replica computes a borrowed example."""
         (replica,) = self._strategy.local_replica_ids
-        return replica
+        examples = self.last_examples = self.examples
+        self.examples = None
+        return examples is not None and not examples[replica]
 
-    def _take_examples(self) -> tuple[int, ...] | None:
-        self.last_examples, self.examples = self.examples, None
-        return self.last_examples
-
-    def _run(
-        self, function: Callable[..., Any], data: Any, examples: tuple[int, ...] | None
-    ) -> Any:
+    def _run(self, function: Callable[..., Any], data: Any) -> Any:
         """Call a function in `strategy.run`; the process's random state stays as it was.
 
         So several replicas and one device shuffle in the same order after any number of steps.
@@ -113,7 +106,7 @@ class ReplicaSteps:
         seed = torch.empty((), dtype=torch.int64).random_(generator=self._seeds)
         generator.manual_seed(int(seed))
         try:
-            given = PerReplica(((function, data),), examples, origin=self.origin)
+            given = PerReplica(((function, data),), self.last_examples, origin=self.origin)
             self._strategy.run(self._call, (given,))
         finally:
             generator.set_state(before)
@@ -123,7 +116,3 @@ class ReplicaSteps:
     def _call(self, step: tuple[Callable[..., Any], Any]) -> None:
         function, data = step
         self._result = function(data)
-
-
-class Step(partial):  # type: ignore[type-arg]
-    """Runs Keras' own function on this replica; a class, by which those that do are known."""

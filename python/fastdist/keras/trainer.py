@@ -30,15 +30,21 @@ from fastdist.keras.internals import (
     train_validation_split,
     unpack_x_y_sample_weight,
 )
+from fastdist.keras.methods import CALLS, Trainer, require_parts
 from fastdist.keras.metrics import combined, global_logs
 from fastdist.keras.optimizers import gather_states
-from fastdist.keras.parts import Cutter, DistributedAdapter, PartAdapter
-from fastdist.keras.refusals import CALLS, refusal, require_parts
-from fastdist.keras.steps import ReplicaSteps, Step
+from fastdist.keras.parts import DistributedAdapter, PartAdapter, cut_batch
+from fastdist.keras.steps import ReplicaSteps
 from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
 
 _ARRAYS = ("x", "y", "sample_weight")
+_REPLACED = (
+    *CALLS,
+    *("make_train_function", "make_test_function", "make_predict_function"),
+    *("get_metrics_result", "_get_metrics_result_or_logs"),
+    *("_initialize_ddp", "save", "save_weights"),
+)
 
 
 def _with_arguments_of_keras(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,49 +67,20 @@ def _with_arguments_of_keras(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class ReplicatedTrainer:
-    """Replaces the training methods of a Keras model.
-
-    Args:
-        model: the model; it keeps this trainer alive, not the other way round.
-        strategy: a strategy of several replicas, in whose scope the model was made.
-    """
+class ReplicatedTrainer(Trainer):
+    """Replaces the training methods of a model that was made in the scope of several replicas."""
 
     def __init__(self, model: Any, strategy: ReplicatedStrategy) -> None:
-        self._ref = weakref.ref(model)
+        super().__init__(model, _REPLACED)
         self._strategy = strategy
         self.steps = ReplicaSteps(self._ref, strategy)
         self.elastic = ElasticFit(strategy) if strategy.is_elastic else None
         self._reads_logs = False  # True in calls for one batch, whose logs are read at once
-        for name in (
-            *CALLS,
-            "make_train_function",
-            "make_test_function",
-            "make_predict_function",
-            "get_metrics_result",
-            "_get_metrics_result_or_logs",
-            "_initialize_ddp",
-            "save",
-            "save_weights",
-        ):
-            object.__setattr__(model, name, getattr(self, name))
-        for name in CALLS:
-            if getattr(type(model), name) is not getattr(keras.Model, name):
-                message = (
-                    f"{type(model).__name__} overrides {name}, which a strategy calls with data "
-                    "that is divided among the replicas; override train_step, test_step, "
-                    "predict_step or compute_loss instead"
-                )
-                object.__setattr__(model, name, refusal(message))
-
-    @property
-    def _model(self) -> Any:
-        return self._ref()
-
-    def _plain(self, name: str) -> Callable[..., Any]:
-        """Return the model's own method."""
-        method: Callable[..., Any] = getattr(type(self._model), name).__get__(self._model)
-        return method
+        self._refuse_overrides(
+            CALLS,
+            "which a strategy calls with data that is divided among the replicas; override "
+            "train_step, test_step, predict_step or compute_loss instead",
+        )
 
     def _workers(self) -> Communicator:
         return self._strategy._connected() or default_communicator()  # of one rank
@@ -178,39 +155,34 @@ class ReplicatedTrainer:
             )
         return self._plain(call)(data, **given)
 
-    def train_on_batch(
-        self,
-        x: Any,
-        y: Any = None,
-        sample_weight: Any = None,
-        class_weight: Any = None,
-        return_dict: bool = False,
-    ) -> Any:
+    @_with_arguments_of_keras
+    def train_on_batch(self, given: dict[str, Any]) -> Any:
         """Train on one global batch. Every replica must call, with the whole batch."""
+        class_weight = given.pop("class_weight")
         if class_weight is not None:
-            if sample_weight is not None:
+            if given["sample_weight"] is not None:
                 raise ValueError("train_on_batch: expected sample_weight or class_weight, got both")
-            sample_weight = class_weight_to_sample_weights(y, class_weight)
-        return self._on_batch("train_on_batch", (x, y, sample_weight), return_dict=return_dict)
+            given["sample_weight"] = class_weight_to_sample_weights(given["y"], class_weight)
+        return self._on_batch("train_on_batch", given)
 
-    def test_on_batch(
-        self, x: Any, y: Any = None, sample_weight: Any = None, return_dict: bool = False
-    ) -> Any:
+    @_with_arguments_of_keras
+    def test_on_batch(self, given: dict[str, Any]) -> Any:
         """Evaluate one global batch. Every replica must call, with the whole batch."""
-        return self._on_batch("test_on_batch", (x, y, sample_weight), return_dict=return_dict)
+        return self._on_batch("test_on_batch", given)
 
-    def predict_on_batch(self, x: Any) -> Any:
+    @_with_arguments_of_keras
+    def predict_on_batch(self, given: dict[str, Any]) -> Any:
         """Predict for one global batch. Every replica must call, with the whole batch."""
-        return self._on_batch("predict_on_batch", (x,))
+        return self._on_batch("predict_on_batch", given)
 
-    def _on_batch(self, call: str, batch: tuple[Any, ...], **options: Any) -> Any:
+    def _on_batch(self, call: str, given: dict[str, Any]) -> Any:
+        batch = {name: given.pop(name) for name in _ARRAYS if name in given}
         with self._all_replicas():
             self._reads_logs = True
             try:
                 self.steps.begin_pass(self._workers())
-                cut = Cutter(self._strategy._input_layout())
-                part, self.steps.examples = cut.batch(batch)
-                return self._plain(call)(*part, **options)
+                part, self.steps.examples = cut_batch(batch, self._strategy._input_layout())
+                return self._plain(call)(**part, **given)
             finally:
                 self._reads_logs = False
                 self.steps.examples = None
@@ -254,27 +226,21 @@ class ReplicatedTrainer:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def make_train_function(self, force: bool = False) -> Any:
-        """Make the function that trains on one batch."""
-        return self._make("train", self._train_or_test, force)
-
-    def make_test_function(self, force: bool = False) -> Any:
-        """Make the function that evaluates one batch."""
-        return self._make("test", self._train_or_test, force)
-
-    def make_predict_function(self, force: bool = False) -> Any:
-        """Make the function that predicts for one batch."""
-        return self._make("predict", self.steps.predict, force)
-
-    def _make(self, kind: str, run: Callable[..., Any], force: bool) -> Any:
+    def _make(self, kind: str, force: bool = False) -> Any:
+        """Make the function that trains on, evaluates or predicts for one batch."""
         require_parts(self._model)
         self._plain(f"make_{kind}_function")(force)
         self.steps.prepare()
         function = getattr(self._model, f"{kind}_function")
-        if not isinstance(function, Step):
-            function = Step(run, function)
+        run = self.steps.predict if kind == "predict" else self._train_or_test
+        if getattr(function, "func", None) != run:
+            function = functools.partial(run, function)
             setattr(self._model, f"{kind}_function", function)
         return function
+
+    make_train_function = functools.partialmethod(_make, "train")
+    make_test_function = functools.partialmethod(_make, "test")
+    make_predict_function = functools.partialmethod(_make, "predict")
 
     def _train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
         logs = self.steps.train_or_test(function, data)

@@ -15,10 +15,9 @@ from fastdist.checkpoints import CheckpointManager, PreemptionCheckpointHandler
 from fastdist.errors import UnsupportedError
 from fastdist.keras.callback_states import CallbackAttributes
 from fastdist.keras.elastic import ElasticFit, JoiningCallback
-from fastdist.keras.extension import on_servers
 from fastdist.keras.fit_state import FitState, KerasCheckpoint
 from fastdist.keras.internals import running_fit
-from fastdist.keras.trainer import trainer_of
+from fastdist.keras.methods import trainer_of
 
 _TO_KEEP = 2  # if the newest is damaged, the one before is used
 _open: dict[Path, BackupAndRestore] = {}
@@ -27,15 +26,11 @@ _open: dict[Path, BackupAndRestore] = {}
 class BackupAndRestore(JoiningCallback):
     """Backs up `fit`, and lets `fit` continue when the program is started again.
 
-    Every replica has one, among the callbacks of `fit`:
-
-        backup = fd.keras.BackupAndRestore("backup", save_freq=100)
-        model.fit(x, y, epochs=10, callbacks=[backup])
-
-    The model, the optimizer, metrics, the position in the data, the states of the other callbacks
-    and the random generators are restored, so that a job that was killed ends with the same bits as
-    one that was not (tf.keras.callbacks.BackupAndRestore). Under ParameterServerStrategy each epoch
-    is backed up by the servers: the model and the optimizer, but not the callbacks' states.
+    Every replica has one, among the callbacks of `fit`. The model, the optimizer, metrics, the
+    position in the data, the states of the other callbacks and the random generators are restored,
+    so that a job that was killed ends with the same bits as one that was not
+    (tf.keras.callbacks.BackupAndRestore). Under ParameterServerStrategy each epoch is backed up by
+    the servers: the model and the optimizer, but not the callbacks' states.
 
     In an elastic job (`fastdist run --min`), `fit` goes on when ranks are lost or join: from the
     last copy of the same state in memory. The backups count only if all ranks are lost.
@@ -101,8 +96,10 @@ class BackupAndRestore(JoiningCallback):
             before.close()
         _open[self._directory] = self
         model = self.model
-        self._strategy = on_servers.get(model)
-        if self._strategy is not None:
+        trainer = trainer_of(model)
+        has_servers = trainer is not None and trainer.strategy.has_servers
+        self._strategy = trainer.strategy if has_servers else None
+        if has_servers:
             self._restore_servers()
             return
         iterator, callbacks = running_fit(model)
@@ -110,7 +107,6 @@ class BackupAndRestore(JoiningCallback):
         self._fit = FitState(model, iterator, others, self.params)
         self._checkpoint = KerasCheckpoint(model, step=0, fit=self._fit)
         model._initial_epoch = None
-        trainer = trainer_of(model)
         self._elastic = None if trainer is None else trainer.elastic
         try:
             if self._elastic is None:

@@ -59,13 +59,9 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     Args:
         callbacks: the user's callbacks; only the chief keeps those that write or draw.
-        is_chief: True on replica 0.
         globalize: a collective that turns this replica's logs of a step into those of all replicas.
-        communicator: a function that returns a context manager for communication of all replicas.
-        add_progbar: show a progress bar on the chief.
+        communicator: returns a context manager for communication of all replicas.
         add_history: True in `fit`, whose bar shows no validation steps.
-        verbose: 1 or "auto" for a bar that is drawn after steps too.
-        options: the other arguments of Keras' CallbackList.
     """
 
     def __init__(
@@ -109,10 +105,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         )
 
     def _configure_async_dispatch(self, callbacks: Any) -> None:
-        """Call callbacks in this thread.
-
-        With calls in another thread, deadlocks between replicas would not be noticed.
-        """
+        """Call callbacks in this thread: in another, deadlocks of replicas would go unnoticed."""
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Call the callbacks; then share what the chief's callbacks have restored."""

@@ -27,13 +27,10 @@ class CallbackStates:
 
     Numbers, strings, arrays, tensors and structures of them are saved. Arguments of a callback's
     constructor, which the program gives again, are saved only if they have changed since.
-
-    Args:
-        params: this `fit`'s arguments of `set_params`, which is called again after restoring.
     """
 
     def __init__(self, callbacks: Sequence[Any], params: Any) -> None:
-        self._params = params
+        self._params = params  # of `set_params`, which is called again after restoring
         self._callbacks: dict[str, Any] = {}
         counts: collections.Counter[str] = collections.Counter()
         for callback in callbacks:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,9 +17,6 @@ from fastdist.strategies.base import Strategy
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.strategies.scope import Scope
 from fastdist.training.patched import replaced
-
-on_servers: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""The strategies of Keras models whose values are on parameter servers."""
 
 
 class KerasExtension:
@@ -142,7 +138,6 @@ def _attach(strategy: Strategy, model: Any) -> None:
     elif strategy.has_servers:
         from fastdist.keras.served_trainer import ServedTrainer
 
-        on_servers[model] = strategy
         ServedTrainer(model, strategy)
     elif strategy.num_replicas_in_sync > 1 or strategy.is_elastic:
         if strategy.options.gradient_reduction == "sum":

@@ -20,10 +20,10 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.data import DistributedDataset
 from fastdist.keras.callback_states import CallbackStates
 from fastdist.keras.internals import get_global_attribute, global_seed_generator
+from fastdist.keras.methods import trainer_of
 from fastdist.keras.metrics import put_values, values_of, variables_of
 from fastdist.keras.optimizers import gather_states, make_room
 from fastdist.keras.parts import DistributedAdapter, PartAdapter
-from fastdist.keras.trainer import trainer_of
 
 _NEVER = 1 << 62  # an epoch that no fit reaches
 
@@ -61,13 +61,6 @@ class FitState:
     """The optimizer, metrics, callbacks, position and random generators of a running `fit`.
 
     Metrics and callbacks have a state per replica. Every replica must call the methods.
-
-    Args:
-        callbacks: the callbacks of this replica whose states are saved.
-        params: the argument of the callbacks' `set_params` in `fit`.
-
-    Attributes:
-        position: the position in the data.
     """
 
     def __init__(
@@ -151,8 +144,7 @@ def _require_same_shapes(
 class FitPosition:
     """Records the position of a `fit`, and lets another `fit` begin there.
 
-    Args:
-        iterator: Keras' iterator over batches, whose methods are replaced until `release`.
+    Methods of Keras' iterator over batches are replaced until `release`.
     """
 
     def __init__(self, iterator: Any, model: Any) -> None:

@@ -14,8 +14,9 @@ CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predi
 class Trainer:
     """An object with methods in place of those of a Keras model, which keeps the object alive."""
 
-    def __init__(self, model: Any, names: Iterable[str]) -> None:
+    def __init__(self, model: Any, strategy: Any, names: Iterable[str]) -> None:
         self._ref = weakref.ref(model)
+        self.strategy = strategy
         for name in names:
             object.__setattr__(model, name, getattr(self, name))
 
@@ -36,6 +37,12 @@ class Trainer:
         for name in names:
             if getattr(kind, name) is not getattr(keras.Model, name):
                 refuse(self._model, name, f"{kind.__name__} overrides {name}, {why}")
+
+
+def trainer_of(model: Any) -> Any:
+    """Return the trainer of a model that several replicas or workers train; None of others."""
+    trainer = getattr(vars(model).get("fit"), "__self__", None)
+    return trainer if isinstance(trainer, Trainer) else None
 
 
 def refuse(model: Any, name: str, message: str) -> None:

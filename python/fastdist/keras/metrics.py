@@ -68,10 +68,7 @@ def combined(
     """Return a context manager in which the metrics' variables have the values of all replicas.
 
     Every replica must call. Variables are reduced by their `aggregation`: "sum", "mean", or the
-    first replica's value; all in one fused call.
-
-    Args:
-        others: tensors in host memory that are summed over replicas too, in place.
+    first replica's value; all in one fused call. `others`, in host memory, are summed in place.
     """
     variables = variables_of(metrics)
     parts = [_part(variable, workers) for variable in variables]

@@ -115,10 +115,6 @@ class ShardedSlots:
 
     From the first step on, a replica has the states of the variables that it owns, and those of
     others are empty. `gather` completes them, as saving does. Every replica must make this object.
-
-    Args:
-        optimizer: an optimizer that changes each variable by itself.
-        connect: returns the communicator of all replicas; None if there is one.
     """
 
     def __init__(self, optimizer: Any, connect: Callable[[], Communicator | None]) -> None:

@@ -56,13 +56,7 @@ def cut_batch(batch: Any, layout: InputLayout) -> tuple[Any, tuple[int, ...]]:
 
 
 class PartAdapter(DataAdapter):  # type: ignore[misc]
-    """A Keras data adapter that yields this replica's part of each batch.
-
-    Args:
-        whole: Keras' adapter of the global batches.
-        workers: returns the communicator of all replicas.
-        steps: the steps that use the parts.
-    """
+    """Yields this replica's part of each batch of `whole`, Keras' adapter of the global batches."""
 
     def __init__(
         self,

@@ -33,13 +33,8 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
     Keras uses it as a data adapter, whose batches only have shapes: it learns when epochs begin.
 
     Args:
-        coordinator: the strategy's coordinator.
-        make_dataset: a function that makes the batches of a worker.
         steps: the steps of an epoch.
         reads_logs: True if a callback or the progress bar reads the metrics of each step.
-
-    Attributes:
-        is_in_epoch: True from the first step of an epoch to `end_epoch`.
     """
 
     num_batches = batch_size = has_partial_batch = partial_batch_size = None
@@ -53,7 +48,7 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         steps: int,
         reads_logs: bool,
     ) -> None:
-        self.is_in_epoch = False
+        self.is_in_epoch = False  # True from the first step of an epoch to `end_epoch`
         self._reads_logs = reads_logs
         self._model = model
         self._strategy = strategy

@@ -91,8 +91,7 @@ class ServedTrainer(Trainer):
     """Replaces the training methods of a Keras model on the chief of a ParameterServerStrategy."""
 
     def __init__(self, model: Any, strategy: Any) -> None:
-        super().__init__(model, _OWN)
-        self._strategy = strategy
+        super().__init__(model, strategy, _OWN)
         self._coordinator: ClusterCoordinator | None = None  # keeps it alive
         self._steps: ScheduledSteps | None = None  # of a running fit
         self._trained: set[int] = set()  # ids of variables whose values are on servers
@@ -103,7 +102,7 @@ class ServedTrainer(Trainer):
 
     def _joined(self, name: str, *args: Any, **options: Any) -> Any:
         """Call the model's own method, once scheduled functions have ended."""
-        coordinator = self._strategy.coordinator()
+        coordinator = self.strategy.coordinator()
         if coordinator is not None:
             coordinator.join()
         return self._plain(name)(*args, **options)
@@ -144,12 +143,12 @@ class ServedTrainer(Trainer):
                 "optimizer; use fastdist.keras.BackupAndRestore"
             )
         self._require_servable()
-        coordinator = self._strategy.coordinator() or ClusterCoordinator(self._strategy)
+        coordinator = self.strategy.coordinator() or ClusterCoordinator(self.strategy)
         self._coordinator = coordinator
         try:
             self._steps = ScheduledSteps(
                 model,
-                self._strategy,
+                self.strategy,
                 coordinator,
                 make_dataset,
                 given["steps_per_epoch"],
@@ -163,7 +162,7 @@ class ServedTrainer(Trainer):
             raise
         finally:
             self._steps = None
-        self._strategy.before_calls()  # sends what callbacks have restored at the end
+        self.strategy.before_calls()  # sends what callbacks have restored at the end
         return history
 
     def make_train_function(self, force: bool = False) -> None:
@@ -220,7 +219,7 @@ class ServedTrainer(Trainer):
         object.__setattr__(model, "_post_build", lambda: None)
         served = served_optimizer(model.optimizer, variables)
         model.optimizer.apply = ServedApply(model.optimizer, served, variables)
-        self._strategy._adopt([model], [served])
+        self.strategy._adopt([model], [served])
         self._trained = set(map(id, variables))
 
 

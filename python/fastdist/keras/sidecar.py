@@ -18,15 +18,9 @@ from fastdist.keras.internals import unpack_x_y_sample_weight
 class SidecarEvaluator:
     """Evaluates each checkpoint that `fd.keras.BackupAndRestore` makes in another job.
 
-    For the evaluator task of a cluster, with the model that is trained there:
-
-        evaluator = fd.keras.SidecarEvaluator(
-            model, (x, y), "backup", callbacks=[TensorBoard()]
-        )
-        evaluator.start()
-
-    The job keeps its backups (`delete_checkpoint=False`). The best checkpoint is kept in the
-    folder "best" of the directory (tf.keras.utils.SidecarEvaluator).
+    For the evaluator task of a cluster, with the model that is trained there. The job keeps its
+    backups (`delete_checkpoint=False`). The best checkpoint is kept in the folder "best" of the
+    directory (tf.keras.utils.SidecarEvaluator).
 
     Args:
         model: the compiled and built model.

@@ -71,8 +71,7 @@ class ReplicatedTrainer(Trainer):
     """Replaces the training methods of a model that was made in the scope of several replicas."""
 
     def __init__(self, model: Any, strategy: ReplicatedStrategy) -> None:
-        super().__init__(model, _REPLACED)
-        self._strategy = strategy
+        super().__init__(model, strategy, _REPLACED)
         self.steps = ReplicaSteps(self._ref, strategy)
         self.elastic = ElasticFit(strategy) if strategy.is_elastic else None
         self._reads_logs = False  # True in calls for one batch, whose logs are read at once
@@ -83,12 +82,13 @@ class ReplicatedTrainer(Trainer):
         )
 
     def _workers(self) -> Communicator:
-        return self._strategy._connected() or default_communicator()  # of one rank
+        workers: Communicator | None = self.strategy._connected()
+        return workers or default_communicator()  # of one rank
 
     @contextlib.contextmanager
     def _communicator(self) -> Iterator[Communicator]:
         """Return a context manager around communication outside `run`."""
-        with self._strategy.communicator() as workers:
+        with self.strategy.communicator() as workers:
             yield workers or default_communicator()
 
     # --- fit, evaluate, predict -----------------------------------------------------------------
@@ -119,7 +119,7 @@ class ReplicatedTrainer(Trainer):
                 validation["batch_size"] = given["validation_batch_size"] or given["batch_size"]
                 given["validation_data"] = self._parts(validation, given["validation_steps"])
             del given["validation_batch_size"]
-            history = self._pass("fit", given, given["steps_per_epoch"], add_history=True)
+            history = self._pass("fit", given, given["steps_per_epoch"])
             gather_states(self._model)
             return history
 
@@ -135,9 +135,7 @@ class ReplicatedTrainer(Trainer):
         with self._all_replicas():
             return self._pass("predict", given, given["steps"])
 
-    def _pass(
-        self, call: str, given: dict[str, Any], steps: int | None, add_history: bool = False
-    ) -> Any:
+    def _pass(self, call: str, given: dict[str, Any], steps: int | None) -> Any:
         """Call one of Keras' methods with this replica's parts and callbacks."""
         data = self._parts(given, steps)
         if not isinstance(given["callbacks"], ReplicaCallbacks):  # those of fit, in its evaluation
@@ -147,7 +145,7 @@ class ReplicatedTrainer(Trainer):
                 globalize=self._global_logs,
                 communicator=self._communicator,
                 add_progbar=given["verbose"] != 0,
-                add_history=add_history,
+                add_history=call == "fit",
                 verbose=given["verbose"],
                 epochs=given.get("epochs", 1),
                 steps=steps or data.num_batches,
@@ -181,7 +179,7 @@ class ReplicatedTrainer(Trainer):
             self._reads_logs = True
             try:
                 self.steps.begin_pass(self._workers())
-                part, self.steps.examples = cut_batch(batch, self._strategy._input_layout())
+                part, self.steps.examples = cut_batch(batch, self.strategy._input_layout())
                 return self._plain(call)(**part, **given)
             finally:
                 self._reads_logs = False
@@ -198,8 +196,8 @@ class ReplicatedTrainer(Trainer):
                 f"{type(keras.distribution.distribution()).__name__}, which would divide the data "
                 "of the model a second time; use a strategy or Keras' distribution"
             )
-        self._strategy.adopt_new()
-        with self._strategy.together():
+        self.strategy.adopt_new()
+        with self.strategy.together():
             yield
 
     def _parts(self, given: dict[str, Any], steps: int | None) -> Any:
@@ -217,9 +215,9 @@ class ReplicatedTrainer(Trainer):
                         f"{name} must not be given with a distributed dataset, whose batches have "
                         f"their own; got {type(value).__name__}"
                     )
-            return DistributedAdapter(x, self._strategy._input_layout(), self.steps)
+            return DistributedAdapter(x, self.strategy._input_layout(), self.steps)
         whole = get_data_adapter(**data, steps_per_epoch=steps)
-        return PartAdapter(whole, self._strategy._input_layout(), self._workers, self.steps)
+        return PartAdapter(whole, self.strategy._input_layout(), self._workers, self.steps)
 
     def _initialize_ddp(self) -> None:
         """Do not wrap the model in DDP, as Keras 3.16 does where torch has a process group."""
@@ -319,9 +317,3 @@ def accept_distributed_datasets(model: Any, strategy: ReplicatedStrategy) -> Non
             return _plain(ref(), adapted(x), *args, **options)
 
         object.__setattr__(model, name, call)
-
-
-def trainer_of(model: Any) -> ReplicatedTrainer | None:
-    """Return the trainer of a model; None under one replica."""
-    trainer = getattr(vars(model).get("fit"), "__self__", None)
-    return trainer if isinstance(trainer, ReplicatedTrainer) else None

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from fastdist.collectives.arguments import to_rank
+from fastdist.collectives.arrays import dtype_name
 from fastdist.collectives.engines.engine import OPS, Bytes, Calls, Engine
 from fastdist.collectives.hints import unknown_op
 from fastdist.collectives.types import REDUCE_OPS
@@ -285,7 +286,7 @@ def _require_op(op: str, tensors: Sequence[torch.Tensor]) -> None:
         wrong = is_exact if op == "mean" else op in ("min", "max") and tensor.is_complex()
         if wrong:
             hint = '; cast to a floating dtype, or use op="sum"' if op == "mean" else ""
-            raise TypeError(f'op="{op}" is not defined for dtype {dtype_of(tensor)}{hint}')
+            raise TypeError(f'op="{op}" is not defined for dtype {dtype_name(tensor)}{hint}')
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
@@ -315,13 +316,8 @@ def require_same(
 ) -> None:
     """Compare a call on XLA tensors with those of all processes. Every process must call."""
     assert peers.compiled is not None
-    words = [(prod(t.shape), DTYPES.index(dtype_of(t))) for t in tensors]
+    words = [(prod(t.shape), DTYPES.index(dtype_name(t))) for t in tensors]
     count = sum(word[0] for word in words)
-    dtype = dtype_of(tensors[0]) if tensors else "bool"
+    dtype = dtype_name(tensors[0]) if tensors else "bool"
     several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
     peers.compiled.compare(name, dtype, op, root, count, several, timeout_s)
-
-
-def dtype_of(tensor: torch.Tensor) -> str:
-    """Return the name of a tensor's dtype."""
-    return str(tensor.dtype).removeprefix("torch.")

@@ -188,46 +188,41 @@ class Mesh:
 
     def enter(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
         """Return each device's part of a tensor: a row if stacked, else the whole tensor."""
+        part = self._entered(tensor, stacked)
+        return part.squeeze(0) if stacked else part
+
+    def enter_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return each device's part of a tensor along axis 0, a multiple of the devices."""
+        return self._entered(tensor, stacked=True)
+
+    def _entered(self, tensor: torch.Tensor, stacked: bool) -> torch.Tensor:
         if self.size > 1:
             tensor = self._placed(tensor.detach(), stacked)
             tensor = self._bindings._spmd_full_to_shard_shape(tensor)
-        return tensor.squeeze(0) if stacked else tensor
+        return tensor
 
     def leave(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
         """Make a global tensor of each device's tensor, of shape (size, …) if stacked.
 
         If not stacked, the devices' tensors must be equal, which is not checked.
         """
+        if stacked:
+            return self.leave_joined(tensor.unsqueeze(0))
         if tensor.requires_grad:
             tensor = tensor.detach()
-        if stacked:
-            tensor = tensor.unsqueeze(0)
-        if self.size == 1:
-            return tensor
-        shape = list(tensor.shape)
-        if stacked:
-            shape[0] = self.size
-        return self._left(tensor, stacked, shape)
+        return tensor if self.size == 1 else self._left(tensor, False, tensor.shape)
 
     def leave_joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make a global tensor of the devices' tensors, joined along axis 0."""
         if self.size == 1:
             return tensor.detach()
-        shape = [self.size * tensor.shape[0], *tensor.shape[1:]]
+        shape = (self.size * tensor.shape[0], *tensor.shape[1:])
         return self._left(tensor.detach(), True, shape)
-
-    def enter_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return each device's part of a tensor along axis 0, a multiple of the devices."""
-        if self.size == 1:
-            return tensor
-        tensor = self._placed(tensor.detach(), True)
-        part: torch.Tensor = self._bindings._spmd_full_to_shard_shape(tensor)
-        return part
 
     def _left(self, tensor: torch.Tensor, stacked: bool, shape: Sequence[int]) -> torch.Tensor:
         self._bindings._mark_manual_sharding(tensor, self._manual)
         full: torch.Tensor = self._bindings._spmd_shard_to_full_shape(
-            tensor, self._sharding(tensor.dim(), stacked), shape, tensor.dtype
+            tensor, self._sharding(tensor.dim(), stacked), list(shape), tensor.dtype
         )
         return full
 

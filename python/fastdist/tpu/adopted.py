@@ -8,6 +8,8 @@ object shows the value of replica 0.
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +21,6 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.tpu.mesh import Mesh
-from fastdist.tpu.optimizer_states import make_states
 from fastdist.tpu.padding import tensors_in
 from fastdist.training.contributions import GradientHook
 from fastdist.training.modules import (
@@ -31,6 +32,7 @@ from fastdist.training.modules import (
     require_same_structure,
 )
 
+_OTHER_FIRST_STEP = ("LBFGS", "SparseAdam")
 _TENSOR_HOOKS = {
     "_backward_hooks": torch.Tensor.register_hook,
     "_post_accumulate_grad_hooks": torch.Tensor.register_post_accumulate_grad_hook,
@@ -80,7 +82,7 @@ class AdoptedModules:
         for thing in made:
             if isinstance(thing, torch.optim.Optimizer):
                 self._optimizers.append(thing)
-                make_states(thing, self._mesh.replicate)
+                _make_states(thing, self._mesh.replicate)
         own(roots, self)
 
     def _move(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -232,9 +234,9 @@ class AdoptedModules:
             Variable(value, synchronization=when, aggregation=how)
             for value in self.values(variable)
         ]
-        for local, copy in enumerate(copies):
-            write(local, copy)
-        component, values = variable.component, [copy.component for copy in copies]
+        for local, written in enumerate(copies):
+            write(local, written)
+        component, values = variable.component, [written.component for written in copies]
         with torch.no_grad():
             if id(component) in self._locals:
                 stacked = self._mesh.stack(torch.stack(values))
@@ -281,3 +283,79 @@ def _copy_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def _is_on_devices(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "xla"
+
+
+# --- states of optimizers ------------------------------------------------------------------------
+
+
+class _Recorded(dict[Any, Any]):
+    """The state of a parameter, with the first value of each entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[Any, Any] = {}
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        is_tensor = isinstance(value, torch.Tensor)
+        self.first.setdefault(key, value.detach().clone() if is_tensor else value)
+        super().__setitem__(key, value)
+
+
+def _make_states(
+    optimizer: torch.optim.Optimizer, place: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Make the states of an optimizer before its first step, so that all steps share one program.
+
+    torch's optimizers make their states in the first step, mostly as zeros. A program that makes
+    states differs from a program that reads them and would be compiled for one step only.
+    Therefore a twin of the optimizer takes one step on CPU copies of the parameters with zero
+    gradients, and the first values that it writes to its states become the states of the optimizer.
+
+    No states are made for optimizers outside torch, or if the first step is a different computation
+    (SGD with dampening, LBFGS); their first step is compiled separately.
+
+    Args:
+        place: moves a tensor to the parameters' device. Scalars (tensors without axes) stay on the
+            CPU, where optimizers read them.
+    """
+    for parameters in optimizer.state.values():
+        for key, value in parameters.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                parameters[key] = place(value)
+    if optimizer.state or not _may_begin_with_states(optimizer):
+        return
+    twin, originals = _twin(optimizer)
+    twin.step()
+    for parameter, recorded in twin.state.items():
+        optimizer.state[originals[id(parameter)]] = {
+            key: place(value) if isinstance(value, torch.Tensor) and value.dim() else value
+            for key, value in recorded.first.items()
+        }
+
+
+def _may_begin_with_states(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim") or kind.__name__ in _OTHER_FIRST_STEP:
+        return False
+    return not any(
+        group.get("dampening") or group.get("capturable") or group.get("fused")
+        for group in optimizer.param_groups
+    )
+
+
+def _twin(optimizer: torch.optim.Optimizer) -> tuple[Any, dict[int, nn.Parameter]]:
+    originals: dict[int, nn.Parameter] = {}
+    twin: Any = copy.copy(optimizer)  # without hooks, and without a scheduler's wrapper of `step`
+    twin.state = defaultdict(_Recorded)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        copies = []
+        for parameter in group["params"]:
+            own = nn.Parameter(parameter.detach().cpu().clone(), parameter.requires_grad)
+            if parameter.requires_grad:
+                own.grad = torch.zeros_like(own)
+            originals[id(own)] = parameter
+            copies.append(own)
+        # With weight decay, SGD's first momentum would include a share of the parameters.
+        twin.param_groups.append({**group, "params": copies, "weight_decay": 0.0})
+    return twin, originals

@@ -237,8 +237,6 @@ class SpmdEngine(Engine):
     def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
         scale = 1.0 / self.size if op == "mean" else 1.0
         known = "sum" if op == "mean" else op
-        if len(tensors) == 1:
-            return [self._mesh.all_reduce(known, tensors[0], scale)]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         reduced = self._mesh.all_reduce(known, flat, scale)
         parts = torch.split(reduced, [tensor.numel() for tensor in tensors])
@@ -258,13 +256,14 @@ class SpmdEngine(Engine):
 
 
 def _tensors(arrays: Any) -> list[torch.Tensor]:
+    """Return tensors over the arrays' memory, or over copies of read-only arrays."""
     listed = arrays if isinstance(arrays, (list, tuple)) else [arrays]
-    return [_tensor_of(array) if isinstance(array, np.ndarray) else array for array in listed]
-
-
-def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Make a tensor over the array's memory, or over a copy of a read-only array."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return [
+        torch.from_numpy(each if each.flags.writeable else each.copy())
+        if isinstance(each, np.ndarray)
+        else each
+        for each in listed
+    ]
 
 
 def _require_fit(

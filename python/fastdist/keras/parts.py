@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -58,18 +58,11 @@ def cut_batch(batch: Any, layout: InputLayout) -> tuple[Any, tuple[int, ...]]:
 class PartAdapter(DataAdapter):  # type: ignore[misc]
     """Yields this replica's part of each batch of `whole`, Keras' adapter of the global batches."""
 
-    def __init__(
-        self,
-        whole: Any,
-        layout: InputLayout,
-        workers: Callable[[], Communicator],
-        steps: ReplicaSteps,
-    ) -> None:
+    def __init__(self, whole: Any, steps: ReplicaSteps) -> None:
         self._whole = whole
-        self._workers = workers
         self._steps = steps
-        self._layout = layout
-        self._agreement: Agreement = SameData(layout)
+        self._layout = steps.strategy._input_layout()
+        self._agreement: Agreement = SameData(self._layout)
         self._is_arrays = isinstance(whole, ArrayDataAdapter)
 
     # What the adapter of the global batches says of them.
@@ -85,7 +78,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        self._steps.begin_pass(self._workers())
+        self._steps.begin_pass()
         loader = self._whole.get_torch_dataloader()
         is_indexed = (
             isinstance(loader, DataLoader)
@@ -93,7 +86,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
             and not isinstance(loader.dataset, IterableDataset)
         )
         if self._is_arrays:
-            _require_same_arrays(self._workers(), loader.dataset, self._whole)
+            _require_same_arrays(self._steps.workers(), loader.dataset, self._whole)
         parts = self._load_parts(loader) if is_indexed else self._cut_batches(iter(loader))
         return self._noted(parts if self._is_arrays else self._agreement(parts, lambda: None))
 
@@ -131,11 +124,8 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
 
     batch_size = has_partial_batch = partial_batch_size = None
 
-    def __init__(
-        self, dataset: DistributedDataset[Any], layout: InputLayout, steps: ReplicaSteps
-    ) -> None:
+    def __init__(self, dataset: DistributedDataset[Any], steps: ReplicaSteps) -> None:
         self._dataset = dataset
-        (self._replica,) = layout.local_replicas
         self._steps = steps
 
     @property
@@ -151,14 +141,14 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
         return self
 
     def __iter__(self) -> Iterator[Any]:
+        (replica,) = self._steps.strategy.local_replica_ids
         for batch in self._dataset:
             value = batch_of(batch)
             assert value is not None
             assert value.examples is not None
-            examples = value.examples
-            self._steps.examples, self._steps.origin = examples, value.origin
-            own = select(batch)
-            yield own if examples[self._replica] else keras.tree.map_structure(_one_row, own)
+            self._steps.examples, self._steps.origin = value.examples, value.origin
+            own, has_examples = select(batch), value.examples[replica]
+            yield own if has_examples else keras.tree.map_structure(_one_row, own)
 
 
 def _one_row(leaf: Any) -> Any:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.collectives.init import default_communicator
 from fastdist.keras.layers import separate_random_numbers
 from fastdist.keras.losses import share_losses
 from fastdist.keras.metrics import unchanged, weigh_means
@@ -34,18 +35,23 @@ class ReplicaSteps:
         self.examples: tuple[int, ...] | None = None
         self.origin: Origin | None = None
         self.last_examples: tuple[int, ...] | None = None
+        self.strategy = strategy
         self._model = model
-        self._strategy = strategy
         self._result: Any = None  # of the last step
         self._seeds = torch.Generator()  # of the steps
         self._seeded_from = -1
 
-    def begin_pass(self, workers: Communicator) -> None:
+    def workers(self) -> Communicator:
+        """Return the communicator of all replicas."""
+        return self.strategy._connected() or default_communicator()  # of one rank
+
+    def begin_pass(self) -> None:
         """Give all replicas the chief's random state, so that all shuffle in the same order.
 
         The seeds of the next steps are derived from it, unless it has not changed.
         """
         state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        workers = self.workers()
         torch_state, python_state, numpy_state = workers.broadcast_object(state)
         if workers.rank:
             torch.set_rng_state(torch_state)
@@ -71,8 +77,8 @@ class ReplicaSteps:
         separate_random_numbers(model)
         share_losses(model)
         weigh_means(model.metrics)
-        share_steps(model, self._strategy)
-        self._strategy.refresh()
+        share_steps(model, self.strategy)
+        self.strategy.refresh()
 
     def train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
         """Call a function that updates the metrics; return this replica's logs."""
@@ -85,13 +91,13 @@ class ReplicaSteps:
         """Call a function; return the outputs for the examples of all replicas, in order."""
         is_borrowed = self._take_examples()
         return keras.tree.map_structure(
-            lambda output: self._strategy.gather(output[:0] if is_borrowed else output, 0),
+            lambda output: self.strategy.gather(output[:0] if is_borrowed else output, 0),
             self._run(function, data),
         )
 
     def _take_examples(self) -> bool:
         """Begin a step; return True if this replica computes a borrowed example."""
-        (replica,) = self._strategy.local_replica_ids
+        (replica,) = self.strategy.local_replica_ids
         examples = self.last_examples = self.examples
         self.examples = None
         return examples is not None and not examples[replica]
@@ -107,7 +113,7 @@ class ReplicaSteps:
         generator.manual_seed(int(seed))
         try:
             given = PerReplica(((function, data),), self.last_examples, origin=self.origin)
-            self._strategy.run(self._call, (given,))
+            self.strategy.run(self._call, (given,))
         finally:
             generator.set_state(before)
         result, self._result = self._result, None

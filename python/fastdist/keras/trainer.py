@@ -81,10 +81,6 @@ class ReplicatedTrainer(Trainer):
             "train_step, test_step, predict_step or compute_loss instead",
         )
 
-    def _workers(self) -> Communicator:
-        workers: Communicator | None = self.strategy._connected()
-        return workers or default_communicator()  # of one rank
-
     @contextlib.contextmanager
     def _communicator(self) -> Iterator[Communicator]:
         """Return a context manager around communication outside `run`."""
@@ -141,7 +137,7 @@ class ReplicatedTrainer(Trainer):
         if not isinstance(given["callbacks"], ReplicaCallbacks):  # those of fit, in its evaluation
             given["callbacks"] = ReplicaCallbacks(
                 given["callbacks"],
-                is_chief=self._workers().rank == 0,
+                is_chief=self.steps.workers().rank == 0,
                 globalize=self._global_logs,
                 communicator=self._communicator,
                 add_progbar=given["verbose"] != 0,
@@ -178,7 +174,7 @@ class ReplicatedTrainer(Trainer):
         with self._all_replicas():
             self._reads_logs = True
             try:
-                self.steps.begin_pass(self._workers())
+                self.steps.begin_pass()
                 part, self.steps.examples = cut_batch(batch, self.strategy._input_layout())
                 return self._plain(call)(**part, **given)
             finally:
@@ -215,9 +211,8 @@ class ReplicatedTrainer(Trainer):
                         f"{name} must not be given with a distributed dataset, whose batches have "
                         f"their own; got {type(value).__name__}"
                     )
-            return DistributedAdapter(x, self.strategy._input_layout(), self.steps)
-        whole = get_data_adapter(**data, steps_per_epoch=steps)
-        return PartAdapter(whole, self.strategy._input_layout(), self._workers, self.steps)
+            return DistributedAdapter(x, self.steps)
+        return PartAdapter(get_data_adapter(**data, steps_per_epoch=steps), self.steps)
 
     def _initialize_ddp(self) -> None:
         """Do not wrap the model in DDP, as Keras 3.16 does where torch has a process group."""
@@ -271,18 +266,11 @@ class ReplicatedTrainer(Trainer):
 
     # --- saving ---------------------------------------------------------------------------------
 
-    def save(self, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
-        """Save the model as Keras does; replicas may save to one path at the same time.
+    def _save(self, call: str, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
+        """Save as Keras does; replicas may save to one path at the same time.
 
-        With a sharded optimizer every replica must call, here and in `save_weights`.
+        With a sharded optimizer every replica must call.
         """
-        return self._save("save", filepath, overwrite, **options)
-
-    def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
-        """Save the weights as Keras does; replicas may save to one path at the same time."""
-        return self._save("save_weights", filepath, overwrite, **options)
-
-    def _save(self, call: str, filepath: Any, overwrite: bool, **options: Any) -> Any:
         plain = self._plain(call)
         is_file = isinstance(filepath, (str, Path)) and not options.get("max_shard_size")
         if not is_file or not overwrite or not os.path.isdir(Path(filepath).parent):
@@ -296,6 +284,9 @@ class ReplicatedTrainer(Trainer):
             own.unlink(missing_ok=True)
         return result
 
+    save = functools.partialmethod(_save, "save")
+    save_weights = functools.partialmethod(_save, "save_weights")
+
 
 def accept_distributed_datasets(model: Any, strategy: ReplicatedStrategy) -> None:
     """Let the model of one replica, which Keras itself trains, take datasets of the strategy."""
@@ -304,7 +295,7 @@ def accept_distributed_datasets(model: Any, strategy: ReplicatedStrategy) -> Non
 
     def adapted(data: Any) -> Any:
         if isinstance(data, DistributedDataset):
-            return DistributedAdapter(data, strategy._input_layout(), steps)
+            return DistributedAdapter(data, steps)
         return data
 
     for name in ("fit", "evaluate", "predict"):

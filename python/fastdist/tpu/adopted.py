@@ -42,13 +42,7 @@ _TENSOR_HOOKS = {
 class AdoptedModules:
     """The modules and optimizers that were made in the scope or passed to `mirror`.
 
-    Args:
-        hosts: a communicator with one rank per process of the mesh; None if there is one process.
-
-    Attributes:
-        parameters: the parameters, each once, with their names.
-        held: ids of the parameters whose gradients differ between replicas.
-        has_batch_norm: True if a module normalizes over batches.
+    `hosts` has one rank per process of the mesh; it is None if there is one process.
     """
 
     def __init__(self, mesh: Mesh, hosts: Communicator | None = None) -> None:
@@ -57,7 +51,7 @@ class AdoptedModules:
         self._hosts = hosts
         self.roots: list[nn.Module] = []
         self.parameters: list[tuple[str, nn.Parameter]] = []
-        self.held: set[int] = set()
+        self.held: set[int] = set()  # ids of parameters whose gradients differ between replicas
         self._mesh = mesh
         self._optimizers: list[torch.optim.Optimizer] = []
         self._buffers: list[torch.Tensor] = []

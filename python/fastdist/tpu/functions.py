@@ -32,9 +32,7 @@ _MAKERS = ("rand", "randn", "randint", "randperm", "normal")
 class ReplicaFunctions(TorchFunctionMode):
     """Intercepts torch's functions while a run is traced.
 
-    Args:
-        padding: padding of the run's batch; None if the batch is not padded.
-        is_alone: True if there is one replica, whose values can be read.
+    `is_alone` tells that there is one replica, whose values can be read.
     """
 
     def __init__(self, mesh: Mesh, padding: Padding | None, is_alone: bool) -> None:

@@ -24,12 +24,7 @@ _ENGINE = "_engine_run_backward"
 
 
 class TracedGradients:
-    """Wraps torch's backward while a run is traced, in the tracing thread.
-
-    Args:
-        adopted: the modules whose parameters and buffers are kept in sync.
-        reduction: "mean" over examples, or "sum" over replicas.
-    """
+    """Wraps torch's backward while a run is traced, in the tracing thread."""
 
     def __init__(
         self, adopted: AdoptedModules, communicator: Communicator, reduction: GradientReduction

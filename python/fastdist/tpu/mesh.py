@@ -42,17 +42,11 @@ def load_torch_xla() -> ModuleType:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RuntimeDevices:
-    """The devices of the XLA runtime.
+    """The devices of the XLA runtime."""
 
-    Attributes:
-        kind: "TPU", "CPU", ….
-        count: the number of devices of all processes.
-        own: the numbers of this process's devices.
-    """
-
-    kind: str
-    count: int
-    own: tuple[int, ...]
+    kind: str  # "TPU", "CPU", …
+    count: int  # of all processes
+    own: tuple[int, ...]  # the numbers of this process's devices
 
 
 def start_runtime() -> RuntimeDevices:
@@ -78,10 +72,8 @@ class Mesh:
         processes: the numbers of each process's devices; this process only by default.
 
     Attributes:
-        size: the number of devices.
         local: the positions of this process's devices in the mesh.
         device: torch's device, which stands for all devices.
-        kind: "TPU", "CPU", ….
     """
 
     def __init__(self, processes: Sequence[Sequence[int]] | None = None) -> None:
@@ -126,11 +118,7 @@ class Mesh:
         return self._placed(self._sent(tensor), stacked=False)
 
     def stack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make a tensor of shape (size, …) with row i on device i. Thread-safe.
-
-        Args:
-            tensor: the rows of this process.
-        """
+        """Make a tensor of shape (size, …) from rows of this process. Thread-safe."""
         if self.size == 1:
             return self._sent(tensor)
         if tensor.device.type != "xla":

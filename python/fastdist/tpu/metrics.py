@@ -26,9 +26,8 @@ _LATEST = 8  # runs whose updates wait, since the devices may still be computing
 class DeferredUpdates:
     """The pending updates of all metrics of one strategy.
 
-    Args:
-        outside: a function that converts arguments of `update` to values valid after the trace.
-        to_host: copies these values to the CPU, as per-replica values, when they are computed.
+    `outside` converts arguments of `update` to values valid after the trace, which `to_host` copies
+    to the CPU, as per-replica values, when they are computed.
     """
 
     def __init__(self, outside: Callable[[Any], Any], to_host: Callable[[Any], Any]) -> None:

@@ -30,7 +30,7 @@ class Padding:
         rows: the number of rows of each replica's batch.
         count: the number of rows that are examples; a float tensor without axes.
         weight: the replica's share of all examples, relative to the average share.
-        sizes: the number of examples of each replica in this batch.
+        sizes: the examples of each replica.
     """
 
     def __init__(

@@ -34,15 +34,9 @@ class TracedRuns:
     """Traces functions for all devices of a mesh, and executes the programs.
 
     Args:
-        adopted: the modules and optimizers of the strategy.
-        communicator: the communicator of the replicas; None if there is one replica.
-        gradients: the object that reduces gradients; None if there is one replica.
+        communicator: the communicator of the replicas; None, as `gradients`, if there is one.
         steps: the number of runs in one program.
         to_host: copies values of all replicas to the CPU, as per-replica values.
-
-    Attributes:
-        compilations: the compiled programs.
-        metrics: updates of metrics, which wait until values can be read.
     """
 
     def __init__(
@@ -147,12 +141,8 @@ class TracedRuns:
             return
         self.metrics.finish()
         before = self._mesh.compiles()
-        living = {id(tensor): tensor for tensor in tensors}
-        if self._results:
-            living |= {id(t): t for ref in self._results if (t := ref()) is not None}
-        self._traced, self._results = 0, []
         try:
-            self._mesh.step([*living.values()])
+            self._mesh.step(self._take_results(tensors))
         except BaseException:
             restore()
             raise
@@ -160,11 +150,14 @@ class TracedRuns:
 
     def synchronize(self) -> None:
         """Execute the runs that wait."""
-        if not self._traced:
-            return
-        living = [tensor for ref in self._results if (tensor := ref()) is not None]
+        if self._traced:
+            self._mesh.step(self._take_results([]))
+
+    def _take_results(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return these tensors and the living results of runs that wait, each once."""
+        waiting = [tensor for ref in self._results if (tensor := ref()) is not None]
         self._traced, self._results = 0, []
-        self._mesh.step(living)
+        return [*{id(tensor): tensor for tensor in (*tensors, *waiting)}.values()]
 
     def computed(self, tensor: torch.Tensor) -> torch.Tensor:
         """Start the computation of a tensor, unless it joins a program that waits."""
@@ -272,14 +265,11 @@ class Compilations:
 
     A trace that differs from earlier traces is compiled, which takes seconds to minutes and should
     happen once for each function that is given to `run`.
-
-    Attributes:
-        repeated: the number of programs compiled for a function that had a program already.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self.repeated = 0
+        self.repeated = 0  # programs for functions that had one already
         self._shapes: dict[object, list[str]] = {}
 
     def note(self, fn: Callable[..., Any], given: Any, compiled: int) -> None:

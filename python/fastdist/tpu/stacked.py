@@ -102,7 +102,6 @@ class MeshCopy:
     other processes are known only then.
 
     Args:
-        mesh: the devices of the replicas; each replica has a part of every batch.
         is_even: True if all replicas have equally many examples in all batches: no padding.
     """
 

@@ -25,7 +25,7 @@ from fastdist.replicas.cross_replica import (
     gather_values,
     reduce_values,
 )
-from fastdist.replicas.per_replica import PerReplica, map_structure
+from fastdist.replicas.per_replica import PerReplica, map_structure, shares
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.base import Strategy
 from fastdist.tpu.adopted import AdoptedModules
@@ -199,10 +199,9 @@ class TPUStrategy(Strategy):
         examples = value.examples if type(value) is PerReplica else None
         if op != "mean" or axis is not None or examples is None:
             return None
-        is_even = examples.count(examples[0]) == len(examples)
         # With several steps per execution, even and uneven batches must share one program.
-        if is_even and self._steps == 1:
-            return None
+        if self._steps == 1:
+            return shares(examples)
         return [count / sum(examples) for count in examples]
 
     def _gather_leaf(self, value: Any, axis: int) -> torch.Tensor:
@@ -269,13 +268,9 @@ class TPUStrategy(Strategy):
 
 
 def find_slice(resolver: TPUClusterResolver | None) -> tuple[Mesh, Communicator | None]:
-    """Find the devices of PJRT. Every host of a slice must call.
+    """Return all devices of PJRT, and a communicator of the hosts; None if there is one host.
 
-    Args:
-        resolver: the resolver of the hosts; None reads the environment if there are several.
-
-    Returns:
-        All devices, and a communicator with one rank per host; None if there is one host.
+    Every host of a slice must call.
     """
     asked = os.environ.get("PJRT_DEVICE")
     try:

@@ -26,11 +26,9 @@ _open: dict[Path, BackupAndRestore] = {}
 class BackupAndRestore(JoiningCallback):
     """Backs up `fit`, and lets `fit` continue when the program is started again.
 
-    Every replica has one, among the callbacks of `fit`. The model, the optimizer, metrics, the
-    position in the data, the states of the other callbacks and the random generators are restored,
-    so that a job that was killed ends with the same bits as one that was not
-    (tf.keras.callbacks.BackupAndRestore). Under ParameterServerStrategy each epoch is backed up by
-    the servers: the model and the optimizer, but not the callbacks' states.
+    Every replica has one, among the callbacks of `fit`. A job that was killed ends with the same
+    bits as one that was not (tf.keras.callbacks.BackupAndRestore). Under ParameterServerStrategy
+    the servers back up each epoch: the model and the optimizer, not the callbacks' states.
 
     In an elastic job (`fastdist run --min`), `fit` goes on when ranks are lost or join: from the
     last copy of the same state in memory. The backups count only if all ranks are lost.

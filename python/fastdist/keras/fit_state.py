@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from fastdist.keras.internals import get_global_attribute, global_seed_generator
 from fastdist.keras.methods import trainer_of
 from fastdist.keras.metrics import put_values, values_of, variables_of
 from fastdist.keras.optimizers import gather_states, make_room
-from fastdist.keras.parts import DistributedAdapter, PartAdapter
+from fastdist.keras.steps import DistributedAdapter, PartAdapter
 
 _NEVER = 1 << 62  # an epoch that no fit reaches
 
@@ -265,19 +266,6 @@ class FitPosition:
         return {"random": random_state(self._model), "source": position, "is_epochs": True}
 
 
-class _GeneratorState:
-    """The random generator of a user's DataLoader."""
-
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._generator.set_state(state["generator"])
-
-
 def _source(adapter: Any) -> Any:
     """Return the part of the data that has a state of its own; None without one."""
     if isinstance(adapter, DistributedAdapter):
@@ -287,7 +275,9 @@ def _source(adapter: Any) -> Any:
     if has_state(dataset):
         return dataset
     generator = getattr(getattr(whole, "_dataloader", None), "generator", None)
-    return None if generator is None else _GeneratorState(generator)
+    if generator is None:
+        return None
+    return SimpleNamespace(state_dict=generator.get_state, load_state_dict=generator.set_state)
 
 
 def random_state(model: Any) -> dict[str, Any]:

@@ -1,25 +1,47 @@
-"""The steps of a Keras model on one replica: training, evaluating or predicting for one batch."""
+"""The steps of a Keras model on one replica, and its parts of the global batches.
+
+Keras makes the global batches, with its `batch_size`, shuffling, sample weights and class weights.
+Batches of arrays and of map-style DataLoaders are cut before they are loaded, others after.
+"""
 
 from __future__ import annotations
 
 import random
 import weakref
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import keras
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import default_communicator
+from fastdist.data import DistributedDataset
+from fastdist.data.agreement import Agreement, SameData
+from fastdist.data.batches import count_examples
+from fastdist.data.input_context import InputLayout
+from fastdist.data.order import fingerprint
+from fastdist.data.pipelines import Part
+from fastdist.data.sharding import split_sizes
+from fastdist.keras.internals import ArrayDataAdapter, DataAdapter
 from fastdist.keras.layers import separate_random_numbers
 from fastdist.keras.losses import share_losses
 from fastdist.keras.metrics import unchanged, weigh_means
 from fastdist.keras.optimizers import share_steps
-from fastdist.replicas.per_replica import Origin, PerReplica
+from fastdist.replicas.per_replica import Origin, PerReplica, select
+from fastdist.strategies.base import batch_of
 from fastdist.strategies.replicated import ReplicatedStrategy
+
+_SAMPLED_ROWS = 16  # rows of arrays that replicas compare
+_OF_LOADERS = (
+    *("num_workers", "prefetch_factor", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+    *("multiprocessing_context", "generator"),
+)
 
 
 class ReplicaSteps:
@@ -122,3 +144,156 @@ class ReplicaSteps:
     def _call(self, step: tuple[Callable[..., Any], Any]) -> None:
         function, data = step
         self._result = function(data)
+
+
+def cut(count: int, layout: InputLayout) -> tuple[slice, tuple[int, ...]]:
+    """Return this replica's rows of `count`, and every replica's number of examples.
+
+    A replica without examples computes with the first row, which does not count.
+    """
+    (replica,) = layout.local_replicas
+    examples = split_sizes(count, layout.num_replicas)
+    start = sum(examples[:replica])
+    return slice(start, start + examples[replica]) if examples[replica] else slice(1), examples
+
+
+def cut_batch(batch: Any, layout: InputLayout) -> tuple[Any, tuple[int, ...]]:
+    """Return this replica's part of a batch in memory, and every replica's examples."""
+    rows, examples = cut(count_examples(batch), layout)
+    part = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch)
+    return part, examples
+
+
+class PartAdapter(DataAdapter):  # type: ignore[misc]
+    """Yields this replica's part of each batch of `whole`, Keras' adapter of the global batches."""
+
+    def __init__(self, whole: Any, steps: ReplicaSteps) -> None:
+        self._whole = whole
+        self._steps = steps
+        self._layout = steps.strategy._input_layout()
+        self._agreement: Agreement = SameData(self._layout)
+        self._is_arrays = isinstance(whole, ArrayDataAdapter)
+
+    # What the adapter of the global batches says of them.
+    num_batches = property(attrgetter("_whole.num_batches"))
+    batch_size = property(attrgetter("_whole.batch_size"))
+    has_partial_batch = property(attrgetter("_whole.has_partial_batch"))
+    partial_batch_size = property(attrgetter("_whole.partial_batch_size"))
+    on_epoch_begin = property(attrgetter("_whole.on_epoch_begin"))
+    on_epoch_end = property(attrgetter("_whole.on_epoch_end"))
+
+    def get_torch_dataloader(self) -> Iterable[Any]:
+        """Return an iterable over this replica's parts."""
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        self._steps.begin_pass()
+        loader = self._whole.get_torch_dataloader()
+        is_indexed = (
+            isinstance(loader, DataLoader)
+            and loader.batch_sampler is not None
+            and not isinstance(loader.dataset, IterableDataset)
+        )
+        if self._is_arrays:
+            _require_same_arrays(self._steps.workers(), loader.dataset, self._whole)
+        parts = self._load_parts(loader) if is_indexed else self._cut_batches(iter(loader))
+        return self._noted(parts if self._is_arrays else self._agreement(parts, lambda: None))
+
+    def _noted(self, parts: Iterator[Part]) -> Iterator[Any]:
+        for part in parts:
+            self._steps.examples, self._steps.origin = part.examples, None
+            yield part.batches[0]
+
+    def _load_parts(self, loader: Any) -> Iterator[Part]:
+        """Load this replica's examples only."""
+        # For each batch that was sampled and not used yet: every replica's examples, and a number
+        # that is equal on replicas that sampled the same batch.
+        noted: deque[tuple[tuple[int, ...], int]] = deque()
+
+        def own_indices() -> Iterator[list[Any]]:
+            for batch in loader.batch_sampler:
+                indices = list(batch)
+                rows, examples = cut(len(indices), self._layout)
+                noted.append((examples, fingerprint(indices)))
+                yield indices[rows]
+
+        options = {name: getattr(loader, name) for name in _OF_LOADERS}
+        own: DataLoader[Any] = DataLoader(loader.dataset, batch_sampler=own_indices(), **options)
+        batches = iter(own)  # draws from the random state now, as Keras' own iterator does
+        return (Part((batch,), (), *noted.popleft()) for batch in batches)
+
+    def _cut_batches(self, batches: Iterator[Any]) -> Iterator[Part]:
+        for batch in batches:
+            part, examples = cut_batch(batch, self._layout)
+            yield Part((part,), (), examples, _checksum(batch))
+
+
+class DistributedAdapter(DataAdapter):  # type: ignore[misc]
+    """A Keras data adapter of a distributed dataset, which is cut already."""
+
+    batch_size = has_partial_batch = partial_batch_size = None
+
+    def __init__(self, dataset: DistributedDataset[Any], steps: ReplicaSteps) -> None:
+        self._dataset = dataset
+        self._steps = steps
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches of an epoch; None if unknown."""
+        try:
+            return len(self._dataset)
+        except TypeError:
+            return None
+
+    def get_torch_dataloader(self) -> Iterable[Any]:
+        """Return an iterable over this replica's parts."""
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        (replica,) = self._steps.strategy.local_replica_ids
+        for batch in self._dataset:
+            value = batch_of(batch)
+            assert value is not None
+            assert value.examples is not None
+            self._steps.examples, self._steps.origin = value.examples, value.origin
+            own, has_examples = select(batch), value.examples[replica]
+            yield own if has_examples else keras.tree.map_structure(_one_row, own)
+
+
+def _one_row(leaf: Any) -> Any:
+    """Return a row of zeros to compute with, for a batch without examples."""
+    return leaf.new_zeros((1, *leaf.shape[1:])) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _require_same_arrays(workers: Communicator, dataset: Any, whole: Any) -> None:
+    """Compare a sample of the arrays' rows, and their batching. Every replica must call."""
+    count = whole._num_samples
+    rows = sorted({i * (count - 1) // (_SAMPLED_ROWS - 1) for i in range(_SAMPLED_ROWS)})
+    given = f"batch_size={whole.batch_size}, shuffle={whole._shuffle}"
+    values = _checksum(dataset.__getitems__(rows)) if count else 0
+    own = np.array([count, values, zlib.crc32(given.encode())])
+    table = workers.all_gather(own[None]).tolist()
+    differing = [replica for replica, row in enumerate(table) if row != table[0]]
+    if differing:
+        counts = ", ".join(f"{row[0]} on replica {i}" for i, row in enumerate(table))
+        if all(row[:2] == table[0][:2] for row in table):
+            raise ValueError(
+                f"replicas {differing} divide arrays into other batches than replica 0; expected "
+                f"the same batch_size and shuffle on all replicas, got {given} here"
+            )
+        raise ValueError(
+            f"the arrays of replicas {differing} differ from those of replica 0: {counts} "
+            "examples; expected the same arrays on all replicas (if they are made at random, "
+            "seed the generator)"
+        )
+
+
+def _checksum(batch: Any) -> int:
+    """Hash the number of rows, the shapes and the first kilobytes of each array of a batch."""
+    value = 0
+    for leaf in keras.tree.flatten(batch):
+        value = zlib.crc32(repr(tuple(getattr(leaf, "shape", ()))).encode(), value)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and leaf.numel():
+            flat = leaf.detach().reshape(-1)[:1024].cpu().contiguous()
+            value = zlib.crc32(flat.view(torch.uint8).numpy().data, value)
+    return value

@@ -33,8 +33,7 @@ from fastdist.keras.internals import (
 from fastdist.keras.methods import CALLS, Trainer, require_parts
 from fastdist.keras.metrics import combined, global_logs
 from fastdist.keras.optimizers import gather_states
-from fastdist.keras.parts import DistributedAdapter, PartAdapter, cut_batch
-from fastdist.keras.steps import ReplicaSteps
+from fastdist.keras.steps import DistributedAdapter, PartAdapter, ReplicaSteps, cut_batch
 from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
 

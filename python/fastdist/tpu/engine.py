@@ -115,9 +115,7 @@ class SpmdEngine(Engine):
                 f"compress={compress!r} is not supported for XLA tensors; convert them, for "
                 "example by x.to(torch.bfloat16)"
             )
-        sources = _tensors(arrays)
-        targets = sources if out is None else _tensors(out)
-        _require_fit("all_reduce", sources, targets)
+        sources, targets = _fitting("all_reduce", arrays, out)
         _require_op(op, sources)
         self._agree("all_reduce", sources, op)
         for target, result in zip(targets, self._reduced(sources, op), strict=True):
@@ -130,9 +128,7 @@ class SpmdEngine(Engine):
 
     def _broadcast(self, arrays: Any, root: int, out: Any) -> Any:
         to_rank(root, "root", self.size)
-        sources = _tensors(arrays)
-        targets = sources if out is None else _tensors(out)
-        _require_fit("broadcast", sources, targets)
+        sources, targets = _fitting("broadcast", arrays, out)
         self._agree("broadcast", sources, root=root)
         for source, target in zip(sources, targets, strict=True):
             row = source if source.dim() else source[None]
@@ -266,13 +262,14 @@ def _tensors(arrays: Any) -> list[torch.Tensor]:
     ]
 
 
-def _require_fit(
-    name: str, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
-) -> None:
-    ours = [(tuple(t.shape), t.dtype) for t in sources]
-    theirs = [(tuple(t.shape), t.dtype) for t in targets]
+def _fitting(name: str, arrays: Any, out: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors of arrays, and of `out`, which may be the arrays themselves."""
+    sources = _tensors(arrays)
+    targets = sources if out is None else _tensors(out)
+    ours, theirs = ([(tuple(t.shape), t.dtype) for t in each] for each in (sources, targets))
     if ours != theirs:
         raise ValueError(f"{name}: out must have the array's shape and dtype, {ours}; got {theirs}")
+    return sources, targets
 
 
 def _require_op(op: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -13,6 +13,7 @@ tensor with the values of replica 0, since reading a traced tensor makes XLA end
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -243,10 +244,6 @@ _RANDOM_FUNCTIONS = frozenset(
 )
 
 
-_INPUTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_DEFAULTS = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
-
-
 def _batch_norm(
     padding: Padding | None, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
@@ -255,7 +252,9 @@ def _batch_norm(
     torch_xla's own batch norm updates the running variance by the biased variance, and would
     include padding.
     """
-    given: dict[str, Any] = {**_DEFAULTS, **dict(zip(_INPUTS, args, strict=False)), **kwargs}
+    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
     value: torch.Tensor = given["input"]
     place = None if padding is None else padding.place_in(value)
     if given["training"]:

@@ -21,8 +21,8 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import default_communicator
 from fastdist.data import DistributedDataset
 from fastdist.errors import UnsupportedError
+from fastdist.keras.backup import ElasticFit
 from fastdist.keras.callback_list import ReplicaCallbacks
-from fastdist.keras.elastic import ElasticFit
 from fastdist.keras.internals import (
     class_weight_to_sample_weights,
     get_data_adapter,

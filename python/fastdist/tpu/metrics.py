@@ -43,12 +43,10 @@ class DeferredUpdates:
             if metric.__dict__.setdefault(_ADOPTED, False):
                 continue
             metric.__dict__[_ADOPTED] = True
-            for name, instead in (("update", self._update), ("compute", self._after_updates)):
+            for name in ("update", "compute", "reset", "forward", "state_dict"):
                 plain = getattr(metric, name)
+                instead = self._update if name == "update" else self._after_updates
                 metric.__dict__[name] = functools.wraps(plain)(functools.partial(instead, plain))
-            for name in ("reset", "forward", "state_dict"):
-                plain = getattr(metric, name)
-                metric.__dict__[name] = functools.partial(self._after_updates, plain)
 
     def _update(self, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         replica = state.replica

@@ -145,31 +145,31 @@ class WorkerBatches:
     def __init__(self, make_dataset: MakeDataset, workers: int, replicas: int) -> None:
         self._make = make_dataset
         self._context = InputContext(workers, get_worker_index(), replicas)
-        self._peeked: list[Any] = []
-        self._all = self._endless()
+        self._all: Iterator[Any] = self._endless()
 
     def __iter__(self) -> WorkerBatches:
         return self
 
     def __next__(self) -> Any:
-        return self._peeked.pop() if self._peeked else next(self._all)
+        return next(self._all)
 
     def peek(self) -> Any:
         """Return the next batch, which stays the next one."""
-        self._peeked = [next(self)]
-        return self._peeked[0]
+        first = next(self._all)
+        self._all = chain([first], self._all)
+        return first
 
     def _endless(self) -> Iterator[Any]:
         while True:
-            count = 0
-            for batch in self._once():
-                count += 1
-                yield batch
-            if not count:
+            batches = self._once()
+            first = next(batches, None)
+            if first is None:
                 raise ValueError(
                     "the function that fit was given has returned no batch for "
                     f"{self._context}; expected at least one for each worker"
                 )
+            yield first
+            yield from batches
 
     def _once(self) -> Iterator[Any]:
         made = self._make(self._context)

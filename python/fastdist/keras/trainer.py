@@ -139,7 +139,6 @@ class ReplicatedTrainer(Trainer):
                 is_chief=self.steps.workers().rank == 0,
                 globalize=self._global_logs,
                 communicator=self._communicator,
-                add_progbar=given["verbose"] != 0,
                 add_history=call == "fit",
                 verbose=given["verbose"],
                 epochs=given.get("epochs", 1),

@@ -107,8 +107,7 @@ class TracedRuns:
                 if self._functions is not None:
                     tracers.enter_context(self._functions)
                 result = fn(*args, **kwargs)
-            is_one = isinstance(result, torch.Tensor)
-            result = collected(result) if is_one else map_structure(collected, result)
+            result = map_structure(collected, result)
         finally:
             state.replica = None
             made = self._adopted.leave()

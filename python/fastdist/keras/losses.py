@@ -28,26 +28,22 @@ def share_losses(model: Any) -> None:
     compiled._flat_losses = [
         entry
         if isinstance(entry.loss, _SharedLoss)
-        else entry._replace(loss=_SharedLoss(_checked(entry.loss)))
+        else entry._replace(loss=_SharedLoss(entry.loss))
         for entry in compiled._flat_losses
     ]
-
-
-def _checked(loss: Any) -> Any:
-    """Return a loss that replicas can compute separately."""
-    is_fraction = isinstance(loss, (keras.losses.Dice, keras.losses.Tversky))
-    if is_fraction and loss.axis is None:
-        raise UnsupportedError(
-            f"{type(loss).__name__} without axis is one fraction over the whole batch, which "
-            "replicas cannot compute apart; give axis the axes of one example, such as (1, 2, 3)"
-        )
-    return loss
 
 
 class _SharedLoss:
     """A compiled loss, scaled by this replica's share of the divisor of all replicas."""
 
     def __init__(self, loss: Any) -> None:
+        is_fraction = isinstance(loss, (keras.losses.Dice, keras.losses.Tversky))
+        if is_fraction and loss.axis is None:
+            raise UnsupportedError(
+                f"{type(loss).__name__} without axis is one fraction over the whole batch, which "
+                "replicas cannot compute apart; give axis the axes of one example, such as "
+                "(1, 2, 3)"
+            )
         self._loss = loss
         self._to_judge = _JUDGED
 

@@ -33,6 +33,7 @@ class TracedGradients:
         self.is_suspended = False  # in cross-replica context
         self._adopted = adopted
         self._communicator = communicator
+        self._size = communicator.world_size
         self._reduction = reduction
         self._padding: Padding | None = None
         self._buffers = _buffer_sync(adopted.roots)
@@ -118,10 +119,6 @@ class TracedGradients:
         for buffer, mean in zip(buffers, reduced[len(gradients) :], strict=True):
             buffer.data = mean
         return reduced[: len(gradients)]
-
-    @property
-    def _size(self) -> int:
-        return self._communicator.world_size
 
 
 def _buffer_sync(roots: Sequence[nn.Module]) -> BufferSync:

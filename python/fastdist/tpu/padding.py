@@ -71,14 +71,7 @@ class Padding:
                 stacklevel=4,
             )
         result = func(*args, **kwargs)
-        self._follow_results(name, result, place, args, kwargs)
-        return result
-
-    def _follow_results(
-        self, name: str, result: Any, place: tuple[int, int], args: Any, kwargs: Any
-    ) -> None:
-        made = tensors_in(result)
-        for tensor in made:
+        for tensor in tensors_in(result):
             axis, repeats = self._axis_after(name, tensor, place, args, kwargs)
             if axis is not None:
                 self.follow(tensor, axis, repeats)
@@ -88,6 +81,7 @@ class Padding:
                     f"(result of shape {tuple(tensor.shape)}): sum or average over examples with "
                     "torch's sum, mean or losses, or use drop_remainder=True"
                 )
+        return result
 
     def _axis_after(
         self, name: str, result: torch.Tensor, place: tuple[int, int], args: Any, kwargs: Any

@@ -217,9 +217,7 @@ class ShardedSlots:
             raise self._lost()
         assert workers is not None
         for owner in range(workers.world_size):
-            own = [slot.value for slot, its in self._owned if its == owner]
-            if own:
-                broadcast_state(workers, own, owner)
+            broadcast_state(workers, [s.value for s, its in self._owned if its == owner], owner)
 
     def _lost(self) -> FastdistError:
         return FastdistError(

@@ -24,6 +24,9 @@ template <class... Args>
   return hints().attr(function)(std::forward<Args>(args)...).template cast<std::string>();
 }
 
+// Sets the Python error for the exception being handled. Must be called in a catch block.
+void translate_exception();
+
 [[nodiscard]] inline bool is_true(pybind11::handle object) {
   const int value = PyObject_IsTrue(object.ptr());
   if (value < 0) throw pybind11::error_already_set();

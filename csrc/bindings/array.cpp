@@ -48,14 +48,14 @@ TensorView view_numpy(py::handle object, Access access, const char* argument) {
   const auto* array = py::detail::array_proxy(object.ptr());
   const auto dtype = numpy_dtype(array);
   if (!dtype) {
-    throw Error(ErrorCode::kType, std::string(argument) + " has dtype " +
-                                      py::str(py::handle(array->descr)).cast<std::string>() +
-                                      ", which collectives do not support; expected a bool, "
-                                      "integer, float or complex dtype in native byte order");
+    refuse(ErrorCode::kType, argument, " has dtype ",
+           py::str(py::handle(array->descr)).cast<std::string>(),
+           ", which collectives do not support; expected a bool, integer, float or complex dtype "
+           "in native byte order");
   }
   if (access == Access::kWrite && (array->flags & kWriteable) == 0) throw_read_only(argument);
   if ((array->flags & kAligned) == 0) {
-    throw Error(ErrorCode::kValue, std::string(argument) + " is not aligned to its dtype; copy it");
+    refuse(ErrorCode::kValue, argument, " is not aligned to its dtype; copy it");
   }
   std::size_t count = 1;
   for (int i = 0; i < array->nd; ++i) count *= static_cast<std::size_t>(array->dimensions[i]);
@@ -107,16 +107,13 @@ void check_placement(const dlpack::Device& device, const Placement& placement,
                                      " (DLPack device type " + std::to_string(device.type) + ")");
   }
   if (device.type == dlpack::kCuda && cuda::is_built()) {
-    throw Error(ErrorCode::kValue, std::string(argument) +
-                                       " must be in host memory, like the first array of the "
-                                       "call, got an array on cuda:" +
-                                       std::to_string(device.id));
+    refuse(ErrorCode::kValue, argument,
+           " must be in host memory, like the first array of the call, got an array on cuda:",
+           device.id);
   }
   if (!on_host) {
-    throw Error(ErrorCode::kUnsupported,
-                std::string(argument) + " is on a device (DLPack device type " +
-                    std::to_string(device.type) +
-                    ") that this build has no engine for; see `fastdist doctor`");
+    refuse(ErrorCode::kUnsupported, argument, " is on a device (DLPack device type ", device.type,
+           ") that this build has no engine for; see `fastdist doctor`");
   }
 }
 
@@ -125,23 +122,21 @@ TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Placeme
   check_placement(t.device, placement, argument);
   const auto dtype = dlpack_dtype(t.dtype);
   if (!dtype) {
-    throw Error(ErrorCode::kType,
-                std::string(argument) + " has a dtype that collectives do not support (" +
-                    type_name(object) + ", DLPack code " + std::to_string(t.dtype.code) + ", " +
-                    std::to_string(t.dtype.bits) + " bits)");
+    refuse(ErrorCode::kType, argument, " has a dtype that collectives do not support (",
+           type_name(object), ", DLPack code ", int{t.dtype.code}, ", ", int{t.dtype.bits},
+           " bits)");
   }
   const std::size_t count = count_elements(t.shape, t.ndim, size_of(*dtype), argument, object);
   const auto order = axis_order(t.shape, t.strides, t.ndim);
   if (!order) throw_strided(argument, object);
   if (t.data == nullptr && count != 0) {
-    throw Error(ErrorCode::kValue,
-                std::string(argument) + " has no memory: its data pointer is null (" +
-                    type_name(object) + " of " + std::to_string(count) + " elements)");
+    refuse(ErrorCode::kValue, argument, " has no memory: its data pointer is null (",
+           type_name(object), " of ", count, " elements)");
   }
   if (has_lazy_bits(t, object)) {
-    throw Error(ErrorCode::kValue, std::string(argument) +
-                                       " is a lazily conjugated or negated torch view; call "
-                                       "x.resolve_conj().resolve_neg() first");
+    refuse(
+        ErrorCode::kValue, argument,
+        " is a lazily conjugated or negated torch view; call x.resolve_conj().resolve_neg() first");
   }
   return {static_cast<std::byte*>(t.data) + t.byte_offset, count, *dtype, *order,
           shape_word({t.shape, static_cast<std::size_t>(t.ndim)})};
@@ -247,8 +242,8 @@ TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object,
   if (api.tensor_from_object(object.ptr(), &tensor) != 0) {
     const py::error_already_set error;  // its text has a stack trace after the first line
     const std::string text = error.what();
-    throw Error(ErrorCode::kType, std::string(argument) + " cannot be read in place (" +
-                                      type_name(object) + "): " + text.substr(0, text.find('\n')));
+    refuse(ErrorCode::kType, argument, " cannot be read in place (", type_name(object),
+           "): ", text.substr(0, text.find('\n')));
   }
   return view_dlpack(tensor, object, placement, argument);
 }
@@ -273,9 +268,9 @@ TensorView view_host_array(py::handle object, Access access, const char* argumen
   if (const auto* api = exchange_api(type)) return view_exchanged(*api, object, {}, argument);
   if (PyType_IsSubtype(type, ndarray) != 0) {
     if (py::module_::import("numpy.ma").attr("isMaskedArray")(object).cast<bool>()) {
-      throw Error(ErrorCode::kType, std::string(argument) +
-                                        " must not be a masked array, got a mask that collectives "
-                                        "would ignore; pass x.filled(value), or x.data and x.mask");
+      refuse(ErrorCode::kType, argument,
+             " must not be a masked array, got a mask that collectives would ignore; pass "
+             "x.filled(value), or x.data and x.mask");
     }
     return view_numpy(object, access, argument);
   }
@@ -324,12 +319,9 @@ void check_disjoint(TensorViews written, TensorViews read, const char* argument)
   const std::byte* used_until = nullptr;
   for (const Extent& e : extents) {
     if (e.begin < (e.is_written ? used_until : written_until)) {
-      throw Error(
-          ErrorCode::kValue,
-          std::string(argument) + (read.empty() ? " holds arrays that share memory; pass each "
-                                                  "of them once"
-                                                : " shares memory with the input or within "
-                                                  "itself; pass separate memory"));
+      refuse(ErrorCode::kValue, argument,
+             read.empty() ? " holds arrays that share memory; pass each of them once"
+                          : " shares memory with the input or within itself; pass separate memory");
     }
     if (e.is_written) written_until = std::max(written_until, e.end);
     used_until = std::max(used_until, e.end);
@@ -418,9 +410,8 @@ void check_same_count(const Arrays& in, const Arrays& out) {
     return arrays.is_list() ? "a list of " + std::to_string(arrays.views().size())
                             : std::string("one array");
   };
-  throw Error(ErrorCode::kValue, std::string(out.argument()) + " must be as many arrays as " +
-                                     in.argument() + ": expected " + number(in) + ", got " +
-                                     number(out));
+  refuse(ErrorCode::kValue, out.argument(), " must be as many arrays as ", in.argument(),
+         ": expected ", number(in), ", got ", number(out));
 }
 
 std::string text_of(const TensorView& view) {
@@ -435,9 +426,9 @@ void check_fits(const Arrays& in, const Arrays& out) {
   std::vector<TensorView> others;  // inputs whose output is a different array
   for (std::size_t i = 0; i < a.size(); ++i) {
     if (a[i].count != b[i].count || a[i].dtype != b[i].dtype || a[i].order != b[i].order) {
-      throw Error(ErrorCode::kValue,
-                  "out must have the dtype, size and axis order of the input: expected " +
-                      text_of(a[i]) + ", got " + text_of(b[i]));
+      refuse(ErrorCode::kValue,
+             "out must have the dtype, size and axis order of the input: expected ", text_of(a[i]),
+             ", got ", text_of(b[i]));
     }
     if (a[i].data != b[i].data) others.push_back(a[i]);
   }

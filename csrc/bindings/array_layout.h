@@ -1,5 +1,4 @@
-// Memory layout of arrays, and the errors for unusable layouts. Used by array.cpp and
-// array_cuda.cpp.
+// Memory layout of arrays, and the errors for unusable layouts.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -36,7 +35,8 @@ namespace fastdist::bindings {
 // `where` describes the actual location.
 [[noreturn]] void throw_wrong_device(const char* argument, int device, const std::string& where);
 
-// Views an array on GPU `device` through its `__cuda_array_interface__`.
+// Views an array on GPU `device` through its `__cuda_array_interface__`. The protocol is described
+// at numba.readthedocs.io, "CUDA Array Interface", version 3.
 [[nodiscard]] TensorView view_cuda_interface(pybind11::handle object, Access access, int device,
                                              const char* argument, pybind11::object& holder);
 

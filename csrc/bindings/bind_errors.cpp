@@ -8,7 +8,6 @@
 #include <string>
 
 #include "bindings/arguments.h"
-#include "bindings/bind.h"
 #include "bindings/caller.h"
 #include "core/error.h"
 

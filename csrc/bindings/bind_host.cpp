@@ -1,9 +1,12 @@
-// Communicators between ranks of one machine and of several, and a machine's shared memory.
+// Communicators between ranks of one machine and of several, their pending calls, a machine's
+// shared memory, and what kernels do with memory.
 
+#include <pybind11/critical_section.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <memory>
@@ -12,17 +15,42 @@
 #include <variant>
 #include <vector>
 
-#include "bindings/bind.h"
+#include "bindings/arguments.h"
+#include "bindings/array.h"
+#include "bindings/caller.h"
 #include "bindings/endpoint.h"
 #include "bindings/make_call.h"
 #include "core/echo.h"
+#include "core/error.h"
 #include "core/file_descriptor.h"
 #include "host/communicator.h"
+#include "host/kernels.h"
 #include "host/machine.h"
 #include "host/tuning.h"
 #include "net/communicator.h"
 
 namespace fastdist::bindings {
+
+bool wait_interruptibly(Work& work, std::chrono::nanoseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50);
+  const auto deadline = Clock::now() + timeout;
+  for (;;) {
+    const std::chrono::nanoseconds left = deadline - Clock::now();
+    {
+      const GilRelease release;
+      if (work.wait(std::clamp(left, std::chrono::nanoseconds(0), kSlice))) return true;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (left <= kSlice) return false;
+  }
+}
+
+void throw_unfinished(py::handle timeout) {
+  refuse(ErrorCode::kTimeout, "the call has not finished after ",
+         py::str(timeout).cast<std::string>(), " s; it is still running, wait again");
+}
+
 namespace {
 
 using host::HostCommunicator;
@@ -69,10 +97,10 @@ void compare(Endpoint& self, const std::string& op, const std::string& dtype,
   const auto known_reduce_op = reduce_op_from_name(reduce_op);
   const auto known_op = op_from_name(op);
   if (!known_dtype) {
-    throw Error(ErrorCode::kType, "array has a dtype that collectives do not support: " + dtype);
+    refuse(ErrorCode::kType, "array has a dtype that collectives do not support: ", dtype);
   }
   if (!known_reduce_op || !known_op) {
-    throw Error(ErrorCode::kValue, "unknown call: " + op + ", " + dtype + ", " + reduce_op);
+    refuse(ErrorCode::kValue, "unknown call: ", op, ", ", dtype, ", ", reduce_op);
   }
   signature.dtype = *known_dtype;
   signature.reduce_op = *known_reduce_op;
@@ -116,6 +144,28 @@ std::unique_ptr<NetEndpoint> make_net(const HostEndpoint& inner, int rank,
   return std::make_unique<NetEndpoint>(made);
 }
 
+// Copies past the caches.
+void stream_copy(py::handle dst, py::handle src) {
+  const Arrays to(dst, Access::kWrite, "dst");
+  const Arrays from(src, Access::kRead, "src");
+  if (to.is_list() || from.is_list()) throw Error(ErrorCode::kType, "expected one array");
+  check_fits(from, to);
+  const TensorView& target = to.views()[0];
+  const py::gil_scoped_release release;
+  host::copy(target.data, from.views()[0].data, target.bytes(), true);
+}
+
+// Returns the bytes at some addresses one after another, as `sizes` says of each.
+py::bytes read_memory(const py::list& addresses, const py::list& sizes) {
+  std::string found;
+  for (std::size_t i = 0; i < addresses.size(); ++i) {
+    const void* const address = PyLong_AsVoidPtr(addresses[i].ptr());
+    if (address == nullptr) throw Error(ErrorCode::kValue, "an address must not be null");
+    found.append(static_cast<const char*>(address), sizes[i].cast<std::size_t>());
+  }
+  return found;
+}
+
 void bind_machine(py::module_& m) {
   // The file holds each rank's first block, since peers may read the block before it is allocated.
   m.def("create_segment_file", [](int ranks, const Tuning& tuning) {
@@ -141,13 +191,34 @@ void bind_machine(py::module_& m) {
       .def_property_readonly("offset", &SharedBlock::offset);
 }
 
+void bind_work(py::module_& m) {
+  py::class_<PendingCall>(m, "Work")
+      .def("is_done", [](const PendingCall& call) { return call.work->is_done(); })
+      .def(
+          "wait",
+          [](const py::object& self, const py::object& timeout) {
+            const auto& call = self.cast<const PendingCall&>();
+            const auto limit =
+                timeout.is_none() ? std::chrono::hours(24 * 365) : to_duration(timeout, true);
+            if (!wait_interruptibly(*call.work, limit)) throw_unfinished(timeout);
+            const py::scoped_critical_section one_thread(self);
+            *call.kept = py::none();
+            return call.result;
+          },
+          py::arg("timeout") = py::none());
+}
+
 }  // namespace
 
 void bind_host(py::module_& m) {
+  bind_work(m);
   py::class_<Tuning>(m, "Tuning");
   m.def("begin_exit", &begin_exit);
   m.def("echo", [](int connected) { echo(FileDescriptor(connected)); });
   m.def("tuning_for", &host::tuning_for);
+  m.def("instruction_set", &host::instruction_set);
+  m.def("read_memory", &read_memory);
+  m.def("stream_copy", &stream_copy);
   bind_machine(m);
 
   py::class_<Endpoint>(m, "Communicator")

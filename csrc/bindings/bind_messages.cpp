@@ -14,8 +14,7 @@
 
 #include "bindings/arguments.h"
 #include "bindings/array.h"
-#include "bindings/bind.h"
-#include "bindings/receive.h"
+#include "bindings/endpoint.h"
 #include "core/error.h"
 
 namespace fastdist::bindings {
@@ -36,9 +35,8 @@ void check_senders(BlockingCommunicator& c, std::optional<int> lost, bool have_c
                 {*lost});
   }
   if (have_closed) {
-    throw Error(ErrorCode::kPeerFailure,
-                "all other ranks have closed the communicator while rank " +
-                    std::to_string(c.rank()) + " waits for a message from any rank");
+    refuse(ErrorCode::kPeerFailure, "all other ranks have closed the communicator while rank ",
+           c.rank(), " waits for a message from any rank");
   }
 }
 
@@ -203,7 +201,7 @@ PyObject* recv(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) 
   try {
     auto& self = *static_cast<Messages*>(PyCapsule_GetPointer(capsule, nullptr));
     if (count != 7) {
-      throw Error(ErrorCode::kType, "expected 7 arguments, got " + std::to_string(count));
+      refuse(ErrorCode::kType, "expected 7 arguments, got ", count);
     }
     return self
         .recv(arguments[0], arguments[1], to_tag(arguments[2], is_true(arguments[6])),
@@ -216,16 +214,13 @@ PyObject* recv(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) 
   }
 }
 
-// Returns `recv` as a builtin that keeps `owner` alive, which is its `self`.
-py::object recv_of(const py::object& owner) {
+// Returns `recv` as a builtin.
+py::object recv_of(const Messages& messages) {
   static PyMethodDef definition{"recv",
                                 reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&recv)),
                                 METH_FASTCALL, nullptr};
-  const py::capsule self(&owner.cast<Messages&>(), nullptr, [](PyObject* capsule) {
-    Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule)));
-  });
-  if (PyCapsule_SetContext(self.ptr(), owner.ptr()) != 0) throw py::error_already_set();
-  owner.inc_ref();
+  const py::capsule self(new Messages(messages),
+                         [](void* made) { delete static_cast<Messages*>(made); });
   return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, self.ptr(), nullptr));
 }
 

@@ -5,9 +5,7 @@
 
 #include <string>
 
-#include "bindings/bind.h"
 #include "bindings/caller.h"
-#include "bindings/python_site.h"
 #include "core/recorder.h"
 
 namespace fastdist::bindings {

@@ -13,13 +13,11 @@
 #include <vector>
 
 #include "bindings/array.h"
-#include "bindings/bind.h"
 #include "bindings/caller.h"
 #include "core/error.h"
 #include "table/dense_variable.h"
 #include "table/format.h"
 #include "table/routing.h"
-#include "table/row_snapshot.h"
 #include "table/row_table.h"
 
 namespace py = pybind11;
@@ -46,12 +44,11 @@ class Array {
       is_known = is_known || view.dtype == dtype;
     }
     if (arrays_.is_list() || !is_known) {
-      throw Error(ErrorCode::kType,
-                  std::string(argument) + " must be an array of " + expected + ", got " +
-                      (arrays_.is_list() ? "a list" : std::string(name_of(view.dtype))));
+      refuse(ErrorCode::kType, argument, " must be an array of ", expected, ", got ",
+             (arrays_.is_list() ? "a list" : std::string(name_of(view.dtype))));
     }
     if (view.order != 0) {
-      throw Error(ErrorCode::kValue, std::string(argument) + " must be in row-major order");
+      refuse(ErrorCode::kValue, argument, " must be in row-major order");
     }
     span_ = {reinterpret_cast<T*>(view.data), view.count};
   }
@@ -62,20 +59,17 @@ class Array {
   std::span<T> span_;
 };
 
-class Ids : public Array<const std::uint64_t> {
- public:
+struct Ids : Array<const std::uint64_t> {
   explicit Ids(py::handle object)
       : Array(object, Access::kRead, "ids", {DType::kInt64, DType::kUInt64}) {}
 };
 
-class Floats : public Array<const float> {
- public:
+struct Floats : Array<const float> {
   Floats(py::handle object, const char* argument)
       : Array(object, Access::kRead, argument, {DType::kFloat32}) {}
 };
 
-class FloatsOut : public Array<float> {
- public:
+struct FloatsOut : Array<float> {
   explicit FloatsOut(py::handle object, const char* argument = "out")
       : Array(object, Access::kWrite, argument, {DType::kFloat32}) {}
 };
@@ -167,15 +161,13 @@ void bind_row_table(py::module_& m) {
            py::arg("initializer") = py::make_tuple("constant", 0., 0.), py::arg("seed") = 0,
            py::arg("first_id") = 0, py::arg("storage") = "float32",
            py::arg("max_rows") = py::none(), py::arg("max_age") = py::none())
-      .def(
-          "pull",
-          [](RowTable& t, py::handle ids, py::handle out) {
-            const Ids from(ids);
-            const FloatsOut to(out);
-            const GilRelease release;
-            t.pull(from.span(), to.span());
-          },
-          py::arg("ids"), py::arg("out"))
+      .def("pull",
+           [](RowTable& t, py::handle ids, py::handle out) {
+             const Ids from(ids);
+             const FloatsOut to(out);
+             const GilRelease release;
+             t.pull(from.span(), to.span());
+           })
       .def(
           "push",
           [](RowTable& t, py::handle ids, py::handle gradients, std::optional<double> lr) {
@@ -219,15 +211,13 @@ std::unique_ptr<DenseVariable> make_dense(py::handle initial, const UpdateRule& 
 
 void bind_dense_variable(py::module_& m) {
   py::class_<DenseVariable>(m, "DenseVariable")
-      .def(py::init(&make_dense), py::arg("initial"), py::arg("rule"))
-      .def(
-          "pull",
-          [](DenseVariable& v, std::size_t begin, py::handle out) {
-            const FloatsOut to(out);
-            const GilRelease release;
-            v.pull(begin, to.span());
-          },
-          py::arg("begin"), py::arg("out"))
+      .def(py::init(&make_dense))
+      .def("pull",
+           [](DenseVariable& v, std::size_t begin, py::handle out) {
+             const FloatsOut to(out);
+             const GilRelease release;
+             v.pull(begin, to.span());
+           })
       .def(
           "push",
           [](DenseVariable& v, std::size_t begin, py::handle gradient, std::optional<double> lr) {
@@ -245,15 +235,13 @@ void bind_dense_variable(py::module_& m) {
             v.assign(begin, from.span(), span_of(state));
           },
           py::arg("begin"), py::arg("values"), py::arg("slots") = py::none())
-      .def(
-          "read_state",
-          [](DenseVariable& v, py::handle values, py::handle slots) {
-            const FloatsOut to(values, "values");
-            const FloatsOut state(slots, "slots");
-            const GilRelease release;
-            return v.read_state(to.span(), state.span());
-          },
-          py::arg("values"), py::arg("slots"))
+      .def("read_state",
+           [](DenseVariable& v, py::handle values, py::handle slots) {
+             const FloatsOut to(values, "values");
+             const FloatsOut state(slots, "slots");
+             const GilRelease release;
+             return v.read_state(to.span(), state.span());
+           })
       .def_property_readonly("size", &DenseVariable::size)
       .def_property_readonly("nbytes", &DenseVariable::bytes)
       .def_property_readonly("values",
@@ -299,51 +287,42 @@ void bind_routing(py::module_& m) {
              return table::Owners{count, std::move(begins), end};
            }),
            py::arg("count"), py::arg("begins") = std::vector<std::uint64_t>(), py::arg("end") = 0)
-      .def("owners_of", &owners_of, py::arg("ids"))
-      .def("route", &call_route, py::arg("ids"));
+      .def("owners_of", &owners_of)
+      .def("route", &call_route);
 }
 
 void bind_wire(py::module_& m) {
   using table::WireFormat;
   py::class_<WireFormat>(m, "WireFormat")
-      .def(py::init<std::string_view, std::size_t>(), py::arg("name"), py::arg("dim"))
-      .def("nbytes", &WireFormat::bytes, py::arg("values"))
-      .def(
-          "encode",
-          [](const WireFormat& f, py::handle values, py::handle message) {
-            const Floats from(values, "values");
-            const Array<std::uint8_t> to(message, Access::kWrite, "message", {DType::kUInt8});
-            const GilRelease release;
-            f.encode(from.span(), to.span());
-          },
-          py::arg("values"), py::arg("message"))
-      .def(
-          "decode",
-          [](const WireFormat& f, py::handle message, py::handle out) {
-            const Array<const std::uint8_t> from(message, Access::kRead, "message",
-                                                 {DType::kUInt8});
-            const FloatsOut to(out);
-            const GilRelease release;
-            f.decode(from.span(), to.span());
-          },
-          py::arg("message"), py::arg("out"));
-  m.def(
-      "count_nonfinite",
-      [](py::handle values) {
-        const Floats all(values, "values");
+      .def(py::init<std::string_view, std::size_t>())
+      .def("nbytes", &WireFormat::bytes)
+      .def("encode",
+           [](const WireFormat& f, py::handle values, py::handle message) {
+             const Floats from(values, "values");
+             const Array<std::uint8_t> to(message, Access::kWrite, "message", {DType::kUInt8});
+             const GilRelease release;
+             f.encode(from.span(), to.span());
+           })
+      .def("decode", [](const WireFormat& f, py::handle message, py::handle out) {
+        const Array<const std::uint8_t> from(message, Access::kRead, "message", {DType::kUInt8});
+        const FloatsOut to(out);
         const GilRelease release;
-        return table::kernels().count_nonfinite(all.span().data(), all.span().size());
-      },
-      py::arg("values"));
+        f.decode(from.span(), to.span());
+      });
+  m.def("count_nonfinite", [](py::handle values) {
+    const Floats all(values, "values");
+    const GilRelease release;
+    return table::kernels().count_nonfinite(all.span().data(), all.span().size());
+  });
 }
 
 }  // namespace
 
 void bind_table(py::module_& m) {
   py::class_<UpdateRule>(m, "UpdateRule")
-      .def(py::init(&make_rule), py::arg("name"))
+      .def(py::init(&make_rule))
       .def_property_readonly("slots", &slot_names)
-      .def("slot_floats", &UpdateRule::slot_floats, py::arg("dim"));
+      .def("slot_floats", &UpdateRule::slot_floats);
   bind_routing(m);
   bind_wire(m);
   bind_row_table(m);

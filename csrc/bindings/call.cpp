@@ -48,7 +48,7 @@ std::size_t position_of(PyObject* name) {
   for (std::size_t i = 0; i < kNames.size(); ++i) {
     if (PyUnicode_CompareWithASCIIString(name, kNames[i].text) == 0) return i;
   }
-  throw Error(ErrorCode::kType, "collectives have no argument " + std::string(py::repr(name)));
+  refuse(ErrorCode::kType, "collectives have no argument ", std::string(py::repr(name)));
 }
 
 // Where the values of a call's keywords go, in the order of the tuple of their names.
@@ -109,7 +109,6 @@ ReduceOp to_reduce_op(py::handle name) {
   throw Error(ErrorCode::kValue, hint("unknown_op", name));
 }
 
-// Returns the dtype that `compress` names.
 DType to_wire_dtype(py::handle name) {
   const auto text = py::str(name).cast<std::string>();
   if (text == "fp16") return DType::kFloat16;
@@ -120,29 +119,27 @@ DType to_wire_dtype(py::handle name) {
 
 void check_compressible(const Arrays& arrays, ReduceOp op) {
   if (op != ReduceOp::kSum && op != ReduceOp::kMean) {
-    throw Error(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"" +
-                                       std::string(name_of(op)) + "\"");
+    refuse(ErrorCode::kValue, "compress works with op=\"sum\" or \"mean\", got op=\"", name_of(op),
+           "\"");
   }
   for (const TensorView& a : arrays.views()) {
     if (a.dtype == DType::kFloat32 || a.dtype == DType::kFloat64) continue;
-    throw Error(ErrorCode::kType, "compress works on float32 and float64 arrays, got " +
-                                      std::string(name_of(a.dtype)));
+    refuse(ErrorCode::kType, "compress works on float32 and float64 arrays, got ",
+           name_of(a.dtype));
   }
 }
 
 void refuse_tag_on_gpus(std::uint64_t tag) {
   if (tag == 0) return;
-  throw Error(ErrorCode::kUnsupported,
-              "messages on GPUs have no tags, got tag=" + std::to_string(tag));
+  refuse(ErrorCode::kUnsupported, "messages on GPUs have no tags, got tag=", tag);
 }
 
 void check_row_major(const Arrays& arrays) {
   for (const TensorView& view : arrays.views()) {
     if (view.order == 0) continue;
-    throw Error(ErrorCode::kValue,
-                std::string(arrays.argument()) +
-                    " must be in row-major order, since it is split or joined along axis 0; call "
-                    "numpy.ascontiguousarray(x) or x.contiguous() first");
+    refuse(ErrorCode::kValue, arrays.argument(),
+           " must be in row-major order, since it is split or joined along axis 0; call "
+           "numpy.ascontiguousarray(x) or x.contiguous() first");
   }
 }
 
@@ -160,10 +157,8 @@ void check_sizes(Op op, const Arrays& part, const Arrays& whole, const Communica
     const TensorView& all = whole.views()[i];
     if (one.data != all.data + rank * one.bytes()) apart.push_back(one);
     if (one.dtype == all.dtype && one.count * size == all.count) continue;
-    throw Error(ErrorCode::kValue, std::string(name_of(op)) + ": " + whole.argument() +
-                                       " must hold every rank's " + part.argument() +
-                                       ": expected " + std::to_string(size) + " × " + text_of(one) +
-                                       ", got " + text_of(all));
+    refuse(ErrorCode::kValue, name_of(op), ": ", whole.argument(), " must hold every rank's ",
+           part.argument(), ": expected ", size, " × ", text_of(one), ", got ", text_of(all));
   }
   if (!apart.empty()) check_no_overlap(apart, whole);
 }
@@ -184,9 +179,8 @@ void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std:
     const TensorView& from = in.views()[i];
     const TensorView& into = to.views()[i];
     if (even && from.count % n != 0) {
-      throw Error(ErrorCode::kValue, "all_to_all: " + std::to_string(from.count) +
-                                         " elements cannot be split among " + std::to_string(n) +
-                                         " ranks; pass splits=");
+      refuse(ErrorCode::kValue, "all_to_all: ", from.count, " elements cannot be split among ", n,
+             " ranks; pass splits=");
     }
     std::size_t sent = even ? from.count : 0;
     std::size_t received = sent;
@@ -195,10 +189,9 @@ void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std:
       received += counts[(i * n + p) * n + r];
     }
     if (from.dtype == into.dtype && from.count == sent && into.count == received) continue;
-    throw Error(ErrorCode::kValue, "all_to_all: array must hold the " + std::to_string(sent) +
-                                       " elements to send, and out, in its dtype, the " +
-                                       std::to_string(received) + " to receive; got " +
-                                       text_of(from) + " and " + text_of(into));
+    refuse(ErrorCode::kValue, "all_to_all: array must hold the ", sent,
+           " elements to send, and out, in its dtype, the ", received, " to receive; got ",
+           text_of(from), " and ", text_of(into));
   }
   check_no_overlap(in.views(), to);
 }
@@ -219,8 +212,8 @@ CallArguments::CallArguments(Op op, py::handle default_timeout, PyObject* const*
                              Py_ssize_t positional, PyObject* keywords)
     : op(op) {
   if (positional > 1) {
-    throw Error(ErrorCode::kType, "expected the array and keywords, got " +
-                                      std::to_string(positional) + " positional arguments");
+    refuse(ErrorCode::kType, "expected the array and keywords, got ", positional,
+           " positional arguments");
   }
   if (positional == 1) array = values[0];
   const auto take = [&](const Layout& layout) {

@@ -1,7 +1,6 @@
 #include "bindings/caller.h"
 
 #include <fcntl.h>
-#include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -11,7 +10,7 @@
 #include <system_error>
 #include <thread>
 
-#include "core/file_descriptor.h"
+#include "core/echo.h"
 #include "core/work.h"
 
 namespace py = pybind11;
@@ -58,15 +57,10 @@ void answer_from_thread(const std::string& path, const py::object& answer) {
   FileDescriptor asked(::open(path.c_str(), O_RDWR | O_CLOEXEC));  // its end is never seen
   if (asked.get() < 0) throw std::system_error(errno, std::generic_category(), path);
   answer_function = answer.inc_ref();
-  sigset_t all;
-  sigset_t before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    std::thread([asked = std::move(asked)] { answer_all(asked); }).detach();
+    start_without_signals([asked = std::move(asked)] { answer_all(asked); });
   } catch (const std::system_error&) {  // no thread can be created
   }
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void begin_exit() noexcept {

@@ -9,12 +9,19 @@
 #include <string>
 #include <utility>
 
-#include "bindings/python_site.h"
 #include "core/communicator.h"
 #include "core/error.h"
 #include "core/recorder.h"
 
 namespace fastdist::bindings {
+
+// Returns "file.py:12 in train" for the innermost frame outside fastdist and torch; "" if all
+// frames are fastdist's, and the innermost frame in torch if the others are torch's. Needs the GIL.
+[[nodiscard]] std::string python_location();
+
+// Returns the number of that line in the recorder's file, in a few nanoseconds where it is known;
+// kNoSite where nothing is recorded. Needs the GIL.
+[[nodiscard]] std::uint16_t python_site() noexcept;
 
 // Must be called when the interpreter is about to shut down, with the GIL. Waits for the threads
 // that report a waiting call and answer another process.
@@ -52,7 +59,6 @@ class Patience {
 // Writes to the log of Python's package `fastdist`. Takes the GIL.
 void log_warning(const std::string& text) noexcept;
 
-// Releases the GIL for its lifetime.
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}

@@ -18,7 +18,6 @@
 
 #include "bindings/arguments.h"
 #include "bindings/caller.h"
-#include "bindings/work.h"
 #include "core/communicator.h"
 #include "core/error.h"
 #include "core/inbox.h"
@@ -28,6 +27,23 @@
 namespace fastdist::bindings {
 
 namespace py = pybind11;
+
+// A queued call. Its arrays stay alive until it has ended, even if this object is dropped.
+struct PendingCall {
+  std::shared_ptr<Work> work;
+  py::object result;
+  // Shared with the communicator. Emptied by the first thread that sees that the call has ended.
+  std::shared_ptr<py::object> kept;
+  py::object owner;  // the communicator
+};
+
+// Waits for a call in slices, so that Ctrl-C is handled. Needs the GIL and releases it. Returns
+// false if `timeout` passes first.
+bool wait_interruptibly(Work& work,
+                        std::chrono::nanoseconds timeout = std::chrono::hours(24 * 365));
+
+// Throws the error of a wait that has ended before its call.
+[[noreturn]] void throw_unfinished(py::handle timeout);
 
 // A communicator with one queue for collectives, queues of messages, and an inbox for each rank.
 class Endpoint {
@@ -44,8 +60,6 @@ class Endpoint {
       inboxes_.push_back(std::make_unique<Inbox>(communicator_, p));
     }
   }
-  Endpoint(const Endpoint&) = delete;
-  Endpoint& operator=(const Endpoint&) = delete;
   // The queues end before the communicator. Closing it makes pending calls fail immediately.
   virtual ~Endpoint() {
     communicator_.close();
@@ -83,7 +97,6 @@ class Endpoint {
     *made.kept = py::none();
     return made.result;
   }
-  // Queues the call.
   template <class Call>
   std::shared_ptr<Work> submit(Queue& queue, Call call, std::chrono::nanoseconds timeout,
                                bool async) {
@@ -286,5 +299,24 @@ class Endpoint {
   std::map<std::pair<int, bool>, Queue> lanes_;
   std::optional<std::uint16_t> recorded_;  // the number in the recorder's file
 };
+
+// --- receives, which are matched with messages by their tags ------------------------------------
+
+inline constexpr int kAnyRank = -1;
+
+// The messages that a call wants, one for each array.
+struct Wanted {
+  TensorViews out;
+  int src;  // or kAnyRank, for one array
+  std::uint64_t tag;
+  Fit fit;
+  std::chrono::nanoseconds timeout;
+};
+
+// Receives, and returns `result`; if that is null, the Receive, which has the message's source.
+py::object receive(Endpoint& endpoint, const Wanted& wanted, const py::object& result);
+// Begins to receive, and returns a PendingCall of the same. `kept` holds the arrays.
+py::object receive_later(Endpoint& endpoint, const Wanted& wanted, const py::object& result,
+                         const py::object& kept);
 
 }  // namespace fastdist::bindings

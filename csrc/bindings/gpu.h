@@ -23,7 +23,6 @@ namespace fastdist::bindings {
 namespace py = pybind11;
 using nccl::GpuCommunicator;
 
-// Returns a CUDA stream, which Python passes as an integer handle.
 inline nccl::StreamHandle to_stream(py::handle stream) {
   void* const handle = PyLong_AsVoidPtr(stream.ptr());
   if (handle == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -51,8 +50,6 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // `checker` compares the communicator's calls; it may be null.
   Gpu(std::unique_ptr<GpuCommunicator> communicator, std::unique_ptr<HostChecker> checker)
       : communicator_(std::move(communicator)), checker_(std::move(checker)) {}
-  Gpu(const Gpu&) = delete;
-  Gpu& operator=(const Gpu&) = delete;
   // Waits for the device.
   ~Gpu() {
     const GilRelease release;

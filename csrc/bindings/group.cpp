@@ -1,11 +1,10 @@
 #include "bindings/group.h"
 
 #include <exception>
-#include <string>
 
 #include "bindings/array.h"
+#include "bindings/endpoint.h"
 #include "bindings/make_call.h"
-#include "bindings/work.h"
 #include "core/error.h"
 
 namespace fastdist::bindings {
@@ -14,15 +13,16 @@ namespace {
 bool is_between_two(Op op) { return op == Op::kSend || op == Op::kRecv; }
 
 void check_may_be_in_group(const CallArguments& given) {
-  const auto refuse = [](const std::string& what, const char* why) {
-    throw Error(ErrorCode::kValue, what + " cannot be in a group" + why);
-  };
-  if (given.op == Op::kBarrier) refuse("barrier", ": leave the group first");
+  if (given.op == Op::kBarrier) {
+    refuse(ErrorCode::kValue, "barrier cannot be in a group: leave the group first");
+  }
   if (!given.stream.is_none() || to_bucket_bytes(given) != 0) {
-    refuse("a call with stream or bucket_bytes", ": leave the group first");
+    refuse(ErrorCode::kValue,
+           "a call with stream or bucket_bytes cannot be in a group: leave the group first");
   }
   if (is_true(given.async_op)) {
-    refuse(std::string(name_of(given.op)) + "(async_op=True)", ", which ends all its calls");
+    refuse(ErrorCode::kValue, name_of(given.op),
+           "(async_op=True) cannot be in a group, which ends all its calls");
   }
 }
 

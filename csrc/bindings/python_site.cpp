@@ -1,5 +1,3 @@
-#include "bindings/python_site.h"
-
 #include <pybind11/pybind11.h>
 
 #include <array>
@@ -7,6 +5,7 @@
 #include <iterator>
 #include <vector>
 
+#include "bindings/caller.h"
 #include "core/recorder.h"
 
 namespace py = pybind11;
@@ -33,7 +32,6 @@ bool is_in_package(const std::string& module, const std::string& package) {
 
 enum class Layer { kFastdist, kLibrary, kUser };
 
-// Returns whose code a frame runs.
 Layer layer_of(PyFrameObject* frame) {
   const py::handle object(reinterpret_cast<PyObject*>(frame));
   const auto module = to_utf8(py::str(object.attr("f_globals").attr("get")("__name__", py::str())));
@@ -239,7 +237,6 @@ void look_at_frames(Knowledge& known, const Look& look) {
   }
 }
 
-// Learns the layers of all frames of this thread.
 void learn_layers(Knowledge& known) {
   look_at_frames(known, [](auto&&...) { return false; });
   // The interpreter's own frames have no objects.

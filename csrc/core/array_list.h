@@ -11,6 +11,15 @@ namespace fastdist {
 
 class ArrayList {
  public:
+  // A part of the run that lies within one array.
+  struct Piece {
+    std::size_t array;   // the index of that array
+    std::size_t at;      // offset in that array
+    std::size_t run_at;  // offset in the run
+    std::size_t bytes;
+    std::byte* data;
+  };
+
   explicit ArrayList(TensorViews arrays) : arrays_(arrays) {
     if (arrays.size() == 1) {
       bytes_ = arrays[0].bytes();
@@ -23,13 +32,12 @@ class ArrayList {
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
   [[nodiscard]] TensorViews arrays() const noexcept { return arrays_; }
 
-  // Calls f(array index, offset in that array, offset in the run, bytes) for each part of
-  // [begin, end), in order; a part lies within one array.
+  // Calls f(piece) for each piece of [begin, end), in order.
   template <class F>
   void for_each_piece(std::size_t begin, std::size_t end, F&& f) const {
     if (begin >= end) return;
     if (arrays_.size() == 1) {
-      f(std::size_t{0}, begin, begin, end - begin);
+      f(Piece{0, begin, begin, end - begin, arrays_[0].data + begin});
       return;
     }
     auto it = std::upper_bound(ends_.begin(), ends_.end(), begin);
@@ -37,7 +45,7 @@ class ArrayList {
       const auto i = static_cast<std::size_t>(it - ends_.begin());
       const std::size_t start = i == 0 ? 0 : ends_[i - 1];
       const std::size_t stop = std::min(end, *it);
-      if (stop > at) f(i, at - start, at, stop - at);
+      if (stop > at) f(Piece{i, at - start, at, stop - at, arrays_[i].data + (at - start)});
       at = stop;
     }
   }

@@ -1,6 +1,9 @@
 // The exception of the C++ core; the bindings map its code to a Python exception.
 #pragma once
 
+#include <cerrno>
+#include <cstring>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -35,7 +38,17 @@ class Error : public std::runtime_error {
   std::vector<int> ranks_;
 };
 
+// Throws an Error whose message is `parts`, one after another.
+template <class... Parts>
+[[noreturn]] void refuse(ErrorCode code, const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw Error(code, message.str());
+}
+
 // Makes an Error of `message` followed by the text of errno.
-[[nodiscard]] Error system_error(const std::string& message);
+[[nodiscard]] inline Error system_error(const std::string& message) {
+  return {ErrorCode::kSystem, message + ": " + std::strerror(errno)};
+}
 
 }  // namespace fastdist

@@ -96,4 +96,19 @@ void write(const Failure& failure, FailureRecord& record) noexcept;
 [[nodiscard]] std::string_view bytes_of(const FailureRecord& record) noexcept;
 [[nodiscard]] std::optional<Failure> read(std::string_view bytes, int ranks);
 
+// --- calls that differ --------------------------------------------------------------------------
+
+struct CallOfRank {
+  Signature signature;
+  std::string site;  // the caller's line, or ""
+};
+
+// Makes the error that rank `rank` throws for collective number `sequence`; `calls` are by rank.
+[[nodiscard]] Error mismatch_of(std::uint64_t sequence, int rank,
+                                std::span<const CallOfRank> calls);
+
+// Makes the error for a send and a recv, seen from `rank`.
+[[nodiscard]] Error transfer_mismatch_of(std::uint64_t number, int rank, const CallOfRank& own,
+                                         int other, const CallOfRank& theirs);
+
 }  // namespace fastdist

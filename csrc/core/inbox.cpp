@@ -48,10 +48,9 @@ Inbox::Reading::Reading(Inbox& inbox) : inbox_(inbox) {
   has_begun_ =
       inbox_.reader_.compare_exchange_strong(reader, &this_thread, std::memory_order_acquire);
   if (reader == &this_thread) {
-    throw Error(ErrorCode::kState,
-                "a signal handler receives from rank " + std::to_string(inbox_.source_) +
-                    " while its thread waits for a message of that rank; set a flag in the handler "
-                    "and receive later");
+    refuse(ErrorCode::kState, "a signal handler receives from rank ", inbox_.source_,
+           " while its thread waits for a message of that rank; set a flag in the handler "
+           "and receive later");
   }
 }
 
@@ -137,9 +136,8 @@ void Inbox::wait_for(const Receive& receive, const CallOptions& options) {
     }
     options.caller->check_interrupt();
     if (is_own && Clock::now() - start > kPollInterval && options.caller->is_alone()) {
-      throw Error(ErrorCode::kState,
-                  "no other thread can send what this rank waits for from itself" +
-                      other_tags(receive.tag()));
+      refuse(ErrorCode::kState, "no other thread can send what this rank waits for from itself",
+             other_tags(receive.tag()));
     }
     std::this_thread::sleep_for(kPause);
   }

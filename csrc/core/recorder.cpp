@@ -31,13 +31,6 @@ void put(std::array<char, kSize>& to, const std::string& text) noexcept {
   text.copy(to.data(), kSize - 1);
 }
 
-std::uint64_t now_ns(clockid_t clock) noexcept {
-  timespec now{};
-  ::clock_gettime(clock, &now);
-  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
-         static_cast<std::uint64_t>(now.tv_nsec);
-}
-
 bool counter_is_steady() noexcept {
 #if defined(__x86_64__)
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -59,8 +52,11 @@ std::uint64_t start_of_process() {
   return at == std::string::npos ? 0 : std::strtoull(text.c_str() + at, nullptr, 10);
 }
 
-[[noreturn]] void throw_system(const std::string& what, int error) {
-  throw Error(ErrorCode::kSystem, what + ": " + std::strerror(error));
+// Throws the text of errno, and removes the file.
+[[noreturn]] void throw_without(const std::string& problem, const std::string& path) {
+  const Error error = system_error(problem + path);
+  ::unlink(path.c_str());
+  throw error;
 }
 
 // The file, which this process has locked.
@@ -78,19 +74,13 @@ void unlock_in_child() noexcept {
 
 File& map(const std::string& path) {
   const FileDescriptor fd(::open(path.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
-  if (fd.get() < 0) throw_system("cannot make " + path, errno);
+  if (fd.get() < 0) throw system_error("cannot make " + path);
   // Without memory for it, storing to the file would end the process.
-  if (const int error = ::posix_fallocate(fd.get(), 0, sizeof(File)); error != 0) {
-    ::unlink(path.c_str());
-    throw_system("no memory for " + path, error);
-  }
+  errno = ::posix_fallocate(fd.get(), 0, sizeof(File));
+  if (errno != 0) throw_without("no memory for ", path);
   void* const memory =
       ::mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
-  if (memory == MAP_FAILED) {
-    const int error = errno;
-    ::unlink(path.c_str());
-    throw_system("cannot map " + path, error);
-  }
+  if (memory == MAP_FAILED) throw_without("cannot map ", path);
   // Opened again, for children inherit the mapping and what it refers to.
   locked = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   ::flock(locked, LOCK_EX);  // fails where a file system has no locks

@@ -23,6 +23,13 @@
 
 namespace fastdist::recorder {
 
+[[nodiscard]] inline std::uint64_t now_ns(clockid_t clock) noexcept {
+  timespec now{};
+  ::clock_gettime(clock, &now);
+  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
+         static_cast<std::uint64_t>(now.tv_nsec);
+}
+
 // Returns the time in units of `FileHeader::clock`: a counter of the processor where that runs
 // evenly, which takes a third of the time that clock_gettime takes.
 extern const bool has_steady_counter;
@@ -36,10 +43,7 @@ extern const bool has_steady_counter;
     return now;
   }
 #endif
-  timespec now{};
-  ::clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
-         static_cast<std::uint64_t>(now.tv_nsec);
+  return now_ns(CLOCK_MONOTONIC);
 }
 
 constexpr std::uint32_t kFormat = 2;
@@ -127,7 +131,6 @@ struct File {
 // This process's file; null where nothing is recorded, and in forked children.
 inline std::atomic<File*> file{nullptr};
 
-// Who the process is.
 struct Identity {
   int rank = 0;
   int world_size = 1;

@@ -44,19 +44,24 @@ std::string name_of_shape(std::uint64_t word) {
 }
 
 bool has_array(Op op) {
-  switch (op) {
-    case Op::kBarrier:
-    case Op::kGroup:
-    case Op::kJoin:
-    case Op::kBroadcastObject:
-    case Op::kAllGatherObject:
-    case Op::kGatherObject:
-    case Op::kScatterObject:
-    case Op::kSplit:
-      return false;
-    default:
-      return true;
-  }
+  return !is_one_of(op, {Op::kBarrier, Op::kGroup, Op::kJoin, Op::kBroadcastObject,
+                         Op::kAllGatherObject, Op::kGatherObject, Op::kScatterObject, Op::kSplit});
+}
+
+bool has_reduction(Op op) {
+  return is_one_of(
+      op, {Op::kAllReduce, Op::kReduceScatter, Op::kReduceScatterSplits, Op::kReduce, Op::kScan});
+}
+
+bool has_root(Op op) {
+  return is_one_of(op,
+                   {Op::kReduce, Op::kBroadcast, Op::kGather, Op::kScatter, Op::kBroadcastObject,
+                    Op::kGatherObject, Op::kScatterObject, Op::kGatherSplits, Op::kScatterSplits});
+}
+
+void mix(std::uint64_t& hash, std::uint64_t word) {
+  hash = (hash ^ word) * 0xFF51AFD7ED558CCDULL;
+  hash ^= hash >> 32;
 }
 
 }  // namespace
@@ -71,8 +76,7 @@ std::uint64_t word_of_axes(std::span<const std::int64_t> shape) noexcept {
     const auto length = static_cast<std::uint64_t>(shape[i]);
     fits = fits && length >> bits == 0;
     if (fits) word |= length << (4 + bits * i);
-    hash = (hash ^ length) * 0xFF51AFD7ED558CCDULL;
-    hash ^= hash >> 32;
+    mix(hash, length);
   }
   return fits ? word : hash << 4 | kIsHash << 1;
 }
@@ -96,42 +100,12 @@ std::string describe(const Signature& s) {
     if (s.order != 0) text += ", not in row-major order";
     if (s.on_gpu) text += ", on GPUs";
   }
-  switch (s.op) {
-    case Op::kAllReduce:
-    case Op::kReduceScatter:
-    case Op::kReduceScatterSplits:
-    case Op::kReduce:
-    case Op::kScan:
-      add("op=\"" + std::string(name_of(s.reduce_op)) + "\"");
-      break;
-    default:
-      break;
-  }
+  if (has_reduction(s.op)) add("op=\"" + std::string(name_of(s.reduce_op)) + "\"");
   if (s.compress) add("compress=\"" + std::string(name_of_compression(*s.compress)) + "\"");
-  switch (s.op) {
-    case Op::kReduce:
-    case Op::kBroadcast:
-    case Op::kGather:
-    case Op::kScatter:
-    case Op::kBroadcastObject:
-    case Op::kGatherObject:
-    case Op::kScatterObject:
-    case Op::kGatherSplits:
-    case Op::kScatterSplits:
-      add("root=" + std::to_string(s.root));
-      break;
-    case Op::kSend:
-      add("dst=" + std::to_string(s.root));
-      break;
-    case Op::kRecv:
-      add("src=" + (s.root < 0 ? "any" : std::to_string(s.root)));
-      break;
-    case Op::kScan:
-      if (s.root != 0) add("exclusive=True");
-      break;
-    default:
-      break;
-  }
+  if (has_root(s.op)) add("root=" + std::to_string(s.root));
+  if (s.op == Op::kSend) add("dst=" + std::to_string(s.root));
+  if (s.op == Op::kRecv) add("src=" + (s.root < 0 ? "any" : std::to_string(s.root)));
+  if (s.op == Op::kScan && s.root != 0) add("exclusive=True");
   if (has_splits) add("splits=…");
   return text + ")";
 }
@@ -140,10 +114,6 @@ std::uint64_t list_word(TensorViews arrays) noexcept {
   std::uint64_t hash = 0x9E3779B97F4A7C15ULL ^ arrays.size();
   std::uint64_t shapes = hash;
   bool is_flat = true;
-  const auto mix = [](std::uint64_t& into, std::uint64_t word) {
-    into = (into ^ word) * 0xFF51AFD7ED558CCDULL;
-    into ^= into >> 32;
-  };
   for (const TensorView& a : arrays) {
     mix(hash, a.count ^ static_cast<std::uint64_t>(a.dtype) << 56 ^
                   static_cast<std::uint64_t>(a.order) << 40);
@@ -157,9 +127,9 @@ Signature all_to_all_signature(TensorViews arrays, std::span<const std::size_t> 
   Signature call = signature_of({.op = Op::kAllToAll}, arrays);
   if (counts.empty()) return call;
   std::uint64_t hash = 0x9E3779B97F4A7C15ULL ^ arrays.size();
-  const auto mix = [&](std::uint64_t word) { hash = (hash ^ word) * 0xFF51AFD7ED558CCD; };
-  for (const std::size_t c : counts) mix(c);
-  for (const TensorView& a : arrays) mix(static_cast<std::uint64_t>(a.dtype));
+  const auto add = [&](std::uint64_t word) { hash = (hash ^ word) * 0xFF51AFD7ED558CCD; };
+  for (const std::size_t c : counts) add(c);
+  for (const TensorView& a : arrays) add(static_cast<std::uint64_t>(a.dtype));
   call.count = 0;
   call.list = hash | 1;
   return call;

@@ -8,54 +8,57 @@
 namespace fastdist {
 namespace {
 
-constexpr std::array<std::string_view, kDTypeCount> kDTypes{
+template <std::size_t kCount>
+using Names = std::array<std::string_view, kCount>;
+
+constexpr Names<kDTypeCount> kDTypes{
     "bool",        "int8",    "int16",   "int32",     "int64",     "uint8",
     "uint16",      "uint32",  "uint64",  "float16",   "bfloat16",  "float8_e4m3fn",
     "float8_e5m2", "float32", "float64", "complex64", "complex128"};
 constexpr std::array<std::size_t, kDTypeCount> kDTypeBytes{1, 1, 2, 4, 8, 1, 2, 4, 8,
                                                            2, 2, 1, 1, 4, 8, 8, 16};
 
-constexpr std::array<std::string_view, kReduceOpCount> kReduceOps{"sum", "mean", "prod", "min",
-                                                                  "max", "and",  "or",   "xor"};
+constexpr Names<kReduceOpCount> kReduceOps{"sum", "mean", "prod", "min", "max", "and", "or", "xor"};
 
-constexpr std::array<std::string_view, kOpCount> kOps{"all_reduce",
-                                                      "reduce",
-                                                      "broadcast",
-                                                      "all_gather",
-                                                      "gather",
-                                                      "scatter",
-                                                      "reduce_scatter",
-                                                      "all_to_all",
-                                                      "send",
-                                                      "recv",
-                                                      "barrier",
-                                                      "empty",
-                                                      "group",
-                                                      "join",
-                                                      "scan",
-                                                      "broadcast_object",
-                                                      "all_gather_object",
-                                                      "gather_object",
-                                                      "scatter_object",
-                                                      "split",
-                                                      "all_gather_splits",
-                                                      "gather_splits",
-                                                      "scatter_splits",
-                                                      "reduce_scatter_splits",
-                                                      "all_to_all_splits"};
+constexpr Names<kOpCount> kOps{
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "send",
+    "recv",
+    "barrier",
+    "empty",
+    "group",
+    "join",
+    "scan",
+    "broadcast_object",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object",
+    "split",
+    "all_gather_splits",
+    "gather_splits",
+    "scatter_splits",
+    "reduce_scatter_splits",
+    "all_to_all_splits",
+};
 
 // The name of a number from another process that stands for nothing.
 constexpr std::string_view kUnknown = "unknown";
 
 template <class Enum, std::size_t kCount>
-std::string_view name_in(const std::array<std::string_view, kCount>& names, Enum value) {
+std::string_view name_in(const Names<kCount>& names, Enum value) {
   const auto i = static_cast<std::size_t>(value);
   return i < kCount ? names[i] : kUnknown;
 }
 
 template <class Enum, std::size_t kCount>
-std::optional<Enum> find_in(const std::array<std::string_view, kCount>& names,
-                            std::string_view name) {
+std::optional<Enum> find_in(const Names<kCount>& names, std::string_view name) {
   const auto* found = std::find(names.begin(), names.end(), name);
   if (found == names.end()) return std::nullopt;
   return static_cast<Enum>(found - names.begin());

@@ -1,8 +1,10 @@
 // Element types, reductions, operations and views of memory.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <span>
 #include <string_view>
@@ -63,6 +65,14 @@ enum class Op : std::uint8_t {
 };
 inline constexpr int kOpCount = 25;
 inline constexpr int kCollectiveCount = 11;  // those that users call, which come first
+
+[[nodiscard]] constexpr bool is_one_of(Op op, std::initializer_list<Op> ops) noexcept {
+  return std::ranges::find(ops, op) != ops.end();
+}
+
+[[nodiscard]] constexpr std::size_t round_up(std::size_t value, std::size_t unit) noexcept {
+  return (value + unit - 1) / unit * unit;
+}
 
 [[nodiscard]] std::size_t size_of(DType dtype) noexcept;
 [[nodiscard]] std::string_view name_of(DType dtype) noexcept;

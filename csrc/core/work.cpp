@@ -1,6 +1,5 @@
 #include "core/work.h"
 
-#include <string>
 #include <system_error>
 
 #include "core/error.h"
@@ -54,14 +53,6 @@ WorkQueue::~WorkQueue() {
   if (state_->thread.joinable()) state_->thread.join();
 }
 
-std::shared_ptr<Work> WorkQueue::submit(std::function<void()> task) {
-  return add(std::move(task), true);
-}
-
-std::shared_ptr<Work> WorkQueue::submit_soon(std::function<void()> task) {
-  return add(std::move(task), false);
-}
-
 void WorkQueue::hurry() {
   if (generation_ != process_generation()) return;
   const std::lock_guard lock(state_->mutex);
@@ -88,9 +79,9 @@ std::shared_ptr<Work> WorkQueue::add(std::function<void()> task, bool is_urgent)
       state_->thread = std::thread([this] { loop(); });
     } catch (const std::system_error& error) {
       pending_.fetch_sub(1, std::memory_order_release);
-      throw Error(ErrorCode::kSystem,
-                  std::string("cannot start the thread that runs asynchronous calls: ") +
-                      error.code().message() + "; the machine or this user has too many threads");
+      refuse(ErrorCode::kSystem,
+             "cannot start the thread that runs asynchronous calls: ", error.code().message(),
+             "; the machine or this user has too many threads");
     }
   }
   all_pending.fetch_add(1);

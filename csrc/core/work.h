@@ -21,8 +21,6 @@ namespace fastdist {
 class Work {
  public:
   explicit Work(std::function<void()> task) : task_(std::move(task)) {}
-  Work(const Work&) = delete;
-  Work& operator=(const Work&) = delete;
   ~Work();
 
   [[nodiscard]] bool is_done() const noexcept { return done_.load(std::memory_order_acquire); }
@@ -51,14 +49,14 @@ class Work {
 class WorkQueue {
  public:
   WorkQueue() = default;
-  WorkQueue(const WorkQueue&) = delete;
-  WorkQueue& operator=(const WorkQueue&) = delete;
   ~WorkQueue();  // waits for submitted calls
 
-  std::shared_ptr<Work> submit(std::function<void()> task);
+  std::shared_ptr<Work> submit(std::function<void()> task) { return add(std::move(task), true); }
   // Does the same without waking the queue's thread, if that looks for calls by itself: it does for
   // a moment after each of these calls. Such a call begins up to 0.1 ms later, and costs less here.
-  std::shared_ptr<Work> submit_soon(std::function<void()> task);
+  std::shared_ptr<Work> submit_soon(std::function<void()> task) {
+    return add(std::move(task), false);
+  }
   // Begins such calls now, for a caller that waits for them.
   void hurry();
   // True while a submitted call of any queue has not ended.

@@ -2,15 +2,13 @@
 
 #include <algorithm>
 
+#include "core/error.h"
+
 namespace fastdist::cuda {
 namespace {
 
 // An array is cut at multiples of this many elements, so also of 16 bytes in any dtype.
 constexpr std::size_t kCutElements = 16;
-
-std::size_t round_up(std::size_t value, std::size_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
 
 // Adds pieces to the buckets of one dtype. Only an array's last piece may be below kCutElements.
 class Filler {
@@ -75,6 +73,32 @@ BucketPlan plan_buckets(TensorViews arrays, std::optional<DType> wire, std::size
     fillers[*index].add(i, arrays[i].count);
   }
   return plan;
+}
+
+// --- parameters of a launch ---------------------------------------------------------------------
+
+Moves moves_of(const Bucket& bucket, TensorViews arrays) {
+  constexpr std::size_t kMostArrays = std::size_t{1} << 24;
+  if (arrays.size() > kMostArrays) {
+    refuse(ErrorCode::kValue, "a list may hold at most 2^24 arrays, got ", arrays.size());
+  }
+  Moves result;
+  result.moves.reserve(bucket.pieces.size());
+  for (const Piece& piece : bucket.pieces) {
+    const TensorView& array = arrays[piece.array];
+    const std::size_t bytes = piece.count * size_of(bucket.dtype);
+    const std::size_t quanta = round_up(bytes, kQuantumBytes) / kQuantumBytes;
+    Move move{};
+    move.array = array.data + piece.begin * size_of(array.dtype);
+    move.at = static_cast<std::uint32_t>(piece.at / kQuantumBytes);
+    move.count = static_cast<std::uint32_t>(piece.count);
+    move.first_tile = result.tiles;
+    move.index = static_cast<std::uint32_t>(piece.array) & 0xFFFFFFU;
+    move.dtype = static_cast<std::uint8_t>(array.dtype);
+    result.moves.push_back(move);
+    result.tiles += static_cast<std::uint32_t>((quanta + kTileQuanta - 1) / kTileQuanta);
+  }
+  return result;
 }
 
 }  // namespace fastdist::cuda

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <vector>
 
@@ -14,7 +15,7 @@
 namespace fastdist::cuda {
 
 inline constexpr std::size_t kQuantumBytes = 16;
-// The most pieces that one kernel launch can take as parameters (see moves.h).
+// The most pieces that one kernel launch can take as parameters (see Move).
 inline constexpr std::size_t kMostPieces = 1024;
 inline constexpr std::size_t kLargestBucket = std::size_t{1} << 30;
 
@@ -41,5 +42,32 @@ struct BucketPlan {
 // the order of the list; empty arrays are skipped.
 [[nodiscard]] BucketPlan plan_buckets(TensorViews arrays, std::optional<DType> wire,
                                       std::size_t bucket_bytes);
+
+// --- parameters of a launch ---------------------------------------------------------------------
+
+// The pieces of a bucket as parameters of one packing kernel launch. The table is a kernel
+// parameter, so it needs no memory that must live until the kernel has run, and a captured launch
+// has its own copy. Parameters may take 32 KiB (CUDA 12.1), which determines kMostPieces: every
+// bucket takes exactly one launch.
+
+// A thread moves one quantum of the bucket at a time, and a block of threads moves one tile.
+inline constexpr std::uint32_t kTileQuanta = 1024;
+
+struct Move {
+  std::byte* array;          // the piece's first element
+  std::uint32_t at;          // offset in the bucket, in quanta
+  std::uint32_t count;       // elements
+  std::uint32_t first_tile;  // index among all tiles of the launch, in the order of the moves
+  std::uint32_t index : 24;  // of the array in the list, and of its magnitude
+  std::uint32_t dtype : 8;   // of the array
+};
+static_assert(sizeof(Move) == 24);
+
+struct Moves {
+  std::vector<Move> moves;
+  std::uint32_t tiles = 0;
+};
+
+[[nodiscard]] Moves moves_of(const Bucket& bucket, TensorViews arrays);
 
 }  // namespace fastdist::cuda

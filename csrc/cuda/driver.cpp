@@ -4,7 +4,6 @@
 
 #include <array>
 #include <mutex>
-#include <string>
 
 #include "core/error.h"
 #include "cuda/devices.h"
@@ -26,7 +25,7 @@ void* find_entry(const char* name) {
   static void* const kLibrary = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   void* const entry = kLibrary == nullptr ? nullptr : ::dlsym(kLibrary, name);
   if (entry != nullptr) return entry;
-  throw Error(ErrorCode::kUnsupported, std::string("the CUDA driver has no ") + name);
+  refuse(ErrorCode::kUnsupported, "the CUDA driver has no ", name);
 }
 
 template <class Function>
@@ -53,8 +52,7 @@ const Driver& driver() {
 
 void check_driver(Result result, const char* call) {
   if (result == kSuccess) return;
-  throw Error(ErrorCode::kState,
-              std::string("CUDA: error ") + std::to_string(result) + " from " + call);
+  refuse(ErrorCode::kState, "CUDA: error ", result, " from ", call);
 }
 
 // Retained until the process ends.

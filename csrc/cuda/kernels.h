@@ -5,13 +5,13 @@
 #include <cstddef>
 
 #include "core/types.h"
-#include "cuda/moves.h"
+#include "cuda/bucket_plan.h"
 #include "cuda/stream.h"
 
 namespace fastdist::cuda {
 
 // The conversion between arrays and bucket. The arrays have the bucket's dtype, or are float32 or
-// float64 with a bucket of a narrower floating dtype. Of arrays with the bucket's dtype, only
+// float64 with a bucket of a dtype of `compress`. Of arrays with the bucket's dtype, only
 // float32 and bfloat16 can be scaled.
 struct Cast {
   DType dtype;  // of the bucket

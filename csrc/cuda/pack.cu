@@ -3,9 +3,7 @@
 // a multiple of 16 bytes, or a piece ends within a quantum, its elements are moved one by one; the
 // bucket's side is always aligned.
 
-#include <algorithm>
 #include <cstring>
-#include <memory>
 
 #include "core/error.h"
 #include "cuda/check.h"
@@ -27,6 +25,7 @@ template <int kCapacity>
 struct Table {
   Move moves[kCapacity];
   int count;
+  std::uint32_t item;  // bytes of the bucket's values
   std::byte* bucket;
   Cast cast;
   float* measured;
@@ -63,12 +62,11 @@ __device__ const Move& move_of(const Table<kCapacity>& table, std::uint32_t tile
 }
 
 // Returns the power of two that fits the sum over all ranks into the format's range, like the host
-// engine's `largest_sum`.
-__device__ float scale_of(float magnitude, int ranks, DType wire) {
+// engine's `kLargestSum`.
+__device__ float scale_of(float magnitude, int ranks) {
   const float most = magnitude * static_cast<float>(ranks);
   if (!isfinite(most) || most <= 0.0F) return 1.0F;
-  const float largest = wire == DType::kFloat8E5M2 ? 49766.0F : 413.0F;
-  const float ratio = largest / most;
+  const float ratio = 413.0F / most;
   if (!isfinite(ratio)) return 0x1p126F;
   return ldexpf(1.0F, min(max(ilogbf(ratio), -126), 126));
 }
@@ -193,34 +191,6 @@ __device__ void cast_from(const Move& move, uint4* bucket, std::uint32_t first, 
   }
 }
 
-__device__ std::uint32_t bytes_of(DType dtype) {
-  switch (dtype) {
-    case DType::kBool:
-    case DType::kInt8:
-    case DType::kUInt8:
-    case DType::kFloat8E4M3FN:
-    case DType::kFloat8E5M2:
-      return 1;
-    case DType::kInt16:
-    case DType::kUInt16:
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-    case DType::kInt32:
-    case DType::kUInt32:
-    case DType::kFloat32:
-      return 4;
-    case DType::kInt64:
-    case DType::kUInt64:
-    case DType::kFloat64:
-    case DType::kComplex64:
-      return 8;
-    case DType::kComplex128:
-      return 16;
-  }
-  return 1;
-}
-
 template <Direction kDirection, int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     move_kernel(const Table<kCapacity> __grid_constant__ table) {
@@ -230,7 +200,7 @@ __global__ void __launch_bounds__(kThreads)
   const DType wire = table.cast.dtype;
   if (static_cast<DType>(move.dtype) == wire) {
     if (kDirection == Direction::kPack || table.cast.factor == 1.0F) {
-      return copy_tile<kDirection>(move, bytes_of(wire), bucket, first);
+      return copy_tile<kDirection>(move, table.item, bucket, first);
     }
     if (wire == DType::kFloat32) {
       return cast_tile<kDirection, float, float>(move, bucket, first, table.cast.factor);
@@ -240,17 +210,15 @@ __global__ void __launch_bounds__(kThreads)
   }
   float scale = 1.0F;
   if (table.cast.magnitudes != nullptr) {
-    scale = scale_of(table.cast.magnitudes[move.index], table.cast.ranks, wire);
+    scale = scale_of(table.cast.magnitudes[move.index], table.cast.ranks);
   }
   if constexpr (kDirection == Direction::kUnpack) scale = table.cast.factor / scale;
   if (wire == DType::kFloat16) {
     cast_from<kDirection, __half>(move, bucket, first, scale);
   } else if (wire == DType::kBFloat16) {
     cast_from<kDirection, __nv_bfloat16>(move, bucket, first, scale);
-  } else if (wire == DType::kFloat8E4M3FN) {
-    cast_from<kDirection, __nv_fp8_e4m3>(move, bucket, first, scale);
   } else {
-    cast_from<kDirection, __nv_fp8_e5m2>(move, bucket, first, scale);
+    cast_from<kDirection, __nv_fp8_e4m3>(move, bucket, first, scale);
   }
 }
 
@@ -275,7 +243,7 @@ __global__ void __launch_bounds__(kThreads)
     measure_kernel(const Table<kCapacity> __grid_constant__ table) {
   const Move& move = move_of(table, blockIdx.x);
   const std::uint32_t first = (blockIdx.x - move.first_tile) * kTileQuanta;
-  const auto each = static_cast<std::uint32_t>(kQuantumBytes) / bytes_of(table.cast.dtype);
+  const auto each = static_cast<std::uint32_t>(kQuantumBytes) / table.item;
   std::uint32_t largest = static_cast<DType>(move.dtype) == DType::kFloat64
                               ? largest_in_tile<double>(move, each, first)
                               : largest_in_tile<float>(move, each, first);
@@ -295,6 +263,7 @@ void launch_on(Kernel kernel, const Moves& moves, std::byte* bucket, const Cast&
   Table<kCapacity> table;  // moves beyond `count` stay uninitialized and are never read
   std::memcpy(table.moves, moves.moves.data(), moves.moves.size() * sizeof(Move));
   table.count = static_cast<int>(moves.moves.size());
+  table.item = static_cast<std::uint32_t>(size_of(cast.dtype));
   table.bucket = bucket;
   table.cast = cast;
   table.measured = measured;

@@ -3,7 +3,6 @@
 // bits.
 
 #include <cstdint>
-#include <string>
 
 #include "core/error.h"
 #include "cuda/check.h"
@@ -199,8 +198,7 @@ struct Load {
 };
 
 [[noreturn]] void throw_no_kernel(DType dtype, ReduceOp op) {
-  throw Error(ErrorCode::kUnsupported, "op=\"" + std::string(name_of(op)) + "\" of " +
-                                           std::string(name_of(dtype)) + " has no kernel");
+  refuse(ErrorCode::kUnsupported, "op=\"", name_of(op), "\" of ", name_of(dtype), " has no kernel");
 }
 
 template <class T, class Action>
@@ -262,9 +260,8 @@ void reduce_blocks(DType dtype, ReduceOp op, const std::byte* blocks, std::size_
                    std::byte* out, std::size_t bytes, StreamHandle stream) {
   if (bytes == 0) return;
   if (count > kMostBlocks) {
-    throw Error(ErrorCode::kUnsupported, "reductions that NCCL lacks take at most " +
-                                             std::to_string(kMostBlocks) + " ranks, got " +
-                                             std::to_string(count));
+    refuse(ErrorCode::kUnsupported, "reductions that NCCL lacks take at most ", kMostBlocks,
+           " ranks, got ", count);
   }
   const Blocks all{blocks, stride, count, out, bytes};
   if (!visit(dtype, op, count, Launch{all, stream})) throw_no_kernel(dtype, op);

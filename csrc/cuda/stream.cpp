@@ -29,24 +29,26 @@ RelaxedCapture::~RelaxedCapture() {
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
-Event::Event() { FASTDIST_CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
-
-// CUDA frees the event only once the device is done with it, so pending waits stay valid.
-Event::~Event() {
-  if (event_ != nullptr) (void)cudaEventDestroy(event_);
+Event::Event() {
+  cudaEvent_t event = nullptr;
+  FASTDIST_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+  event_.reset(event);
 }
 
+// CUDA frees the event only once the device is done with it, so pending waits stay valid.
+void Event::Destroy::operator()(CUevent_st* event) const noexcept { (void)cudaEventDestroy(event); }
+
 void Event::record(StreamHandle stream) const {
-  FASTDIST_CUDA_CHECK(cudaEventRecord(event_, stream));
+  FASTDIST_CUDA_CHECK(cudaEventRecord(event_.get(), stream));
 }
 
 void Event::make_wait(StreamHandle stream) const {
-  FASTDIST_CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0));
+  FASTDIST_CUDA_CHECK(cudaStreamWaitEvent(stream, event_.get(), 0));
 }
 
 bool Event::is_done() const {
   const RelaxedCapture relaxed;  // a query must not invalidate a capture of any thread
-  const cudaError_t error = cudaEventQuery(event_);
+  const cudaError_t error = cudaEventQuery(event_.get());
   if (error == cudaErrorNotReady) {
     (void)cudaGetLastError();
     return false;
@@ -57,7 +59,7 @@ bool Event::is_done() const {
 
 void Event::synchronize() const {
   const RelaxedCapture relaxed;
-  FASTDIST_CUDA_CHECK(cudaEventSynchronize(event_));
+  FASTDIST_CUDA_CHECK(cudaEventSynchronize(event_.get()));
 }
 
 Stream::Stream() {
@@ -65,11 +67,27 @@ Stream::Stream() {
   int least = 0;
   int greatest = 0;
   FASTDIST_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-  FASTDIST_CUDA_CHECK(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest));
+  StreamHandle stream = nullptr;
+  FASTDIST_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
+  stream_.reset(stream);
 }
 
-Stream::~Stream() {
-  if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
+void Stream::Destroy::operator()(StreamHandle stream) const noexcept {
+  (void)cudaStreamDestroy(stream);
+}
+
+DeviceBuffer::DeviceBuffer(std::size_t bytes) {
+  const RelaxedCapture relaxed;
+  void* data = nullptr;
+  FASTDIST_CUDA_CHECK(cudaMalloc(&data, bytes));
+  data_ = {static_cast<std::byte*>(data), Free{bytes}};
+}
+
+void DeviceBuffer::Free::operator()(std::byte* data) const noexcept {
+  auto mode = cudaStreamCaptureModeRelaxed;  // do not invalidate another thread's capture
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+  (void)cudaFree(data);
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 
 }  // namespace fastdist::cuda

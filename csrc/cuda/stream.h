@@ -1,7 +1,8 @@
-// Owners of streams and events.
+// Owners of streams, events and device memory.
 #pragma once
 
-#include <utility>
+#include <cstddef>
+#include <memory>
 
 struct CUstream_st;
 struct CUevent_st;
@@ -43,12 +44,6 @@ class RelaxedCapture {
 class Event {
  public:
   Event();
-  Event(Event&& other) noexcept : event_(std::exchange(other.event_, nullptr)) {}
-  Event& operator=(Event&& other) noexcept {
-    std::swap(event_, other.event_);
-    return *this;
-  }
-  ~Event();
 
   void record(StreamHandle stream) const;
   // Makes later work on `stream` wait for this point.
@@ -58,24 +53,41 @@ class Event {
   void synchronize() const;
 
  private:
-  CUevent_st* event_ = nullptr;
+  struct Destroy {
+    void operator()(CUevent_st* event) const noexcept;
+  };
+  std::unique_ptr<CUevent_st, Destroy> event_;
 };
 
 // A stream of the device that was current at construction; it does not wait for the default stream.
 class Stream {
  public:
   Stream();
-  Stream(Stream&& other) noexcept : stream_(std::exchange(other.stream_, nullptr)) {}
-  Stream& operator=(Stream&& other) noexcept {
-    std::swap(stream_, other.stream_);
-    return *this;
-  }
-  ~Stream();
-
-  [[nodiscard]] StreamHandle get() const noexcept { return stream_; }
+  [[nodiscard]] StreamHandle get() const noexcept { return stream_.get(); }
 
  private:
-  StreamHandle stream_ = nullptr;
+  struct Destroy {
+    void operator()(StreamHandle stream) const noexcept;
+  };
+  std::unique_ptr<CUstream_st, Destroy> stream_;
+};
+
+// Owns memory of the device that was current at construction.
+class DeviceBuffer {
+ public:
+  DeviceBuffer() = default;
+  explicit DeviceBuffer(std::size_t bytes);
+
+  [[nodiscard]] std::byte* data() const noexcept { return data_.get(); }
+  [[nodiscard]] std::size_t bytes() const noexcept { return data_.get_deleter().bytes; }
+
+ private:
+  struct Free {
+    std::size_t bytes;
+    // Waits for the device; no enqueued work may use the memory afterwards.
+    void operator()(std::byte* data) const noexcept;
+  };
+  std::unique_ptr<std::byte, Free> data_;
 };
 
 }  // namespace fastdist::cuda

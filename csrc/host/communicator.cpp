@@ -4,14 +4,13 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <thread>
 #include <tuple>
 #include <utility>
 
 #include "core/error.h"
-#include "core/mismatch.h"
-#include "core/registry.h"
+#include "core/failure.h"
+#include "core/process.h"
 
 namespace fastdist::host {
 namespace {
@@ -34,12 +33,11 @@ std::size_t HostCommunicator::block_bytes(int ranks, const Tuning& tuning) {
   const std::size_t lines = static_cast<std::size_t>(ranks) * kCacheLine;
   if (tuning.ring_chunks < 2 || tuning.lane_chunks < 2 || tuning.chunk_bytes < lines ||
       tuning.chunk_bytes % kCacheLine != 0 || tuning.lane_bytes == 0) {
-    throw Error(ErrorCode::kValue,
-                "ring_chunks and lane_chunks must be at least 2, chunk_bytes a multiple of 64 and "
-                "at least " +
-                    std::to_string(lines) + " for " + std::to_string(ranks) +
-                    " ranks, lane_bytes at least 1; got " + std::to_string(tuning.chunk_bytes) +
-                    " and " + std::to_string(tuning.lane_bytes));
+    refuse(ErrorCode::kValue,
+           "ring_chunks and lane_chunks must be at least 2, chunk_bytes a multiple of 64 and "
+           "at least ",
+           lines, " for ", ranks, " ranks, lane_bytes at least 1; got ", tuning.chunk_bytes,
+           " and ", tuning.lane_bytes);
   }
   return layout_of(ranks, tuning).bytes();
 }
@@ -89,9 +87,8 @@ HostCommunicator::~HostCommunicator() {
 
 void HostCommunicator::close() noexcept {
   if (generation_ != process_generation() || is_closed_.exchange(true)) return;
-  auto active = static_cast<std::uint32_t>(RankState::kActive);
-  me().control->state.compare_exchange_strong(active,
-                                              static_cast<std::uint32_t>(RankState::kClosed));
+  auto active = RankState::kActive;
+  me().control->state.compare_exchange_strong(active, RankState::kClosed);
   wake_everyone();
   mark_waits_for_this_rank();
 }
@@ -170,20 +167,13 @@ void HostCommunicator::exchange(Header& header) {
   }
 }
 
-void HostCommunicator::begin_access() noexcept {
-  me().control->accessing.store(sequence_, std::memory_order_seq_cst);
-}
-
 void HostCommunicator::end_access() noexcept {
   // An exchange rather than a store, since it drains stores that bypassed the caches.
   me().control->accessing.exchange(0, std::memory_order_seq_cst);
 }
 
 void HostCommunicator::check_active(int p) {
-  if (peer(p).control->state.load(std::memory_order_seq_cst) ==
-      static_cast<std::uint32_t>(RankState::kActive)) {
-    return;
-  }
+  if (state_of(p, std::memory_order_seq_cst) == RankState::kActive) return;
   end_access();
   throw_peer_failure(p, wait_);
 }
@@ -280,7 +270,7 @@ void HostCommunicator::await_slowly(int p, const Counter& counter, std::uint64_t
 std::uint64_t HostCommunicator::locate(TensorViews arrays) const noexcept {
   if (machine_->one_process()) return reinterpret_cast<std::uint64_t>(arrays.data());
   if (arrays.size() != 1) return 0;
-  const int own = peers_[static_cast<std::size_t>(rank_)].machine_rank;
+  const int own = peer(rank_).machine_rank;
   const std::uint64_t location = machine_->locate(own, arrays[0].data);
   return location != 0 && location + arrays[0].bytes() <= mapped_bytes() ? location : 0;
 }
@@ -300,7 +290,7 @@ std::uint64_t HostCommunicator::mapped_bytes() const noexcept {
 
 std::byte* HostCommunicator::data_of(int p, std::uint64_t location, std::size_t i) const noexcept {
   if (machine_->one_process()) return reinterpret_cast<const TensorView*>(location)[i].data;
-  return machine_->find(peers_[static_cast<std::size_t>(p)].machine_rank, location);
+  return machine_->find(peer(p).machine_rank, location);
 }
 
 }  // namespace fastdist::host

@@ -26,7 +26,7 @@
 #include "core/communicator.h"
 #include "core/failure.h"
 #include "core/signature.h"
-#include "host/copy_to_peers.h"
+#include "host/kernels.h"
 #include "host/layout.h"
 #include "host/machine.h"
 #include "host/tuning.h"
@@ -73,13 +73,22 @@ class HostCommunicator final : public BlockingCommunicator {
   // Returns why this rank has failed. Thread-safe.
   [[nodiscard]] std::optional<Failure> failure() const { return failure_of(rank_); }
 
-  void all_reduce(TensorViews in, TensorViews out, ReduceOp op, const CallOptions&) override;
-  void reduce(TensorViews in, TensorViews out, ReduceOp op, int root, const CallOptions&) override;
+  void all_reduce(TensorViews in, TensorViews out, ReduceOp op,
+                  const CallOptions& options) override {
+    reduce_arrays(in, out, op, Op::kAllReduce, 0, options);
+  }
+  void reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
+              const CallOptions& options) override {
+    reduce_arrays(in, out, op, Op::kReduce, root, options);
+  }
   void broadcast(TensorViews inout, int root, const CallOptions&) override;
   void all_gather(TensorView in, TensorView out, const CallOptions&) override;
   void gather(TensorView in, TensorView out, int root, const CallOptions&) override;
   void scatter(TensorView in, TensorView out, int root, const CallOptions&) override;
-  void reduce_scatter(TensorView in, TensorView out, ReduceOp op, const CallOptions&) override;
+  void reduce_scatter(TensorView in, TensorView out, ReduceOp op,
+                      const CallOptions& options) override {
+    reduce_arrays({&in, 1}, {&out, 1}, op, Op::kReduceScatter, 0, options);
+  }
   void all_to_all(TensorView in, TensorView out, std::span<const std::size_t> counts,
                   const CallOptions&) override;
   void send(TensorView in, int dst, const CallOptions&) override;
@@ -168,7 +177,9 @@ class HostCommunicator final : public BlockingCommunicator {
   // stores `accessing` and then loads the peer's state; the failing rank stores its state and then
   // loads `accessing`. All four are sequentially consistent, so at least one rank sees the other's
   // store.
-  void begin_access() noexcept;
+  void begin_access() noexcept {
+    me().control->accessing.store(sequence_, std::memory_order_seq_cst);
+  }
   void end_access() noexcept;
   void check_active(int p);
   void await_accesses();
@@ -181,6 +192,13 @@ class HostCommunicator final : public BlockingCommunicator {
   [[nodiscard]] std::string name(int p) const { return std::to_string(label(p)); }
   [[nodiscard]] Peer& me() noexcept { return peers_[static_cast<std::size_t>(rank_)]; }
   [[nodiscard]] Peer& peer(int p) noexcept { return peers_[static_cast<std::size_t>(p)]; }
+  [[nodiscard]] const Peer& peer(int p) const noexcept {
+    return peers_[static_cast<std::size_t>(p)];
+  }
+  [[nodiscard]] RankState state_of(
+      int p, std::memory_order order = std::memory_order_acquire) const noexcept {
+    return peer(p).control->state.load(order);
+  }
   [[nodiscard]] Header& header_of(int p) noexcept { return *peer(p).slots[sequence_ & 1]; }
   [[nodiscard]] std::byte* payload_of(int p, std::size_t bytes) noexcept {
     Header& header = header_of(p);

@@ -12,15 +12,13 @@ namespace {
 
 constexpr std::size_t kBucketElements = std::size_t{1} << 20;
 
-// The largest sum that stays finite although every rank may round its part up by 1/17 or 1/9, and
+// The largest sum that stays finite although every rank may round its part up by 1/17, and
 // every machine the sum of its ranks.
-float largest_sum(DType wire) { return wire == DType::kFloat8E5M2 ? 49766.0F : 413.0F; }
-
-bool needs_scale(DType wire) { return wire == DType::kFloat8E4M3FN || wire == DType::kFloat8E5M2; }
+constexpr float kLargestSum = 413.0F;
 
 // Returns, per array, the power of two that maps n times the largest magnitude on any rank into
 // range.
-std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in, DType wire,
+std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in,
                                    const CallOptions& options) {
   std::vector<float> magnitudes(in.size());
   for (std::size_t i = 0; i < in.size(); ++i) {
@@ -32,7 +30,7 @@ std::vector<float> agree_on_scales(Communicator& communicator, TensorViews in, D
   for (float& m : magnitudes) {
     const float most = m * static_cast<float>(communicator.size());
     const bool scalable = std::isfinite(most) && most > 0.0F;
-    m = scalable ? std::exp2(std::floor(std::log2(largest_sum(wire) / most))) : 1.0F;
+    m = scalable ? std::exp2(std::floor(std::log2(kLargestSum / most))) : 1.0F;
     m = std::clamp(m, 0x1p-126F, 0x1p126F);
   }
   return magnitudes;
@@ -47,7 +45,7 @@ void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorVie
   CallOptions options = caller_options;
   options.whole = &whole;
   std::vector<float> scales(in.size(), 1.0F);
-  if (needs_scale(wire)) scales = agree_on_scales(communicator, in, wire, options);
+  if (wire == DType::kFloat8E4M3FN) scales = agree_on_scales(communicator, in, options);
 
   const std::size_t item = size_of(wire);
   std::vector<std::byte> bucket;

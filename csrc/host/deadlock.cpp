@@ -20,7 +20,7 @@
 #include <vector>
 
 #include "core/failure.h"
-#include "core/registry.h"
+#include "core/process.h"
 #include "host/communicator.h"
 
 namespace fastdist::host {
@@ -50,11 +50,7 @@ void HostCommunicator::check_deadlock(int p, const Counter& counter, std::uint64
   std::vector<int> ranks = find_deadlock();
   if (ranks.empty()) return;
   for (int& r : ranks) r = label(r);
-  fail({.kind = FailureKind::kDeadlock,
-        .ranks = std::move(ranks),
-        .noticed_by = label(rank_),
-        .detail = waits()},
-       wait);
+  fail({FailureKind::kDeadlock, std::move(ranks), label(rank_), {}, waits()}, wait);
 }
 
 void HostCommunicator::publish_wait(int p, const Counter& counter, std::uint64_t value,
@@ -153,7 +149,7 @@ void HostCommunicator::mark_failing_waits(const Failure& failure) noexcept {
            std::ranges::count(failure.ranks, label(p)) != 0;
   };
   for (int p = 0; p < size(); ++p) {
-    const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
+    const BlockedWait& wait = peer(p).control->blocked;
     const bool is_elsewhere = wait.reach.load(std::memory_order_relaxed) == Reach::kElsewhere;
     if (!is_elsewhere || is_deadlocked(p)) mark_failing_wait(p);
   }
@@ -162,7 +158,7 @@ void HostCommunicator::mark_failing_waits(const Failure& failure) noexcept {
 // Marks the waits that end because this rank has closed the communicator; others may go on.
 void HostCommunicator::mark_waits_for_this_rank() noexcept {
   for (int p = 0; p < size(); ++p) {
-    const BlockedWait& wait = peers_[static_cast<std::size_t>(p)].control->blocked;
+    const BlockedWait& wait = peer(p).control->blocked;
     const bool is_here = wait.reach.load(std::memory_order_relaxed) != Reach::kElsewhere;
     const auto awaited = static_cast<int>(wait.rank.load(std::memory_order_relaxed));
     if (is_here && awaited == rank_) mark_failing_wait(p);
@@ -171,7 +167,7 @@ void HostCommunicator::mark_waits_for_this_rank() noexcept {
 
 // Marks the wait of rank p in all communicators in which it may be shown.
 void HostCommunicator::mark_failing_wait(int p) noexcept {
-  const Control& control = *peers_[static_cast<std::size_t>(p)].control;
+  const Control& control = *peer(p).control;
   const std::uint64_t number = control.blocked.number.load(std::memory_order_seq_cst);
   if (number == 0 || machine_->one_process()) return;
   Registry<HostCommunicator>::for_each([&](HostCommunicator& other) {
@@ -187,7 +183,7 @@ void HostCommunicator::mark_failing_wait(int p) noexcept {
 }
 
 std::optional<HostCommunicator::Blocked> HostCommunicator::blocked(int p) const noexcept {
-  const Control& control = *peers_[static_cast<std::size_t>(p)].control;
+  const Control& control = *peer(p).control;
   const BlockedWait& wait = control.blocked;
   const std::uint64_t number = wait.number.load(std::memory_order_seq_cst);
   const std::uint64_t rank = wait.rank.load(std::memory_order_acquire);
@@ -250,18 +246,15 @@ void HostCommunicator::check_senders(const Signature& call, const CallOptions& o
   }
   Wait wait{};
   wait.begin(options, call, me().control->bell);
-  fail({.kind = FailureKind::kDeadlock,
-        .ranks = std::move(ranks),
-        .noticed_by = label(rank_),
-        .detail = waits(&call, options.caller->location())},
-       wait);
+  const std::string detail = waits(&call, options.caller->location());
+  fail({FailureKind::kDeadlock, std::move(ranks), label(rank_), {}, detail}, wait);
 }
 
 // With `own`, this rank's call, which it has not published.
 std::string HostCommunicator::waits(const Signature* own, const std::string& site) const {
   std::vector<WaitOfRank> waits;
   for (int p = 0; p < size(); ++p) {
-    const Control& control = *peers_[static_cast<std::size_t>(p)].control;
+    const Control& control = *peer(p).control;
     const BlockedWait& wait = control.blocked;
     waits.push_back({.rank = label(p)});
     if (p == rank_ && own != nullptr) waits.back() = {label(p), *own, std::nullopt, site, false};

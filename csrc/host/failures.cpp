@@ -12,10 +12,8 @@
 namespace fastdist::host {
 
 std::optional<Failure> HostCommunicator::failure_of(int p, RankState least) const {
-  const Control& control = *peers_[static_cast<std::size_t>(p)].control;
-  const auto state = static_cast<RankState>(control.state.load(std::memory_order_seq_cst));
-  if (state < least) return std::nullopt;
-  auto failure = read(control.failure, job_size_);
+  if (state_of(p, std::memory_order_seq_cst) < least) return std::nullopt;
+  auto failure = read(peer(p).control->failure, job_size_);
   const int rank = label(p);
   return failure ? failure : Failure{FailureKind::kMalformed, {rank}, rank};
 }
@@ -23,8 +21,7 @@ std::optional<Failure> HostCommunicator::failure_of(int p, RankState least) cons
 // Throws the failure again if an earlier call has failed.
 void HostCommunicator::check_usable() const {
   if (generation_ != process_generation()) throw error_if_forked();
-  const Control& control = *peers_[static_cast<std::size_t>(rank_)].control;
-  const auto state = static_cast<RankState>(control.state.load(std::memory_order_seq_cst));
+  const RankState state = state_of(rank_, std::memory_order_seq_cst);
   if (state == RankState::kActive) return;
   if (state == RankState::kClosed) throw error_if_closed(label(rank_));
   throw error_after(*failure_of(rank_), label(rank_));
@@ -39,10 +36,7 @@ void HostCommunicator::check_failures(const Wait& wait) {
 }
 
 bool HostCommunicator::has_left(int p) const noexcept {
-  const Peer& them = peers_[static_cast<std::size_t>(p)];
-  return them.control->state.load(std::memory_order_acquire) !=
-             static_cast<std::uint32_t>(RankState::kActive) ||
-         !machine_->is_alive(them.machine_rank);
+  return state_of(p) != RankState::kActive || !machine_->is_alive(peer(p).machine_rank);
 }
 
 // Returns a rank without which the wait for rank p cannot end. Until all ranks have announced the
@@ -57,28 +51,22 @@ std::optional<int> HostCommunicator::find_left(int p, const Wait& wait) const no
 
 std::optional<int> HostCommunicator::find_lost() const noexcept {
   if (const auto dead = find_dead()) return dead;  // the others may have failed because of it
-  for (std::size_t p = 0; p < peers_.size(); ++p) {
-    if (static_cast<int>(p) == rank_) continue;
-    const auto state =
-        static_cast<RankState>(peers_[p].control->state.load(std::memory_order_acquire));
-    if (state == RankState::kClosed) continue;  // a rank closes after its calls have ended
-    if (state != RankState::kActive || !machine_->is_alive(peers_[p].machine_rank)) {
-      return static_cast<int>(p);
-    }
+  for (int p = 0; p < size(); ++p) {
+    const RankState state = state_of(p);
+    if (p == rank_ || state == RankState::kClosed) continue;  // closes after its calls have ended
+    if (state != RankState::kActive || !machine_->is_alive(peer(p).machine_rank)) return p;
   }
   return std::nullopt;
 }
 
 bool HostCommunicator::has_closed(int p) const noexcept {
-  const auto state = peers_[static_cast<std::size_t>(p)].control->state.load();
-  return state == static_cast<std::uint32_t>(RankState::kClosed);
+  return state_of(p, std::memory_order_seq_cst) == RankState::kClosed;
 }
 
 std::optional<int> HostCommunicator::find_dead() const noexcept {
-  for (std::size_t p = 0; p < peers_.size(); ++p) {
-    if (static_cast<int>(p) == rank_ || machine_->is_alive(peers_[p].machine_rank)) continue;
-    const auto state = peers_[p].control->state.load(std::memory_order_acquire);
-    if (state == static_cast<std::uint32_t>(RankState::kActive)) return static_cast<int>(p);
+  for (int p = 0; p < size(); ++p) {
+    if (p == rank_ || machine_->is_alive(peer(p).machine_rank)) continue;
+    if (state_of(p) == RankState::kActive) return p;
   }
   return std::nullopt;
 }
@@ -87,8 +75,7 @@ std::optional<int> HostCommunicator::find_dead() const noexcept {
 // absence.
 void HostCommunicator::throw_peer_failure(int p, const Wait& wait) {
   check_failures(wait);
-  const auto state = static_cast<RankState>(peer(p).control->state.load(std::memory_order_acquire));
-  const auto kind = state == RankState::kClosed ? FailureKind::kClosed : FailureKind::kDied;
+  const auto kind = has_closed(p) ? FailureKind::kClosed : FailureKind::kDied;
   fail({kind, {label(p)}, label(rank_)}, wait);
 }
 
@@ -97,11 +84,7 @@ void HostCommunicator::check_interrupt(const Wait& wait) {
   try {
     wait.options->caller->check_interrupt();
   } catch (const Error& error) {
-    announce({.kind = FailureKind::kError,
-              .ranks = error.ranks(),
-              .noticed_by = self,
-              .detail = error.what(),
-              .code = error.code()},
+    announce({FailureKind::kError, error.ranks(), self, {}, error.what(), error.code()},
              RankState::kFailed);
     throw;
   } catch (...) {
@@ -131,10 +114,9 @@ bool HostCommunicator::tell(const Failure& failure, RankState state) noexcept {
   Control& control = *me().control;
   {
     const std::lock_guard lock(announce_mutex_);
-    const auto active = static_cast<std::uint32_t>(RankState::kActive);
-    if (control.state.load(std::memory_order_relaxed) != active) return false;
+    if (control.state.load(std::memory_order_relaxed) != RankState::kActive) return false;
     write(failure, control.failure);
-    control.state.store(static_cast<std::uint32_t>(state), std::memory_order_seq_cst);
+    control.state.store(state, std::memory_order_seq_cst);
   }
   wake_everyone();
   return true;
@@ -166,7 +148,7 @@ void HostCommunicator::fail(const Failure& failure, const Wait& wait) {
 }
 
 std::uint64_t HostCommunicator::last_sequence(int p) const noexcept {
-  const Peer& them = peers_[static_cast<std::size_t>(p)];
+  const Peer& them = peer(p);
   return std::max(them.slots[0]->sequence.load(std::memory_order_acquire),
                   them.slots[1]->sequence.load(std::memory_order_acquire));
 }
@@ -175,7 +157,7 @@ std::vector<LastCall> HostCommunicator::last_calls() const {
   std::vector<LastCall> calls;
   for (int p = 0; p < size(); ++p) {
     const std::uint64_t sequence = last_sequence(p);
-    const Header& h = *peers_[static_cast<std::size_t>(p)].slots[sequence & 1];
+    const Header& h = *peer(p).slots[sequence & 1];
     calls.push_back({label(p), sequence, signature_in(h)});
   }
   return calls;

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "core/mismatch.h"
+#include "core/failure.h"
 #include "host/communicator.h"
 #include "host/kernels.h"
 
@@ -186,10 +186,7 @@ void HostCommunicator::receive_chunks(Transfer& transfer) {
   if (location != 0) {  // the same protocol as `begin_access`
     Counter& accessing = transfer.own->accessing;
     const auto check_sender = [&] {
-      if (peer(transfer.other).control->state.load(std::memory_order_seq_cst) ==
-          static_cast<std::uint32_t>(RankState::kActive)) {
-        return;
-      }
+      if (state_of(transfer.other, std::memory_order_seq_cst) == RankState::kActive) return;
       accessing.store(0, std::memory_order_release);
       throw_peer_failure(transfer.other, transfer.wait);
     };

@@ -94,7 +94,7 @@ struct Control {
   alignas(kCacheLine) Counter consumed;   // rounds for which the peers' input has been read
   alignas(kCacheLine) Counter gathered;   // rounds for which the peers' results have been read
   alignas(kCacheLine) Counter accessing;  // the call that uses peers' arrays in place now, or 0
-  alignas(kCacheLine) std::atomic<std::uint32_t> state;
+  alignas(kCacheLine) std::atomic<RankState> state;
   std::atomic<std::uint32_t> closed;  // number of ranks that no longer use this block
   FailureRecord failure;              // written before `state`
   CallSite site;
@@ -124,10 +124,6 @@ struct Lane {
 
 // Bytes that loops process at a time: fits the first-level cache.
 inline constexpr std::size_t kBlock = std::size_t{16} << 10;
-
-[[nodiscard]] constexpr std::size_t round_up(std::size_t bytes, std::size_t unit) noexcept {
-  return (bytes + unit - 1) / unit * unit;
-}
 
 // Returns the bytes per round of an array. A short one takes a single round; others take several,
 // whose steps overlap.

@@ -1,14 +1,19 @@
 #include "host/machine.h"
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <iterator>
 #include <string>
 #include <utility>
 
 #include "core/error.h"
+#include "core/types.h"
 
 namespace fastdist::host {
 namespace {
@@ -17,9 +22,7 @@ constexpr std::size_t kPage = 4096;
 constexpr std::size_t kSmallestWindow = std::size_t{64} << 20;
 constexpr std::size_t kAddressSpace = std::size_t{1} << 44;  // of 2^47, shared by all windows
 
-std::size_t in_pages(std::size_t bytes) {
-  return std::max(kPage, (bytes + kPage - 1) / kPage * kPage);
-}
+std::size_t in_pages(std::size_t bytes) { return std::max(kPage, round_up(bytes, kPage)); }
 
 // Returns the most that a rank could fill, the machine's memory, or less if the address space
 // cannot hold all windows.
@@ -27,6 +30,14 @@ std::size_t window_size(std::size_t ranks) {
   const auto physical = static_cast<std::size_t>(::sysconf(_SC_PHYS_PAGES)) *
                         static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   return std::bit_floor(std::min(std::bit_ceil(physical), kAddressSpace / ranks));
+}
+
+struct flock record_lock() {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_len = 1;
+  return lock;
 }
 
 }  // namespace
@@ -43,9 +54,8 @@ std::size_t Heap::take(std::size_t bytes) {
     return offset;
   }
   if (bytes > capacity_ - end_) {
-    throw Error(ErrorCode::kMemory, "shared memory is full: requested " + std::to_string(bytes) +
-                                        " bytes, " + std::to_string(capacity_ - end_) +
-                                        " bytes left in this rank's window");
+    refuse(ErrorCode::kMemory, "shared memory is full: requested ", bytes, " bytes, ",
+           capacity_ - end_, " bytes left in this rank's window");
   }
   return std::exchange(end_, end_ + bytes);
 }
@@ -179,5 +189,54 @@ std::byte* Machine::find(int rank, std::uint64_t location) const noexcept {
   if (one_process()) return reinterpret_cast<std::byte*>(location);
   return window(rank) + (location - 1);
 }
+
+// --- segments -----------------------------------------------------------------------------------
+
+FileDescriptor create_segment_file(std::size_t bytes) {
+  FileDescriptor file(::memfd_create("fastdist", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (file.get() < 0) throw system_error("memfd_create");
+  struct flock lock = record_lock();
+  if (::fcntl(file.get(), F_SETLK, &lock) != 0) throw system_error("locking shared memory");
+  if (::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
+    throw system_error("sealing shared memory");
+  }
+  grow(file, bytes);
+  return file;
+}
+
+bool is_locked_by_other(const FileDescriptor& file) noexcept {
+  struct flock lock = record_lock();
+  if (::fcntl(file.get(), F_GETLK, &lock) != 0) return false;
+  return lock.l_type != F_UNLCK;
+}
+
+void grow(const FileDescriptor& file, std::size_t bytes) {
+  struct stat status{};
+  if (::fstat(file.get(), &status) != 0) throw system_error("fstat on shared memory");
+  if (static_cast<std::size_t>(status.st_size) >= bytes) return;
+  if (::ftruncate(file.get(), static_cast<off_t>(bytes)) != 0) {
+    // Another thread has grown the file meanwhile, and it cannot shrink.
+    if (errno == EPERM) return;
+    throw system_error("growing shared memory to " + std::to_string(bytes) + " bytes");
+  }
+}
+
+void discard(const FileDescriptor& file, std::size_t offset, std::size_t bytes) noexcept {
+  ::fallocate(file.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+              static_cast<off_t>(bytes));
+}
+
+Mapping::Mapping(const FileDescriptor& file, std::size_t bytes) {
+  void* data =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(), 0);
+  if (data == MAP_FAILED) {
+    refuse(ErrorCode::kMemory, "cannot map ", bytes >> 20,
+           " MiB of address space for shared memory; is there a limit (ulimit -v)?");
+  }
+  data_ = {static_cast<std::byte*>(data), Unmap{bytes}};
+  ::madvise(data, bytes, MADV_HUGEPAGE);  // a hint: most kernels ignore it for shared memory
+}
+
+void Mapping::Unmap::operator()(std::byte* data) const noexcept { ::munmap(data, bytes); }
 
 }  // namespace fastdist::host

@@ -9,10 +9,43 @@
 #include <mutex>
 #include <vector>
 
+#include "core/file_descriptor.h"
 #include "core/process.h"
-#include "host/segment.h"
 
 namespace fastdist::host {
+
+// A segment is the shared memory of one rank: an anonymous file (memfd) mapped by every rank.
+
+// Creates a memfd of `bytes` zero bytes that can grow but never shrink (so that no peer can be made
+// to fault). This process holds a record lock on the file until it ends: see `is_locked_by_other`.
+[[nodiscard]] FileDescriptor create_segment_file(std::size_t bytes);
+
+// Returns true while the process that called `create_segment_file` is alive. The kernel releases
+// record locks when their process ends for any reason; a forked child does not inherit them.
+[[nodiscard]] bool is_locked_by_other(const FileDescriptor& file) noexcept;
+
+// Grows the file to at least `bytes`. New pages read as zero and use memory once touched.
+void grow(const FileDescriptor& file, std::size_t bytes);
+
+// Returns the memory of a range to the system; the range reads as zero afterwards.
+void discard(const FileDescriptor& file, std::size_t offset, std::size_t bytes) noexcept;
+
+// Maps the first `bytes` of a file, which may extend beyond its current end: when the owner grows
+// the file, every mapping sees the new pages. Throws kMemory if the address space is limited.
+class Mapping {
+ public:
+  Mapping(const FileDescriptor& file, std::size_t bytes);
+
+  [[nodiscard]] std::byte* data() const noexcept { return data_.get(); }
+  [[nodiscard]] std::size_t size() const noexcept { return data_.get_deleter().bytes; }
+
+ private:
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(std::byte* data) const noexcept;
+  };
+  std::unique_ptr<std::byte, Unmap> data_;
+};
 
 // Allocates ranges of one rank's segment, in whole pages. Thread-safe.
 class Heap {

@@ -62,12 +62,9 @@ class HostCommunicator::StagedPull {
       const Range give = part(outgoing(p), round, own_chunk_);
       if (give.size() == 0 || p == comm_.rank_) continue;
       std::byte* staged = input + (plan_.shared ? 0 : static_cast<std::size_t>(p) * own_chunk_);
-      plan_.source.for_each_piece(
-          give.begin, give.end,
-          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            comm_.copy_to_peers_(staged + (run_at - give.begin), plan_.source.arrays()[i].data + at,
-                                 length);
-          });
+      plan_.source.for_each_piece(give.begin, give.end, [&](const ArrayList::Piece& piece) {
+        comm_.copy_to_peers_(staged + (piece.run_at - give.begin), piece.data, piece.bytes);
+      });
       if (plan_.shared) break;
     }
     const Range& whole = incoming(comm_.rank_);
@@ -89,12 +86,9 @@ class HostCommunicator::StagedPull {
       comm_.await(p, comm_.peer(p).control->exposed, progress(comm_.sequence_, round + 1));
       const std::byte* staged = comm_.input_of(p, turn_with(chunk), round) +
                                 (plan_.shared ? 0 : static_cast<std::size_t>(comm_.rank_) * chunk);
-      plan_.target.for_each_piece(
-          take.begin, take.end,
-          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            copy(plan_.target.arrays()[i].data + at, staged + (run_at - take.begin), length,
-                 stream_);
-          });
+      plan_.target.for_each_piece(take.begin, take.end, [&](const ArrayList::Piece& piece) {
+        copy(piece.data, staged + (piece.run_at - take.begin), piece.bytes, stream_);
+      });
     }
     comm_.publish(comm_.me().control->consumed, progress(comm_.sequence_, round + 1));
   }
@@ -156,10 +150,9 @@ void HostCommunicator::pull(const PullPlan& plan, const Signature& signature,
     header.output.store(bytes, std::memory_order_relaxed);
     if (location == 0 && small) {
       std::byte* payload = payload_of(rank_, bytes);
-      plan.source.for_each_piece(
-          0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            copy_to_peers_(payload + run_at, plan.source.arrays()[i].data + at, length);
-          });
+      plan.source.for_each_piece(0, bytes, [&](const ArrayList::Piece& piece) {
+        copy_to_peers_(payload + piece.run_at, piece.data, piece.bytes);
+      });
     }
   }
   try {
@@ -194,14 +187,11 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
     if (take.size() == 0) continue;
     if (p == rank_) {
       if (stages_input) continue;  // copied round by round, while the data is in the cache
-      plan.target.for_each_piece(
-          take.begin, take.end,
-          [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-            const std::byte* src = plan.source.arrays()[plan.aligned ? i : 0].data;
-            copy(plan.target.arrays()[i].data + at,
-                 src + (plan.aligned ? at : outgoing_[q].begin + run_at - take.begin), length,
-                 stream);
-          });
+      plan.target.for_each_piece(take.begin, take.end, [&](const ArrayList::Piece& piece) {
+        const std::byte* src = plan.source.arrays()[plan.aligned ? piece.array : 0].data;
+        src += plan.aligned ? piece.at : outgoing_[q].begin + piece.run_at - take.begin;
+        copy(piece.data, src, piece.bytes, stream);
+      });
       continue;
     }
     if (is_staged) {
@@ -213,15 +203,13 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
       accesses = true;
       check_active(p);
     }
-    plan.target.for_each_piece(
-        take.begin, take.end,
-        [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          const std::size_t from = source_offsets_[q] + (run_at - take.begin);
-          const std::byte* src = their_input == 0 ? payload_of(p, their_bytes) + from
-                                 : plan.aligned   ? data_of(p, their_input, i) + at
-                                                  : data_of(p, their_input, 0) + from;
-          copy(plan.target.arrays()[i].data + at, src, length, stream);
-        });
+    plan.target.for_each_piece(take.begin, take.end, [&](const ArrayList::Piece& piece) {
+      const std::size_t from = source_offsets_[q] + (piece.run_at - take.begin);
+      const std::byte* src = their_input == 0 ? payload_of(p, their_bytes) + from
+                             : plan.aligned   ? data_of(p, their_input, piece.array) + piece.at
+                                              : data_of(p, their_input, 0) + from;
+      copy(piece.data, src, piece.bytes, stream);
+    });
     if (their_input != 0) check_active(p);
   }
   if (accesses) end_access();

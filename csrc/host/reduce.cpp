@@ -52,21 +52,6 @@ struct HostCommunicator::ReduceCall {
   }
 };
 
-void HostCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
-                                  const CallOptions& options) {
-  reduce_arrays(in, out, op, Op::kAllReduce, 0, options);
-}
-
-void HostCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
-                              const CallOptions& options) {
-  reduce_arrays(in, out, op, Op::kReduce, root, options);
-}
-
-void HostCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
-                                      const CallOptions& options) {
-  reduce_arrays({&in, 1}, {&out, 1}, op, Op::kReduceScatter, 0, options);
-}
-
 // Splits a list into runs of one dtype; every run's header has the hash of the whole list.
 void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name,
                                      int root, const CallOptions& options) {
@@ -106,10 +91,9 @@ void HostCommunicator::reduce_run(ReduceCall& call, const Signature& signature,
                         std::memory_order_relaxed);
   } else if (small) {
     std::byte* payload = payload_of(rank_, bytes);
-    call.in.for_each_piece(
-        0, bytes, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          copy_to_peers_(payload + run_at, call.in.arrays()[i].data + at, length);
-        });
+    call.in.for_each_piece(0, bytes, [&](const ArrayList::Piece& piece) {
+      copy_to_peers_(payload + piece.run_at, piece.data, piece.bytes);
+    });
   }
   try {
     exchange(header);
@@ -152,14 +136,12 @@ void HostCommunicator::reduce_payloads(const ReduceCall& call) {
   } else if (!call.gathers(rank_)) {
     return;
   }
-  call.out.for_each_piece(
-      0, end - begin, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-        for (int p = 0; p < size(); ++p) {
-          sources_[static_cast<std::size_t>(p)] = payload_of(p, bytes) + begin + run_at;
-        }
-        host::reduce(call.dtype, call.op, call.out.arrays()[i].data + at, nullptr, sources_,
-                     length / item);
-      });
+  call.out.for_each_piece(0, end - begin, [&](const ArrayList::Piece& piece) {
+    for (int p = 0; p < size(); ++p) {
+      sources_[static_cast<std::size_t>(p)] = payload_of(p, bytes) + begin + piece.run_at;
+    }
+    host::reduce(call.dtype, call.op, piece.data, nullptr, sources_, piece.bytes / item);
+  });
 }
 
 void HostCommunicator::reduce_in_place(const ReduceCall& call) {
@@ -197,12 +179,12 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
       for (std::size_t t = 2; t < n_targets; ++t) copy(targets_[t], targets_[0], length, false);
     }
   };
-  call.in.for_each_piece(
-      begin, end, [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-        for (std::size_t done = 0; done < length; done += kBlock) {
-          reduce_block(i, at + done, run_at + done, std::min(kBlock, length - done));
-        }
-      });
+  call.in.for_each_piece(begin, end, [&](const ArrayList::Piece& piece) {
+    for (std::size_t done = 0; done < piece.bytes; done += kBlock) {
+      reduce_block(piece.array, piece.at + done, piece.run_at + done,
+                   std::min(kBlock, piece.bytes - done));
+    }
+  });
   for (int p = 0; p < size(); ++p) {
     if (p != rank_) check_active(p);
   }
@@ -278,12 +260,9 @@ void HostCommunicator::expose_round(const ReduceCall& call, const Turn& turn, st
     if (p == rank_) continue;
     if (round >= 2) await(p, peer(p).control->consumed, progress(sequence_, round - 1));
     const Slice s = slice(call, round, p);
-    call.in.for_each_piece(
-        s.run.begin, s.run.end,
-        [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          copy_to_peers_(input + s.staged + (run_at - s.run.begin), call.in.arrays()[i].data + at,
-                         length);
-        });
+    call.in.for_each_piece(s.run.begin, s.run.end, [&](const ArrayList::Piece& piece) {
+      copy_to_peers_(input + s.staged + (piece.run_at - s.run.begin), piece.data, piece.bytes);
+    });
   }
 }
 
@@ -308,28 +287,25 @@ void HostCommunicator::reduce_round(const ReduceCall& call, const Turn& turn, st
       call.results == Results::kOwnSlice
           ? call.in.bytes() / static_cast<std::size_t>(size()) * static_cast<std::size_t>(rank_)
           : 0;
-  call.in.for_each_piece(
-      s.run.begin, s.run.end,
-      [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-        for (std::size_t done = 0; done < length; done += kCopied) {
-          const std::size_t part = std::min(kCopied, length - done);
-          const std::size_t offset = run_at + done - s.run.begin;
-          for (int p = 0; p < size(); ++p) {
-            sources_[static_cast<std::size_t>(p)] =
-                p == rank_ ? call.in.arrays()[i].data + at + done
-                           : input_of(p, turn, round) + s.staged + offset;
-          }
-          const std::size_t out_at =
-              call.results == Results::kOwnSlice ? run_at + done - block_begin : at + done;
-          std::byte* out = keeps ? call.out.arrays()[i].data + out_at : nullptr;
-          std::byte* shared = exposes && !copies ? result + offset : nullptr;
-          std::byte* sum = keeps && !call.stream ? out : keeps || copies ? scratch : shared;
-          std::byte* also = sum == shared ? nullptr : shared;
-          host::reduce(call.dtype, call.op, sum, also, sources_, part / item);
-          if (keeps && call.stream) copy(out, sum, part, true);
-          if (exposes && copies) copy_to_peers_(result + offset, sum, part);
-        }
-      });
+  call.in.for_each_piece(s.run.begin, s.run.end, [&](const ArrayList::Piece& piece) {
+    for (std::size_t done = 0; done < piece.bytes; done += kCopied) {
+      const std::size_t part = std::min(kCopied, piece.bytes - done);
+      const std::size_t offset = piece.run_at + done - s.run.begin;
+      for (int p = 0; p < size(); ++p) {
+        sources_[static_cast<std::size_t>(p)] =
+            p == rank_ ? piece.data + done : input_of(p, turn, round) + s.staged + offset;
+      }
+      const std::size_t out_at =
+          (call.results == Results::kOwnSlice ? piece.run_at - block_begin : piece.at) + done;
+      std::byte* out = keeps ? call.out.arrays()[piece.array].data + out_at : nullptr;
+      std::byte* shared = exposes && !copies ? result + offset : nullptr;
+      std::byte* sum = keeps && !call.stream ? out : keeps || copies ? scratch : shared;
+      std::byte* also = sum == shared ? nullptr : shared;
+      host::reduce(call.dtype, call.op, sum, also, sources_, part / item);
+      if (keeps && call.stream) copy(out, sum, part, true);
+      if (exposes && copies) copy_to_peers_(result + offset, sum, part);
+    }
+  });
 }
 
 void HostCommunicator::gather_round(const ReduceCall& call, const Turn& turn, std::size_t round) {
@@ -339,19 +315,17 @@ void HostCommunicator::gather_round(const ReduceCall& call, const Turn& turn, st
     const Slice s = slice(call, round, p);
     const std::byte* result = result_of(p, turn, round);
     const std::size_t ahead = (kGatherLag + 1) * call.chunk;  // `expose_round` comes next
-    call.out.for_each_piece(
-        s.run.begin, s.run.end,
-        [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t length) {
-          const std::byte* from = result + (run_at - s.run.begin);
-          std::byte* to = call.out.arrays()[i].data + at;
-          if (!call.fetch) return copy(to, from, length, call.stream);
-          const TensorView& in = call.in.arrays()[i];
-          for (std::size_t done = 0; done < length; done += kFetched) {
-            const std::size_t part = std::min(kFetched, length - done);
-            if (at + done + ahead + part <= in.bytes()) fetch(in.data + at + done + ahead, part);
-            copy(to + done, from + done, part, call.stream);
-          }
-        });
+    call.out.for_each_piece(s.run.begin, s.run.end, [&](const ArrayList::Piece& piece) {
+      const std::byte* from = result + (piece.run_at - s.run.begin);
+      if (!call.fetch) return copy(piece.data, from, piece.bytes, call.stream);
+      const TensorView& in = call.in.arrays()[piece.array];
+      for (std::size_t done = 0; done < piece.bytes; done += kFetched) {
+        const std::size_t part = std::min(kFetched, piece.bytes - done);
+        const std::size_t next = piece.at + done + ahead;
+        if (next + part <= in.bytes()) fetch(in.data + next, part);
+        copy(piece.data + done, from + done, part, call.stream);
+      }
+    });
   }
 }
 

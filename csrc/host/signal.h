@@ -6,12 +6,21 @@
 // least one of them sees the other's store: a wake-up cannot be lost.
 #pragma once
 
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
 
 namespace fastdist::host {
+
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 inline constexpr std::size_t kCacheLine = 64;
 
@@ -35,7 +44,10 @@ struct alignas(kCacheLine) Bell {
     const std::uint32_t target = waits_for.load(std::memory_order_seq_cst);
     if (target == static_cast<std::uint32_t>(by) + 1) ring();
   }
-  void ring() noexcept;
+  void ring() noexcept {
+    rings.fetch_add(1, std::memory_order_seq_cst);
+    ::syscall(SYS_futex, &rings, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
 
   // Announces the wait and then, unless `ready()`, sleeps until rung or until `duration` has
   // passed.
@@ -48,7 +60,12 @@ struct alignas(kCacheLine) Bell {
   }
 
  private:
-  void sleep_while(std::uint32_t seen, std::chrono::nanoseconds duration) noexcept;
+  void sleep_while(std::uint32_t seen, std::chrono::nanoseconds duration) noexcept {
+    timespec relative{};
+    relative.tv_sec = static_cast<time_t>(duration.count() / 1'000'000'000);
+    relative.tv_nsec = static_cast<long>(duration.count() % 1'000'000'000);
+    ::syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &relative, nullptr, 0);
+  }
 };
 
 }  // namespace fastdist::host

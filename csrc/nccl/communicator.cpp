@@ -297,10 +297,8 @@ abi::Comm connect_blocking(const Connection& connection, const CallOptions& opti
     while (!attempt->ended.wait_for(lock, std::chrono::milliseconds(50),
                                     [&] { return attempt->is_done; })) {
       if (std::chrono::steady_clock::now() > deadline) {
-        throw Error(ErrorCode::kTimeout, "NCCL has not connected the ranks in time: rank " +
-                                             std::to_string(connection.rank) + " of " +
-                                             std::to_string(connection.size) +
-                                             " is waiting for other ranks");
+        refuse(ErrorCode::kTimeout, "NCCL has not connected the ranks in time: rank ",
+               connection.rank, " of ", connection.size, " is waiting for other ranks");
       }
       options.caller->check_interrupt();
     }

@@ -26,8 +26,8 @@
 #include "cuda/range.h"
 #include "nccl/engine.h"
 #include "nccl/handle.h"
+#include "nccl/memory.h"
 #include "nccl/reductions.h"
-#include "nccl/scratch.h"
 #include "nccl/watcher.h"
 
 namespace fastdist::nccl {
@@ -102,6 +102,12 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] static Signature announced_signature(const Signature& signature,
                                                      const CallOptions& options);
 
+  // Throws if an NCCL call failed. Outside of groups, waits until it is complete.
+  void check(abi::Result result, const char* call, const CallOptions& options) const {
+    handle_->check(result, call);
+    if (group_depth_ == 0) handle_->settle(options, call);
+  }
+
   // native.cpp: must be called within a call.
   void give(const std::byte* data, std::size_t bytes, int to, const CallOptions& options);
   void take(std::byte* data, std::size_t bytes, int from, const CallOptions& options);
@@ -164,8 +170,6 @@ class NcclCommunicator::Call {
   enum class Compared { kLater, kFirst, kNever };
   Call(NcclCommunicator& communicator, const Signature& signature, const CallOptions& options,
        Compared compared = Compared::kLater);
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
   ~Call();
   // Must be called after all work has been enqueued.
   void end();

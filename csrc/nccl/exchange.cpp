@@ -16,9 +16,7 @@ namespace {
 
 constexpr std::size_t kChunkBytes = std::size_t{16} << 20;
 
-std::size_t round_up(std::size_t bytes) {
-  return (bytes + cuda::kQuantumBytes - 1) / cuda::kQuantumBytes * cuda::kQuantumBytes;
-}
+std::size_t in_quanta(std::size_t bytes) { return round_up(bytes, cuda::kQuantumBytes); }
 
 struct Range {
   std::size_t begin;
@@ -37,7 +35,7 @@ Range part_of(std::size_t chunk, std::size_t part, int p) {
 std::size_t NcclCommunicator::exchange_bytes(DType dtype, std::size_t bytes, ReduceOp op) const {
   if (bytes == 0 || native_reduction(dtype, op)) return 0;
   const auto n = static_cast<std::size_t>(size_);
-  return (n + 1) * round_up((std::min(bytes, kChunkBytes) + n - 1) / n);
+  return (n + 1) * in_quanta((std::min(bytes, kChunkBytes) + n - 1) / n);
 }
 
 void NcclCommunicator::reserve_gathered(std::size_t bytes, const CallOptions& options) {
@@ -50,7 +48,8 @@ void NcclCommunicator::reserve_gathered(std::size_t bytes, const CallOptions& op
 void NcclCommunicator::reduce_gathered(std::byte* gathered, std::size_t stride, std::size_t bytes,
                                        DType dtype, ReduceOp op, StreamHandle stream) {
   cuda::reduce_blocks(dtype, op, gathered, stride, size_,
-                      gathered + static_cast<std::size_t>(size_) * stride, round_up(bytes), stream);
+                      gathered + static_cast<std::size_t>(size_) * stride, in_quanta(bytes),
+                      stream);
 }
 
 void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
@@ -63,7 +62,7 @@ void NcclCommunicator::exchange_reduce(const TensorView& in, const TensorView& o
       scratch->gathered(exchange_bytes(in.dtype, in.bytes(), op), options, checker_);
   for (std::size_t done = 0; done < in.bytes(); done += kChunkBytes) {
     const std::size_t chunk = std::min(in.bytes() - done, kChunkBytes);
-    const std::size_t part = round_up((chunk + n - 1) / n);
+    const std::size_t part = in_quanta((chunk + n - 1) / n);
     const Range own = part_of(chunk, part, rank_);
     Group inputs(*this, options);
     for (int p = 0; p < size_; ++p) {
@@ -90,8 +89,8 @@ void NcclCommunicator::exchange_reduce_scatter(const TensorView& in, const Tenso
   const StreamHandle stream = stream_of(options);
   const auto n = static_cast<std::size_t>(size_);
   // Bytes of each rank's part per chunk; a multiple of 16 bytes, so whole elements of any dtype.
-  const std::size_t step = std::max(round_up(kChunkBytes / n), cuda::kQuantumBytes);
-  const std::size_t stride = round_up(std::min(out.bytes(), step));
+  const std::size_t step = std::max(in_quanta(kChunkBytes / n), cuda::kQuantumBytes);
+  const std::size_t stride = in_quanta(std::min(out.bytes(), step));
   ScratchUse scratch(*this, stream);
   std::byte* const gathered = scratch->gathered((n + 1) * stride, options, checker_);
   for (std::size_t done = 0; done < out.bytes(); done += step) {

@@ -95,10 +95,6 @@ namespace {
 // NVLink's switches, but averages there in newer versions only. A sum of float16 could overflow.
 bool is_sent_as_sum(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16; }
 
-bool is_eight_bit(DType dtype) {
-  return dtype == DType::kFloat8E4M3FN || dtype == DType::kFloat8E5M2;
-}
-
 }  // namespace
 
 void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceOp op,
@@ -128,7 +124,7 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
     {
       const OutsideGroups outside(*this, options);
       reserve_gathered(gathered, options);
-      const bool scaled = wire && is_eight_bit(*wire) && !plan.buckets.empty();
+      const bool scaled = wire == DType::kFloat8E4M3FN && !plan.buckets.empty();
       move_buckets(plan,
                    {in, out, scaled ? measure_all(plan, in, options) : nullptr, divides,
                     [&](const TensorView& bucket) {
@@ -151,10 +147,9 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
       signature_of({.op = Op::kBroadcast, .root = static_cast<std::int16_t>(root)}, out);
   const auto send = [&](const TensorView& from, const TensorView& to) {
     if (to.count == 0) return;
-    handle_->check(functions().broadcast(from.data, to.data, to.bytes(), abi::kUint8, root,
-                                         handle_->get(), stream_of(options)),
-                   "ncclBroadcast");
-    if (group_depth_ == 0) handle_->settle(options, "ncclBroadcast");
+    check(functions().broadcast(from.data, to.data, to.bytes(), abi::kUint8, root, handle_->get(),
+                                stream_of(options)),
+          "ncclBroadcast", options);
   };
   Call call(*this, signature, options);
   if (in.size() == 1) {

@@ -28,8 +28,6 @@ class Handle {
  public:
   // Takes ownership of `comm`. A non-blocking one may still be connecting.
   Handle(abi::Comm comm, int device, bool blocking);
-  Handle(const Handle&) = delete;
-  Handle& operator=(const Handle&) = delete;
   ~Handle();
 
   [[nodiscard]] abi::Comm get() const noexcept { return comm_; }

@@ -63,8 +63,8 @@ abi::Functions find_functions(void* handle, const std::string& path,
     if (f.get_version(&version) == abi::kSuccess) check_version(version, path);
   }
   if (missing.empty()) return f;
-  throw Error(ErrorCode::kUnsupported,
-              path + " is not an NCCL library that fastdist can use: it lacks" + missing);
+  refuse(ErrorCode::kUnsupported, path, " is not an NCCL library that fastdist can use: it lacks",
+         missing);
 }
 
 Library open_library(void* handle, const std::string& asked) {
@@ -104,10 +104,10 @@ Library search(std::span<const std::string> candidates) {
     if (void* handle = open(path)) return open_library(handle, path);
   }
   if (void* handle = open(kName)) return open_library(handle, kName);
-  throw Error(ErrorCode::kUnsupported,
-              "NCCL was not found; install it with `pip install nvidia-nccl-cu13` (or "
-              "nvidia-nccl-cu12, to match the CUDA version of torch).\nTried:" +
-                  tried);
+  refuse(ErrorCode::kUnsupported,
+         "NCCL was not found; install it with `pip install nvidia-nccl-cu13` (or "
+         "nvidia-nccl-cu12, to match the CUDA version of torch).\nTried:",
+         tried);
 }
 
 }  // namespace
@@ -134,10 +134,10 @@ void check_version(int version, const std::string& path) {
   if (version >= kOldestVersion) return;
   // Versions up to 2.8 had one digit fewer.
   const std::string got = version >= 10000 ? version_text(version) : "2.8 or older";
-  throw Error(ErrorCode::kUnsupported, "fastdist needs NCCL " + version_text(kOldestVersion) +
-                                           " or newer, got " + got + " (" + path +
-                                           "); update torch, or the package nvidia-nccl-cu12 or "
-                                           "nvidia-nccl-cu13 that it uses");
+  refuse(ErrorCode::kUnsupported, "fastdist needs NCCL ", version_text(kOldestVersion),
+         " or newer, got ", got, " (", path,
+         "); update torch, or the package nvidia-nccl-cu12 or "
+         "nvidia-nccl-cu13 that it uses");
 }
 
 std::vector<std::string> libraries_in(const std::string& maps) {

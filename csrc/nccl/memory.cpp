@@ -1,18 +1,20 @@
 #include "nccl/memory.h"
 
 #include <algorithm>
-#include <string>
+#include <bit>
+#include <utility>
 
 #include "cuda/check.h"
 
 namespace fastdist::nccl {
 namespace {
 
-void release(std::byte* memory, int device) noexcept {
+template <class Call>
+void try_on(int device, const Call& call) noexcept {
   try {
     const cuda::DeviceGuard guard(device);
     const cuda::RelaxedCapture relaxed;
-    (void)functions().mem_free(memory);
+    call();
   } catch (...) {  // the process is exiting, and the driver is gone
   }
 }
@@ -24,10 +26,8 @@ void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
   const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
   const bool all_have = checker == nullptr || checker->agree(question, !failure, options);
   if (!failure && all_have) return;
-  const std::string problem =
-      std::to_string(bytes) + " bytes of device memory could not be allocated";
-  throw Error(ErrorCode::kMemory,
-              failure ? problem + ": " + failure->what() : problem + " on another rank");
+  refuse(ErrorCode::kMemory, bytes, " bytes of device memory could not be allocated",
+         failure ? ": " : " on another rank", failure ? failure->what() : "");
 }
 
 Registration::Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes,
@@ -41,12 +41,8 @@ Registration::Registration(std::shared_ptr<Handle> handle, std::byte* data, std:
 
 Registration::~Registration() {
   if (!handle_->is_usable()) return;  // NCCL has ended or releases its registrations as it ends
-  try {
-    const cuda::DeviceGuard device(handle_->device());
-    const cuda::RelaxedCapture relaxed;
-    (void)functions().deregister_memory(handle_->get(), registration_);
-  } catch (...) {  // the process is exiting, and the driver is gone
-  }
+  try_on(handle_->device(),
+         [this] { (void)functions().deregister_memory(handle_->get(), registration_); });
 }
 
 NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
@@ -60,9 +56,9 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
   if (result != abi::kSuccess) {
     failure = to_error(result, "ncclMemAlloc", handle_->get());
   } else {
-    const int device = handle_->device();
-    data_ = {static_cast<std::byte*>(data),
-             [device](std::byte* memory) { release(memory, device); }};
+    data_ = {static_cast<std::byte*>(data), [device = handle_->device()](std::byte* memory) {
+               try_on(device, [memory] { (void)functions().mem_free(memory); });
+             }};
   }
   // All ranks must have made the same calls before NCCL waits for all of them to make a window.
   agree_on_memory(bytes, failure, options, checker);
@@ -98,23 +94,81 @@ bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Chec
 }
 
 void NcclMemory::wait_for_device() const noexcept {
-  try {
-    const cuda::DeviceGuard device(handle_->device());
-    const cuda::RelaxedCapture relaxed;
+  try_on(handle_->device(), [] {
     (void)cudaDeviceSynchronize();
     (void)cudaGetLastError();
-  } catch (...) {  // the process is exiting, and the driver is gone
-  }
+  });
 }
 
 NcclMemory::~NcclMemory() {
-  if (!handle_->is_usable()) return;  // NCCL has ended or releases its registrations as it ends
-  try {
-    const cuda::DeviceGuard device(handle_->device());
-    const cuda::RelaxedCapture relaxed;
-    if (window_ != nullptr) (void)functions().window_deregister(handle_->get(), window_);
-  } catch (...) {  // the process is exiting, and the driver is gone
+  // NCCL releases its registrations as it ends.
+  if (window_ == nullptr || !handle_->is_usable()) return;
+  try_on(handle_->device(),
+         [this] { (void)functions().window_deregister(handle_->get(), window_); });
+}
+
+// --- the memory of a communicator's calls -------------------------------------------------------
+
+namespace {
+
+constexpr std::size_t kSmallest = std::size_t{1} << 20;
+
+// Rounds up to a power of two, so that slowly growing demand does not reallocate each time.
+std::size_t capacity_for(std::size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallest)); }
+
+}  // namespace
+
+std::byte* Scratch::grow(cuda::DeviceBuffer& buffer, std::size_t bytes, const CallOptions& options,
+                         Checker* checker) {
+  if (buffer.bytes() < bytes) {
+    cuda::DeviceBuffer larger;
+    std::optional<Error> failure;
+    try {
+      larger = cuda::DeviceBuffer(capacity_for(bytes));
+    } catch (const Error& error) {
+      failure = error;
+    }
+    agree_on_memory(capacity_for(bytes), failure, options, captured_ ? nullptr : checker);
+    if (captured_) outgrown_.push_back(std::move(buffer));
+    buffer = std::move(larger);
   }
+  return buffer.data();
+}
+
+std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
+                           const std::shared_ptr<Handle>& handle, const CallOptions& options,
+                           Checker* checker) {
+  Bucket& bucket = buckets_[which];
+  if (captured_) return grow(bucket.plain, bytes, options, checker);
+  if (bucket.bytes < bytes) {
+    // The old bucket is freed first, so that only one is allocated. An event shows the end of its
+    // last use: synchronizing the device would fail while another thread captures a stream.
+    if (bucket.registered && free_) free_->synchronize();
+    bucket.registered.reset();
+    bucket.bytes = 0;
+    bucket.registered = std::make_unique<NcclMemory>(handle, capacity_for(bytes), options, checker);
+    bucket.bytes = capacity_for(bytes);
+  }
+  return bucket.registered->data();
+}
+
+// Waits even on the same stream handle: it may belong to a new stream after the old one was
+// destroyed.
+void Scratch::begin(StreamHandle stream) {
+  if (free_) free_->make_wait(stream);
+}
+
+void Scratch::end(StreamHandle stream) {
+  if (!free_) free_.emplace();
+  free_->record(stream);
+}
+
+Scratch::Lane& Scratch::lane() {
+  if (!lane_) {
+    const cuda::RelaxedCapture relaxed;
+    lane_.emplace();
+  }
+  return *lane_;
 }
 
 }  // namespace fastdist::nccl

@@ -34,8 +34,7 @@ void NcclCommunicator::reduce_one(const TensorView& in, const TensorView& out, R
                                              *root, handle_->get(), stream_of(options))
                                   : f.all_reduce(in.data, out.data, count, native->type, native->op,
                                                  handle_->get(), stream_of(options));
-  handle_->check(result, root ? "ncclReduce" : "ncclAllReduce");
-  if (group_depth_ == 0) handle_->settle(options, "ncclAllReduce");
+  check(result, root ? "ncclReduce" : "ncclAllReduce", options);
 }
 
 void NcclCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
@@ -62,10 +61,9 @@ void NcclCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int 
 void NcclCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
   Call call(*this, signature_of({.op = Op::kAllGather}, {&in, 1}), options);
   if (in.count != 0) {
-    handle_->check(functions().all_gather(in.data, out.data, in.bytes(), abi::kUint8,
-                                          handle_->get(), stream_of(options)),
-                   "ncclAllGather");
-    if (group_depth_ == 0) handle_->settle(options, "ncclAllGather");
+    check(functions().all_gather(in.data, out.data, in.bytes(), abi::kUint8, handle_->get(),
+                                 stream_of(options)),
+          "ncclAllGather", options);
   }
   call.end();
 }
@@ -118,11 +116,10 @@ void NcclCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
   Call call(*this, signature_of({.op = Op::kReduceScatter, .reduce_op = op}, {&in, 1}), options);
   if (out.count != 0) {
     if (const auto native = native_reduction(in.dtype, op)) {
-      handle_->check(
+      check(
           functions().reduce_scatter(in.data, out.data, out.count * native->per_element,
                                      native->type, native->op, handle_->get(), stream_of(options)),
-          "ncclReduceScatter");
-      if (group_depth_ == 0) handle_->settle(options, "ncclReduceScatter");
+          "ncclReduceScatter", options);
     } else {
       exchange_reduce_scatter(in, out, op, options);
     }

@@ -66,8 +66,6 @@ class Watcher {
   // the thread finds them finished.
   Watcher(std::shared_ptr<Handle> handle, const Connection& connection,
           std::optional<std::uint16_t> recorded);
-  Watcher(const Watcher&) = delete;
-  Watcher& operator=(const Watcher&) = delete;
   ~Watcher();
 
   // `enter` must be called before a call is made, then `enqueued`, or `withdraw` if the call

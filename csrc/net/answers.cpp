@@ -11,19 +11,9 @@
 namespace fastdist::net {
 namespace {
 
-enum class Kind : std::uint32_t {
-  kReceived,
-  kMismatch,
-  kClosed,
-  kFailure,
-  kQuestion,
-  kState,
-  kDeadlock
-};
-
 // Precedes each message; `bytes` bytes of text or of a FailureRecord follow.
 struct Head {
-  Kind kind{};
+  AnswerKind kind{};
   std::uint32_t bytes = 0;
   std::uint64_t number = 0;     // of the transfer, the question or the wait
   std::uint64_t signature = 0;  // of a mismatch, packed
@@ -34,8 +24,8 @@ constexpr std::size_t kLongestText = 4096;
 
 // True for a head that an AnswerWriter may write.
 bool is_valid(const Head& head) {
-  return head.kind <= Kind::kDeadlock &&
-         head.bytes <= (head.kind == Kind::kFailure ? sizeof(FailureRecord) : kLongestText);
+  return head.kind <= AnswerKind::kDeadlock &&
+         head.bytes <= (head.kind == AnswerKind::kFailure ? sizeof(FailureRecord) : kLongestText);
 }
 
 constexpr int kWritePatienceMs = 200;
@@ -82,26 +72,26 @@ void AnswerReader::parse() {
                            head.bytes);
     at += sizeof(Head) + head.bytes;
     switch (head.kind) {
-      case Kind::kReceived:
-      case Kind::kMismatch:
-        last_ = {head.number, head.kind == Kind::kMismatch,
+      case AnswerKind::kReceived:
+      case AnswerKind::kMismatch:
+        last_ = {head.number, head.kind == AnswerKind::kMismatch,
                  unpack_signature(head.signature, head.count, 0), text};
         break;
-      case Kind::kClosed:
+      case AnswerKind::kClosed:
         closed_ = true;
         break;
-      case Kind::kFailure:
+      case AnswerKind::kFailure:
         if (!failure_) failure_ = read(text, ranks_);
         if (!failure_) ended_ = true;
         break;
-      case Kind::kQuestion:
+      case AnswerKind::kQuestion:
         question_ = head.number;
         break;
-      case Kind::kState:
+      case AnswerKind::kState:
         state_number_ = head.number;
         state_ = text;
         break;
-      case Kind::kDeadlock:
+      case AnswerKind::kDeadlock:
         stuck_ = head.number;
         deadlock_ = text;
         break;
@@ -128,31 +118,21 @@ std::optional<std::string> AnswerReader::deadlock_of(std::uint64_t id) const {
 }
 
 void AnswerWriter::acknowledge(const Acknowledgement& answer) noexcept {
-  write(compose({.kind = answer.is_mismatch ? Kind::kMismatch : Kind::kReceived,
+  write(compose({.kind = answer.is_mismatch ? AnswerKind::kMismatch : AnswerKind::kReceived,
                  .number = answer.number,
                  .signature = answer.signature.packed(),
                  .count = answer.signature.count},
                 cut(answer.site)));
 }
 
-void AnswerWriter::tell_closed() noexcept { write(compose({.kind = Kind::kClosed})); }
-
 void AnswerWriter::tell_failure(const Failure& failure) noexcept {
   FailureRecord record{};
   fastdist::write(failure, record);
-  write(compose({.kind = Kind::kFailure}, bytes_of(record)));
+  write(compose({.kind = AnswerKind::kFailure}, bytes_of(record)));
 }
 
-void AnswerWriter::ask(std::uint64_t number) noexcept {
-  write(compose({.kind = Kind::kQuestion, .number = number}));
-}
-
-void AnswerWriter::tell_state(std::uint64_t number, const std::string& state) noexcept {
-  write(compose({.kind = Kind::kState, .number = number}, cut(state)));
-}
-
-void AnswerWriter::tell_deadlock(std::uint64_t id, const std::string& detail) noexcept {
-  write(compose({.kind = Kind::kDeadlock, .number = id}, cut(detail)));
+void AnswerWriter::tell(AnswerKind kind, std::uint64_t number, std::string_view text) noexcept {
+  write(compose({.kind = kind, .number = number}, cut(text)));
 }
 
 // A peer reads its answers whenever it waits, so the kernel's buffer has room for them.
@@ -169,6 +149,44 @@ void AnswerWriter::write(const std::vector<std::byte>& message) noexcept {
     pollfd state{fd_, POLLOUT, 0};
     if (errno != EAGAIN || ::poll(&state, 1, kWritePatienceMs) <= 0) return;
   }
+}
+
+// --- states -------------------------------------------------------------------------------------
+
+std::string serialize(const Waiting& waiting) {
+  std::string text(reinterpret_cast<const char*>(&waiting.state), sizeof(State));
+  const auto add = [&text](const auto& numbers) {
+    text.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(numbers[0]));
+  };
+  add(waiting.sent);
+  add(waiting.received);
+  add(waiting.awaited);
+  return text + waiting.site;
+}
+
+std::optional<Waiting> parse(const std::string& text, std::size_t ranks) {
+  Waiting waiting;
+  const State& state = waiting.state;
+  if (text.size() < sizeof(State)) return std::nullopt;
+  std::memcpy(&waiting.state, text.data(), sizeof(State));
+  if (state.ranks != ranks || state.awaited > kMostAwaited ||
+      text.size() < sizeof(State) + 2 * ranks * sizeof(std::uint32_t) +
+                        state.awaited * sizeof(std::uint64_t)) {
+    return std::nullopt;
+  }
+  const char* at = text.data() + sizeof(State);
+  const auto take = [&at](auto& numbers, std::size_t count) {
+    numbers.resize(count);
+    const std::size_t bytes = count * sizeof(numbers[0]);
+    if (bytes != 0) std::memcpy(numbers.data(), at, bytes);
+    at += bytes;
+  };
+  take(waiting.sent, ranks);
+  take(waiting.received, ranks);
+  take(waiting.awaited, state.awaited);
+  waiting.site.assign(at, text.data() + text.size());
+  waiting.call = unpack_signature(waiting.state.signature, waiting.state.count, waiting.state.list);
+  return waiting;
 }
 
 }  // namespace fastdist::net

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/failure.h"
@@ -21,6 +22,16 @@ struct Acknowledgement {
   bool is_mismatch = false;
   Signature signature{};
   std::string site;
+};
+
+enum class AnswerKind : std::uint32_t {
+  kReceived,
+  kMismatch,
+  kClosed,
+  kFailure,
+  kQuestion,
+  kState,
+  kDeadlock
 };
 
 // Reads the answers of one peer.
@@ -75,11 +86,9 @@ class AnswerWriter {
   explicit AnswerWriter(int fd) : fd_(fd) {}
 
   void acknowledge(const Acknowledgement& answer) noexcept;
-  void tell_closed() noexcept;
   void tell_failure(const Failure& failure) noexcept;
-  void ask(std::uint64_t number) noexcept;
-  void tell_state(std::uint64_t number, const std::string& state) noexcept;
-  void tell_deadlock(std::uint64_t id, const std::string& detail) noexcept;
+  // Writes an answer of another kind: the number is that of a question, or the id of a wait.
+  void tell(AnswerKind kind, std::uint64_t number = 0, std::string_view text = "") noexcept;
 
  private:
   void write(const std::vector<std::byte>& message) noexcept;
@@ -87,5 +96,40 @@ class AnswerWriter {
   int fd_;
   std::mutex mutex_;
 };
+
+// --- states -------------------------------------------------------------------------------------
+
+// The beginning of the reply of a waiting rank to a question; see deadlock.cpp. Then follow the
+// numbers of sends to and receives from each rank, the ids of the waits that a rank depends on in
+// another communicator, and the caller's line.
+struct State {
+  std::uint64_t sequence;   // number of collectives begun
+  std::uint64_t signature;  // of the call in which the rank waits
+  std::uint64_t count;
+  std::uint64_t list;
+  std::uint64_t id;      // of the wait; 0 if the process may make other calls before the wait ends
+  std::uint32_t number;  // of the transfer, if the rank waits in one
+  std::uint32_t ranks;
+  std::uint32_t is_alone;  // no other call of the rank is pending
+  std::uint32_t is_elsewhere;
+  std::uint32_t awaited;
+  std::uint32_t unused;
+};
+
+inline constexpr std::size_t kMostAwaited = 64;
+
+struct Waiting {
+  State state;
+  std::vector<std::uint32_t> sent, received;  // by rank
+  std::vector<std::uint64_t> awaited;         // waits in another communicator
+  std::string site;
+  Signature call;  // as in `state`
+};
+
+// Returns the reply as bytes; `call` is not used.
+[[nodiscard]] std::string serialize(const Waiting& waiting);
+
+// Reads a reply in a communicator of `ranks` ranks; returns nothing if `text` is not one.
+[[nodiscard]] std::optional<Waiting> parse(const std::string& text, std::size_t ranks);
 
 }  // namespace fastdist::net

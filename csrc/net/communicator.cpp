@@ -6,10 +6,9 @@
 #include <cstring>
 #include <utility>
 
-#include "core/mismatch.h"
-#include "core/registry.h"
+#include "core/failure.h"
+#include "core/process.h"
 #include "net/fork_guard.h"
-#include "net/inside.h"
 
 namespace fastdist::net {
 
@@ -54,7 +53,7 @@ void NetCommunicator::close() noexcept {
   if (generation_ != process_generation() || is_closed_.exchange(true)) return;
   for (const auto& peer : peers_) {
     if (!peer) continue;
-    peer->writer.tell_closed();
+    peer->writer.tell(AnswerKind::kClosed);
     // Marks the end of this rank's messages, after bytes that are still on their way.
     if (peer->stream.fd() >= 0) ::shutdown(peer->stream.fd(), SHUT_WR);
     ::shutdown(peer->out.get(), SHUT_WR);

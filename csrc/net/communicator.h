@@ -54,6 +54,10 @@ struct Connections {
   FileDescriptor stream;
 };
 
+// Ranks of a machine wait longer for each further step of a collective among them, so that the rank
+// that knows which rank is late raises first.
+inline constexpr std::chrono::milliseconds kGrace{300};
+
 struct Waiting;  // the reply of a waiting rank; see state.h
 
 class NetCommunicator final : public BlockingCommunicator {
@@ -81,8 +85,14 @@ class NetCommunicator final : public BlockingCommunicator {
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
   [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
 
-  void all_reduce(TensorViews in, TensorViews out, ReduceOp op, const CallOptions&) override;
-  void reduce(TensorViews in, TensorViews out, ReduceOp op, int root, const CallOptions&) override;
+  void all_reduce(TensorViews in, TensorViews out, ReduceOp op,
+                  const CallOptions& options) override {
+    reduce_arrays(in, out, op, Op::kAllReduce, 0, options);
+  }
+  void reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
+              const CallOptions& options) override {
+    reduce_arrays(in, out, op, Op::kReduce, root, options);
+  }
   void broadcast(TensorViews inout, int root, const CallOptions&) override;
   void all_gather(TensorView in, TensorView out, const CallOptions&) override;
   void gather(TensorView in, TensorView out, int root, const CallOptions&) override;
@@ -235,16 +245,19 @@ class NetCommunicator final : public BlockingCommunicator {
   void note_busy(int p);
   void await_received(int p, std::uint64_t bytes);
   void await_received(int p) { await_received(p, peer(p).stream.to_receive()); }
-  void await_sent(int p);
+  void await_sent(int p) { await_sent(p, peer(p).stream.to_send()); }
   void await_sent(int p, std::uint64_t bytes);
+  void await_all_received();
   void await_all_sent();
+  // Wait until so many bytes have come from the partner on each other machine, or have left to it.
+  void await_from_partners(const std::vector<std::uint64_t>& bytes);
+  void await_to_partners(const std::vector<std::uint64_t>& bytes);
   bool progress();
   void await(int p, const std::function<bool()>& ready);
 
   // failures.cpp
   void check_failures(Wait& wait);
   [[noreturn]] void throw_ended(int p, const Signature& signature);
-  [[noreturn]] void throw_malformed(int p, const Signature& signature);
   [[noreturn]] void throw_late(int p, Wait& wait, Clock::duration waited);
   [[noreturn]] void throw_unreachable(int p, const Wait& wait);
   [[noreturn]] void throw_inner(const Error& error, Wait& wait);
@@ -294,15 +307,16 @@ class NetCommunicator final : public BlockingCommunicator {
 
   // move.cpp
   void broadcast_chunks(TensorViews inout, int root);
+  void copy_payloads(std::byte* to, std::size_t bytes) const;
   void all_to_all_here(std::byte* in, std::span<const std::size_t> give_at, std::byte* out,
                        std::span<const std::size_t> take_at, std::span<const std::size_t> table);
   void gather_here(TensorView in, std::byte* out, int root);
   void scatter_here(const std::byte* in, TensorView out, int root);
 
   // lanes.cpp
-  template <class Body>
-  void transfer(const Signature& signature, std::uint32_t number, const CallOptions& options,
-                const Body& body);
+  template <class Here, class Across>
+  void transfer(const Signature& signature, int p, std::uint32_t number, const CallOptions& options,
+                const Here& here, const Across& across);
   void await_lane(int p, int fd, short events, Wait& wait, const CallOptions& options,
                   Clock::time_point& last_check);
   void send_across(TensorView in, int dst, Wait& wait, const CallOptions& options);
@@ -367,5 +381,16 @@ class NetCommunicator final : public BlockingCommunicator {
   std::array<Buffer, kSlots> own_, parts_, results_;
   Buffer packed_, gathered_, unpacked_;
 };
+
+template <class Call>
+void NetCommunicator::inside(int grace, const Call& call) {
+  const CallOptions options{options_->timeout + grace * kGrace, watcher_, nullptr,
+                            &wait_->signature};
+  try {
+    call(options);
+  } catch (const Error& error) {
+    throw_inner(error, *wait_);
+  }
+}
 
 }  // namespace fastdist::net

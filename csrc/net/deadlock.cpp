@@ -20,9 +20,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/registry.h"
+#include "core/process.h"
+#include "net/answers.h"
 #include "net/communicator.h"
-#include "net/state.h"
 
 namespace fastdist::net {
 namespace {
@@ -136,7 +136,7 @@ void NetCommunicator::answer_questions(Wait& wait, NetCommunicator& waiting) {
     const auto question = peer(p).answers.take_question();
     if (!question) continue;
     if (own.empty()) own = state_of(wait, waiting);
-    peer(p).writer.tell_state(*question, own);
+    peer(p).writer.tell(AnswerKind::kState, *question, own);
   }
 }
 
@@ -163,11 +163,7 @@ void NetCommunicator::speak_elsewhere(Wait& wait) {
   }
   std::vector<int> ranks = missing_in(wait);
   ranks.push_back(rank_);
-  fail({.kind = FailureKind::kDeadlockElsewhere,
-        .ranks = std::move(ranks),
-        .noticed_by = rank_,
-        .detail = *deadlock},
-       wait.signature);
+  fail({FailureKind::kDeadlockElsewhere, std::move(ranks), rank_, {}, *deadlock}, wait.signature);
 }
 
 // Returns the answers of all ranks in this wait, its own among them. A rank is left out whose
@@ -198,7 +194,7 @@ std::vector<int> NetCommunicator::missing_in(Wait& wait) {
 std::uint64_t NetCommunicator::ask_all() {
   const std::uint64_t question = questions_.fetch_add(1) + 1;
   for (int p = 0; p < size(); ++p) {
-    if (p != rank_) peer(p).writer.ask(question);
+    if (p != rank_) peer(p).writer.tell(AnswerKind::kQuestion, question);
   }
   return question;
 }
@@ -279,13 +275,9 @@ void NetCommunicator::check_deadlock(Wait& wait) {
   const std::string detail = describe_waits(waits, rank_, size());
   for (const int p : stuck) {
     const State& state = ranks[static_cast<std::size_t>(p)]->state;
-    if (state.is_elsewhere != 0) peer(p).writer.tell_deadlock(state.id, detail);
+    if (state.is_elsewhere != 0) peer(p).writer.tell(AnswerKind::kDeadlock, state.id, detail);
   }
-  fail({.kind = FailureKind::kDeadlock,
-        .ranks = std::move(stuck),
-        .noticed_by = rank_,
-        .detail = detail},
-       wait.signature);
+  fail({FailureKind::kDeadlock, std::move(stuck), rank_, {}, detail}, wait.signature);
 }
 
 }  // namespace fastdist::net

@@ -114,21 +114,14 @@ void NetCommunicator::throw_ended(int p, const Signature& signature) {
   }
 }
 
-void NetCommunicator::throw_malformed(int p, const Signature& signature) {
-  fail({FailureKind::kMalformed, {p}, rank_}, signature);
-}
-
 void NetCommunicator::throw_late(int p, Wait& wait, Clock::duration waited) {
   if (is_unreachable(p, kSilence)) throw_unreachable(p, wait);
   fail({FailureKind::kTimeout, find_late(wait, {p}), rank_, waited}, wait.signature);
 }
 
 void NetCommunicator::throw_unreachable(int p, const Wait& wait) {
-  fail({.kind = FailureKind::kUnreachable,
-        .ranks = ranks_of(machine_of(p)),
-        .noticed_by = rank_,
-        .detail = places_[static_cast<std::size_t>(p)].ip},
-       wait.signature);
+  const std::string& ip = places_[static_cast<std::size_t>(p)].ip;
+  fail({FailureKind::kUnreachable, ranks_of(machine_of(p)), rank_, {}, ip}, wait.signature);
 }
 
 // Returns true if rank p's machine has not answered the kernel's probes for `silence`.

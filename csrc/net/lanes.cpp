@@ -16,9 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "core/mismatch.h"
+#include "core/failure.h"
 #include "net/communicator.h"
-#include "net/inside.h"
 
 namespace fastdist::net {
 namespace {
@@ -54,17 +53,24 @@ std::optional<Signature> parse(const TransferHead& head) {
 
 }  // namespace
 
-// Runs transfer `number` of a lane.
-template <class Body>
-void NetCommunicator::transfer(const Signature& signature, std::uint32_t number,
-                               const CallOptions& options, const Body& body) {
+// Runs transfer `number` of a lane: `here(rank, options)` if rank p runs on this machine, or else
+// `across(wait)`.
+template <class Here, class Across>
+void NetCommunicator::transfer(const Signature& signature, int p, std::uint32_t number,
+                               const CallOptions& options, const Here& here, const Across& across) {
   check_usable();
   options.caller->may_block();
   if (options.record != nullptr) options.record->announce(signature);
   Wait wait(calls_, signature, options.caller, number);
   try {
-    body(wait);
-  } catch (const Error&) {
+    if (!is_here(p)) return across(wait);
+    const Watcher watcher(*this, wait, false);
+    here(local_of(p), CallOptions{.timeout = options.timeout,
+                                  .caller = &watcher,
+                                  .shown = &signature,
+                                  .tag = options.tag});
+  } catch (const Error& error) {
+    if (is_here(p)) throw_inner(error, wait);
     throw;
   } catch (...) {
     abandon({FailureKind::kInterrupted, {rank_}, rank_});
@@ -73,33 +79,17 @@ void NetCommunicator::transfer(const Signature& signature, std::uint32_t number,
 }
 
 void NetCommunicator::send(TensorView in, int dst, const CallOptions& options) {
-  const Signature signature = signature_of(rooted(Op::kSend, dst), {&in, 1});
-  transfer(signature, ++peer(dst).sent, options, [&](Wait& wait) {
-    if (!is_here(dst)) return send_across(in, dst, wait, options);
-    const Watcher watcher(*this, wait, false);
-    try {
-      inner_->send(in, local_of(dst),
-                   {.timeout = options.timeout,
-                    .caller = &watcher,
-                    .shown = &signature,
-                    .tag = options.tag});
-    } catch (const Error& error) {
-      throw_inner(error, wait);
-    }
-  });
+  transfer(
+      signature_of(rooted(Op::kSend, dst), {&in, 1}), dst, ++peer(dst).sent, options,
+      [&](int local, const CallOptions& o) { inner_->send(in, local, o); },
+      [&](Wait& wait) { send_across(in, dst, wait, options); });
 }
 
 void NetCommunicator::recv(TensorView out, int src, const CallOptions& options) {
-  const Signature signature = signature_of(rooted(Op::kRecv, src), {&out, 1});
-  transfer(signature, ++peer(src).received, options, [&](Wait& wait) {
-    if (!is_here(src)) return recv_across(out, src, wait, options);
-    const Watcher watcher(*this, wait, false);
-    try {
-      inner_->recv(out, local_of(src), {options.timeout, &watcher, nullptr, &signature});
-    } catch (const Error& error) {
-      throw_inner(error, wait);
-    }
-  });
+  transfer(
+      signature_of(rooted(Op::kRecv, src), {&out, 1}), src, ++peer(src).received, options,
+      [&](int local, const CallOptions& o) { inner_->recv(out, local, o); },
+      [&](Wait& wait) { recv_across(out, src, wait, options); });
 }
 
 std::optional<Message> NetCommunicator::find_message(int src) {
@@ -109,24 +99,14 @@ std::optional<Message> NetCommunicator::find_message(int src) {
   const ssize_t n = ::recv(peer(src).in.get(), &head, sizeof(head), MSG_PEEK | MSG_DONTWAIT);
   if (n != static_cast<ssize_t>(sizeof(head))) return std::nullopt;
   const auto theirs = parse(head);
-  if (!theirs) throw_malformed(src, {.op = Op::kRecv, .root = static_cast<std::int16_t>(src)});
+  if (!theirs) fail({FailureKind::kMalformed, {src}, rank_}, rooted(Op::kRecv, src));
   return Message{theirs->dtype, head.count, theirs->order, head.tag};
 }
 
 Message NetCommunicator::await_message(int src, TensorView out, const CallOptions& options) {
   const Signature call = signature_of(rooted(Op::kRecv, src), {&out, 1});
   std::optional<Message> found;
-  transfer(call, peer(src).received + 1, options, [&](Wait& wait) {
-    if (is_here(src)) {
-      const Watcher watcher(*this, wait, false);
-      try {
-        found = inner_->await_message(
-            local_of(src), out, {.timeout = options.timeout, .caller = &watcher, .shown = &call});
-      } catch (const Error& error) {
-        throw_inner(error, wait);
-      }
-      return;
-    }
+  const auto await_across = [&](Wait& wait) {
     const auto start = Clock::now();
     auto last_check = start;
     while (!(found = find_message(src))) {
@@ -138,7 +118,11 @@ Message NetCommunicator::await_message(int src, TensorView out, const CallOption
       const auto waited = Clock::now() - start;
       if (waited > options.timeout) throw_late(src, wait, waited);
     }
-  });
+  };
+  transfer(
+      call, src, peer(src).received + 1, options,
+      [&](int local, const CallOptions& o) { found = inner_->await_message(local, out, o); },
+      await_across);
   return *found;
 }
 
@@ -233,7 +217,7 @@ void NetCommunicator::recv_across(TensorView out, int src, Wait& wait, const Cal
   TransferHead head{};
   read(bytes_of(head), sizeof(head));
   const auto parsed = parse(head);
-  if (!parsed) throw_malformed(src, signature);
+  if (!parsed) fail({FailureKind::kMalformed, {src}, rank_}, signature);
   const Signature& theirs = *parsed;
   if (theirs.dtype == signature.dtype && theirs.count == signature.count &&
       theirs.order == signature.order) {

@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "net/communicator.h"
-#include "net/inside.h"
 
 namespace fastdist::net {
 namespace {
@@ -18,9 +17,8 @@ constexpr int kBulks = 3;  // the first ones open TCP's window
 }  // namespace
 
 bool NetCommunicator::travels_with_records(Op op, std::size_t bytes) {
-  const bool may_travel = op == Op::kAllReduce || op == Op::kReduce || op == Op::kBroadcast ||
-                          op == Op::kAllGather || op == Op::kGather || op == Op::kBarrier;
-  return may_travel && bytes <= kPayload;
+  return bytes <= kPayload && is_one_of(op, {Op::kAllReduce, Op::kReduce, Op::kBroadcast,
+                                             Op::kAllGather, Op::kGather, Op::kBarrier});
 }
 
 // The first ranks of the machines form a ring: each sends to the next rank while it receives from

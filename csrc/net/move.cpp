@@ -6,7 +6,6 @@
 
 #include "host/kernels.h"
 #include "net/communicator.h"
-#include "net/inside.h"
 
 namespace fastdist::net {
 namespace {
@@ -18,10 +17,9 @@ TensorView bytes_at(std::byte* data, std::size_t bytes) { return {data, bytes, D
 
 std::vector<TensorView> pieces_of(const ArrayList& run, std::size_t begin, std::size_t end) {
   std::vector<TensorView> found;
-  run.for_each_piece(begin, end,
-                     [&](std::size_t i, std::size_t at, std::size_t, std::size_t bytes) {
-                       found.push_back(bytes_at(run.arrays()[i].data + at, bytes));
-                     });
+  run.for_each_piece(begin, end, [&](const ArrayList::Piece& piece) {
+    found.push_back(bytes_at(piece.data, piece.bytes));
+  });
   return found;
 }
 
@@ -129,16 +127,19 @@ void NetCommunicator::gather_here(TensorView in, std::byte* out, int root) {
   }
 }
 
+// Copies the arrays of `bytes` bytes that came with the records, in the order of their ranks.
+void NetCommunicator::copy_payloads(std::byte* to, std::size_t bytes) const {
+  for (std::size_t i = 0; bytes != 0 && i < order_.size(); ++i) {
+    std::memcpy(to + static_cast<std::size_t>(order_[i]) * bytes, records_[i].payload.data(),
+                bytes);
+  }
+}
+
 // Every array is sent once to each other machine, to one rank, which distributes it there.
 void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
   const std::size_t bytes = in.bytes();
-  const auto copy_payloads = [&] {
-    for (std::size_t i = 0; bytes != 0 && i < order_.size(); ++i) {
-      std::memcpy(out.data + static_cast<std::size_t>(order_[i]) * bytes,
-                  records_[i].payload.data(), bytes);
-    }
-  };
-  run(signature_of({.op = Op::kAllGather}, {&in, 1}), options, {&in, 1}, copy_payloads, [&] {
+  const auto copy = [&] { copy_payloads(out.data, bytes); };
+  run(signature_of({.op = Op::kAllGather}, {&in, 1}), options, {&in, 1}, copy, [&] {
     const int here = machine_of(rank_);
     std::vector<std::uint64_t> from(places_.size());
     for (int q = 0; q < size(); ++q) {
@@ -177,13 +178,10 @@ void NetCommunicator::all_gather(TensorView in, TensorView out, const CallOption
 
 void NetCommunicator::gather(TensorView in, TensorView out, int root, const CallOptions& options) {
   const std::size_t bytes = in.bytes();
-  const auto copy_payloads = [&] {
-    for (std::size_t i = 0; rank_ == root && bytes != 0 && i < order_.size(); ++i) {
-      std::memcpy(out.data + static_cast<std::size_t>(order_[i]) * bytes,
-                  records_[i].payload.data(), bytes);
-    }
+  const auto copy = [&] {
+    if (rank_ == root) copy_payloads(out.data, bytes);
   };
-  run(signature_of(rooted(Op::kGather, root), {&in, 1}), options, {&in, 1}, copy_payloads, [&] {
+  run(signature_of(rooted(Op::kGather, root), {&in, 1}), options, {&in, 1}, copy, [&] {
     if (rank_ == root) {
       for (int q = 0; q < size(); ++q) {
         if (!is_here(q)) post_receive(q, out.data + static_cast<std::size_t>(q) * bytes, bytes);
@@ -193,9 +191,7 @@ void NetCommunicator::gather(TensorView in, TensorView out, int root, const Call
     }
     progress();
     if (is_here(root)) gather_here(in, out.data, root);
-    for (int q = 0; q < size(); ++q) {
-      if (!is_here(q)) await_received(q);
-    }
+    await_all_received();
     await_all_sent();
   });
 }
@@ -275,9 +271,7 @@ void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const 
       }
     }
     all_to_all_here(in.data, give_at, out.data, take_at, table);
-    for (int q = 0; q < size(); ++q) {
-      if (!is_here(q)) await_received(q);
-    }
+    await_all_received();
     await_all_sent();
   });
 }

@@ -18,7 +18,6 @@
 
 #include "host/kernels.h"
 #include "net/communicator.h"
-#include "net/inside.h"
 #include "net/sums.h"
 
 namespace fastdist::net {
@@ -67,11 +66,10 @@ struct NetCommunicator::Reduction {
   static std::byte* contiguous(const ArrayList& run, std::size_t begin, std::size_t bytes) {
     std::byte* found = nullptr;
     int pieces = 0;
-    run.for_each_piece(begin, begin + bytes,
-                       [&](std::size_t i, std::size_t at, std::size_t, std::size_t) {
-                         found = run.arrays()[i].data + at;
-                         ++pieces;
-                       });
+    run.for_each_piece(begin, begin + bytes, [&](const ArrayList::Piece& piece) {
+      found = piece.data;
+      ++pieces;
+    });
     return pieces == 1 ? found : nullptr;
   }
 };
@@ -84,16 +82,6 @@ bool NetCommunicator::carries(const Reduction& call) const {
 // Returns the number of parts into which a share is divided.
 std::size_t NetCommunicator::parts_of(const Reduction& call) const {
   return call.direct ? 1 : machines_.size();
-}
-
-void NetCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
-                                 const CallOptions& options) {
-  reduce_arrays(in, out, op, Op::kAllReduce, 0, options);
-}
-
-void NetCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
-                             const CallOptions& options) {
-  reduce_arrays(in, out, op, Op::kReduce, root, options);
 }
 
 // Splits a list into runs of one dtype; every run's record has the hash of the whole list.
@@ -145,10 +133,9 @@ void NetCommunicator::reduce_payloads(const Reduction& call) {
   std::vector<std::byte> result(call.count * size_of(call.dtype));
   finish_sums(call.wide, call.op, places_.size(), sums.data(), call.dtype, result.data(),
               call.count);
-  call.out.for_each_piece(
-      0, result.size(), [&](std::size_t i, std::size_t to, std::size_t from, std::size_t length) {
-        std::memcpy(call.out.arrays()[i].data + to, result.data() + from, length);
-      });
+  call.out.for_each_piece(0, result.size(), [&](const ArrayList::Piece& piece) {
+    std::memcpy(piece.data, result.data() + piece.run_at, piece.bytes);
+  });
 }
 
 void NetCommunicator::reduce_chunks(Reduction& call) {
@@ -177,12 +164,7 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
   const std::size_t share = call.share(k, parts_of(call));
   const std::size_t wide_item = size_of(call.wide);
   const std::size_t padded = share * (width() == 1 ? 1 : call.shares);
-  // What was sent from the slot must have left.
-  for (int m = 0; m < machines(); ++m) {
-    if (m != machine_of(rank_) && call.sent[slot][static_cast<std::size_t>(m)] != 0) {
-      await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
-    }
-  }
+  await_to_partners(call.sent[slot]);  // what was sent from the slot must have left
   std::byte* const source = pack(call, k, padded);
   if (width() == 1) {
     call.own[slot] = source;
@@ -220,17 +202,15 @@ std::byte* NetCommunicator::pack(Reduction& call, std::size_t k, std::size_t pad
   if (source != nullptr && call.wide == call.dtype && padded == length) return source;
   Buffer& buffer = width() == 1 ? own_[k % kSlots] : packed_;
   std::byte* const packed = buffer.of(*inner_, padded * wide_item);
-  call.in.for_each_piece(call.begin(k) * item, (call.begin(k) + length) * item,
-                         [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t bytes) {
-                           const std::size_t to = (run_at / item - call.begin(k)) * wide_item;
-                           const std::byte* from = call.in.arrays()[i].data + at;
-                           if (call.wide == call.dtype) {
-                             host::copy(packed + to, from, bytes, false);
-                           } else {
-                             host::convert(call.wide, packed + to, call.dtype, from, bytes / item,
-                                           1.0F);
-                           }
-                         });
+  const std::size_t begin = call.begin(k) * item;
+  call.in.for_each_piece(begin, begin + length * item, [&](const ArrayList::Piece& piece) {
+    std::byte* const to = packed + (piece.run_at - begin) / item * wide_item;
+    if (call.wide == call.dtype) {
+      host::copy(to, piece.data, piece.bytes, false);
+    } else {
+      host::convert(call.wide, to, call.dtype, piece.data, piece.bytes / item, 1.0F);
+    }
+  });
   std::memset(packed + length * wide_item, 0, (padded - length) * wide_item);
   return packed;
 }
@@ -300,9 +280,7 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
   std::byte* const buffer = parts_[slot].of(*inner_, 0);
   std::vector<std::byte> widened;
   if (call.wire != call.wide) widened.resize(all_partials() * part * size_of(call.wide));
-  for (int m = 0; m < machines(); ++m) {
-    if (m != here) await_received(partner(m), call.first[slot][static_cast<std::size_t>(m)]);
-  }
+  await_from_partners(call.first[slot]);
   std::vector<const std::byte*> sources;
   std::byte* received = nullptr;
   for (const Partial& partial : partials_) {
@@ -321,10 +299,8 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
     }
     sources.push_back(received);
   }
-  for (int m = 0; call.direct && width() == 1 && m < machines(); ++m) {
-    // The output may be the input, from which the share is sent.
-    if (m != here) await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
-  }
+  // The output may be the input, from which the share is sent.
+  if (call.direct && width() == 1) await_to_partners(call.sent[slot]);
   // Sums go to memory that nothing is sent from: the result, or one of the inputs.
   std::byte* const sums =
       call.wide == call.dtype ? result + own_at * size_of(call.dtype) : received;
@@ -347,12 +323,7 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
   const std::size_t length = call.length(k);
   const bool is_carrier = carries(call);
   if (call.name == Op::kReduce && machine_of(rank_) != machine_of(call.root)) return;
-  if (is_carrier && !call.direct) {
-    for (int m = 0; m < machines(); ++m) {
-      if (m == machine_of(rank_)) continue;
-      await_received(partner(m), call.second[slot][static_cast<std::size_t>(m)]);
-    }
-  }
+  if (is_carrier && !call.direct) await_from_partners(call.second[slot]);
   std::byte* const result =
       is_carrier ? call.result[slot] : results_[slot].of(*inner_, share * item);
   const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
@@ -380,16 +351,11 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
     if (call.name == Op::kAllReduce && !is_even_ && is_carrier) gathered = result;
   }
   if (!has_result || (width() == 1 && result != results_[slot].of(*inner_, 0))) return;
-  for (int m = 0; width() == 1 && m < machines(); ++m) {  // sent from the arrays themselves
-    if (m != machine_of(rank_))
-      await_sent(partner(m), call.sent[slot][static_cast<std::size_t>(m)]);
-  }
-  call.out.for_each_piece(
-      call.begin(k) * item, (call.begin(k) + length) * item,
-      [&](std::size_t i, std::size_t at, std::size_t run_at, std::size_t bytes) {
-        host::copy(call.out.arrays()[i].data + at, gathered + (run_at - call.begin(k) * item),
-                   bytes, false);
-      });
+  if (width() == 1) await_to_partners(call.sent[slot]);  // sent from the arrays themselves
+  const std::size_t begin = call.begin(k) * item;
+  call.out.for_each_piece(begin, begin + length * item, [&](const ArrayList::Piece& piece) {
+    host::copy(piece.data, gathered + (piece.run_at - begin), piece.bytes, false);
+  });
 }
 
 }  // namespace fastdist::net

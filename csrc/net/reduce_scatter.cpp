@@ -6,7 +6,6 @@
 
 #include "host/kernels.h"
 #include "net/communicator.h"
-#include "net/inside.h"
 #include "net/sums.h"
 
 namespace fastdist::net {
@@ -72,9 +71,7 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
         progress();
       }
       std::vector<const std::byte*> sources;
-      for (int m = 0; m < machines(); ++m) {
-        if (m != here) await_received(partner(m));
-      }
+      await_all_received();
       for (const auto& [m, number] : partials_) {
         sources.push_back(
             m == here ? mine + number * bytes

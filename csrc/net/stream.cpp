@@ -26,46 +26,32 @@ void Stream::receive(std::byte* data, std::size_t bytes) {
 }
 
 bool Stream::progress() {
-  const bool pushed = push();
-  return pull() || pushed;
+  const bool sent = move(outgoing_, sent_, [this](const auto& piece) {
+    return ::send(fd_.get(), piece.data, piece.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
+  });
+  const bool received = move(incoming_, received_, [this](const auto& piece) {
+    return ::recv(fd_.get(), piece.data, piece.bytes, MSG_DONTWAIT);
+  });
+  return sent || received;
 }
 
-bool Stream::push() {
+template <class Pieces, class Call>
+bool Stream::move(Pieces& pieces, std::uint64_t& bytes, const Call& call) {
   bool moved = false;
-  while (!outgoing_.empty()) {
-    auto& piece = outgoing_.front();
-    const ssize_t n = ::send(fd_.get(), piece.data, piece.bytes, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0) {
-      if (errno == EINTR) continue;
-      if (errno != EAGAIN) ended_ = true;
-      break;
-    }
-    moved = true;
-    sent_ += static_cast<std::uint64_t>(n);
-    piece.data += n;
-    piece.bytes -= static_cast<std::size_t>(n);
-    if (piece.bytes != 0) break;  // the kernel's buffer is full
-    outgoing_.pop_front();
-  }
-  return moved;
-}
-
-bool Stream::pull() {
-  bool moved = false;
-  while (!incoming_.empty()) {
-    auto& piece = incoming_.front();
-    const ssize_t n = ::recv(fd_.get(), piece.data, piece.bytes, MSG_DONTWAIT);
+  while (!pieces.empty()) {
+    auto& piece = pieces.front();
+    const ssize_t n = call(piece);
+    if (n < 0 && errno == EINTR) continue;
     if (n <= 0) {
-      if (n < 0 && errno == EINTR) continue;
       if (n == 0 || errno != EAGAIN) ended_ = true;
       break;
     }
     moved = true;
-    received_ += static_cast<std::uint64_t>(n);
+    bytes += static_cast<std::uint64_t>(n);
     piece.data += n;
     piece.bytes -= static_cast<std::size_t>(n);
-    if (piece.bytes != 0) break;  // the kernel's buffer is empty
-    incoming_.pop_front();
+    if (piece.bytes != 0) break;  // the kernel's buffer is full, or empty
+    pieces.pop_front();
   }
   return moved;
 }

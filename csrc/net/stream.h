@@ -40,8 +40,9 @@ class Stream {
     Byte* data;
     std::size_t bytes;
   };
-  bool push();
-  bool pull();
+  // Moves what `call(piece)` can move of the pieces, and counts the bytes.
+  template <class Pieces, class Call>
+  bool move(Pieces& pieces, std::uint64_t& bytes, const Call& call);
 
   FileDescriptor fd_;
   std::deque<Piece<const std::byte>> outgoing_;

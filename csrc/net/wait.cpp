@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "net/communicator.h"
-#include "net/inside.h"
 
 namespace fastdist::net {
 void NetCommunicator::post_send(int p, const std::byte* data, std::size_t bytes) {
@@ -27,15 +26,31 @@ void NetCommunicator::await_received(int p, std::uint64_t bytes) {
   await(p, [&stream = peer(p).stream, bytes] { return stream.received() >= bytes; });
 }
 
-void NetCommunicator::await_sent(int p) { await_sent(p, peer(p).stream.to_send()); }
-
 void NetCommunicator::await_sent(int p, std::uint64_t bytes) {
   await(p, [&stream = peer(p).stream, bytes] { return stream.sent() >= bytes; });
+}
+
+void NetCommunicator::await_all_received() {
+  for (int p = 0; p < size(); ++p) {
+    if (!is_here(p)) await_received(p);
+  }
 }
 
 void NetCommunicator::await_all_sent() {
   for (int p = 0; p < size(); ++p) {
     if (!is_here(p)) await_sent(p);
+  }
+}
+
+void NetCommunicator::await_from_partners(const std::vector<std::uint64_t>& bytes) {
+  for (int m = 0; m < machines(); ++m) {
+    if (m != machine_of(rank_)) await_received(partner(m), bytes[static_cast<std::size_t>(m)]);
+  }
+}
+
+void NetCommunicator::await_to_partners(const std::vector<std::uint64_t>& bytes) {
+  for (int m = 0; m < machines(); ++m) {
+    if (m != machine_of(rank_)) await_sent(partner(m), bytes[static_cast<std::size_t>(m)]);
   }
 }
 

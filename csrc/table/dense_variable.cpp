@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "table/refuse.h"
+#include "core/error.h"
 
 namespace fastdist::table {
 namespace {

@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/error.h"
 #include "table/kernels.h"
 #include "table/mixing.h"
-#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {

@@ -2,14 +2,16 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/types.h"
 
 namespace fastdist::table {
-
-[[nodiscard]] constexpr std::size_t round_up(std::size_t value, std::size_t step) noexcept {
-  return (value + step - 1) / step * step;
-}
 
 struct MemoryRelease {
   std::size_t mapped_bytes = 0;  // 0 for memory from malloc
@@ -36,5 +38,44 @@ using Nodes = std::array<unsigned long, 16>;
 // Does nothing if there is a single node, if a policy is already set (by numactl or similar), or if
 // a container forbids it.
 void spread(std::byte* data, std::size_t bytes, const Nodes& nodes);
+
+using RowNumber = std::uint32_t;
+inline constexpr std::size_t kMaxRows = std::size_t{1} << 31;
+
+// The memory of a table's rows, which have numbers and never move.
+//
+// Rows are in blocks of equal size; a block's pages are committed when its rows are used. The
+// blocks of one call of take() are one mapping: the kernel limits the number of mappings.
+//
+// take() locks; row() does not, since a thread that knows a row's number got it after take() had
+// returned, through the lock of a stripe. The array of blocks is allocated at its maximum size, so
+// that it never moves; only its used part is committed.
+class RowArena {
+ public:
+  explicit RowArena(std::size_t stride);
+
+  // Returns the first of `count` consecutive new rows, with zeroed memory. Throws kMemory.
+  RowNumber take(std::uint32_t count);
+  [[nodiscard]] std::byte* row(RowNumber number) const noexcept {
+    return blocks()[number >> block_bits_] + (number & block_mask_) * stride_;
+  }
+  [[nodiscard]] std::size_t bytes() const noexcept {
+    return taken_.load(std::memory_order_relaxed) * stride_;
+  }
+
+ private:
+  [[nodiscard]] std::byte** blocks() const noexcept {
+    return reinterpret_cast<std::byte**>(block_array_.get());
+  }
+
+  std::size_t stride_;
+  unsigned block_bits_;
+  RowNumber block_mask_;
+  Memory block_array_;
+  std::mutex mutex_;
+  std::vector<Memory> owned_;            // guarded by mutex_
+  std::size_t blocks_used_ = 0;          // guarded by mutex_
+  std::atomic<std::uint64_t> taken_{0};  // written under the mutex
+};
 
 }  // namespace fastdist::table

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "core/error.h"
 #include "table/mixing.h"
-#include "table/refuse.h"
 
 namespace fastdist::table {
 namespace {

@@ -4,9 +4,9 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <thread>
 
-#include "table/lock_window.h"
-#include "table/refuse.h"
+#include "core/error.h"
 
 namespace fastdist::table {
 namespace {
@@ -27,6 +27,44 @@ constexpr std::size_t kPrefetchedBytes = 1024;
 
 // Bytes of rows that a large stripe takes from the arena at a time.
 constexpr std::size_t kRunBytes = 16 << 10;
+
+// A window [visited, locked) of items ordered by stripe; the locks of the items' stripes are held.
+template <class Stripe>
+class LockWindow {
+ public:
+  LockWindow(const Striping& striping, std::span<const Item> items, Stripe* stripes)
+      : striping_(striping), items_(items), stripes_(stripes) {}
+  LockWindow(const LockWindow&) = delete;
+  LockWindow& operator=(const LockWindow&) = delete;
+  ~LockWindow() {
+    while (visited_ < locked_) leave([](Stripe&) {});
+  }
+
+  // Locks the stripe of the next item, unless the previous item has locked it.
+  Stripe& enter() {
+    Stripe& next = stripe(locked_);
+    if (locked_ == visited_ || &stripe(locked_ - 1) != &next) next.mutex.lock();
+    ++locked_;
+    return next;
+  }
+  // Leaves the oldest item of the window. Calls `last_call(stripe)` before a lock is released.
+  template <class Call>
+  void leave(Call&& last_call) {
+    Stripe& done = stripe(visited_++);
+    if (visited_ < locked_ && &stripe(visited_) == &done) return;
+    last_call(done);
+    done.mutex.unlock();
+  }
+
+ private:
+  Stripe& stripe(std::size_t i) const { return stripes_[striping_.stripe(items_[i].key)]; }
+
+  const Striping striping_;
+  std::span<const Item> items_;
+  Stripe* stripes_;
+  std::size_t visited_ = 0;
+  std::size_t locked_ = 0;
+};
 
 Striping striping_of(const RowTableOptions& options) {
   std::size_t count = kStripes;
@@ -299,6 +337,35 @@ std::size_t RowTable::bytes() const {
     total += stripes_[s].index.bytes();
   }
   return total;
+}
+
+// --- snapshots ----------------------------------------------------------------------------------
+
+namespace {
+
+// This many rows are copied in a few tens of microseconds.
+constexpr std::size_t kPieceRows = 256;
+
+}  // namespace
+
+std::size_t RowSnapshot::next(std::span<std::uint64_t> ids, std::span<float> values,
+                              std::span<float> slots) {
+  const std::lock_guard lock(*mutex_);
+  std::size_t rows = 0;
+  while (rows < ids.size()) {
+    if (listed_.empty()) {
+      if (part_ == table_->parts()) break;
+      listed_ = table_->ids_of_part(part_++);
+      continue;
+    }
+    const std::size_t count = std::min({kPieceRows, listed_.size(), ids.size() - rows});
+    const std::span piece = std::span(listed_).last(count);
+    rows += table_->read_present(piece, ids.subspan(rows), values.subspan(rows * table_->dim()),
+                                 slots.subspan(rows * table_->slot_floats()));
+    listed_.resize(listed_.size() - count);
+    std::this_thread::yield();  // mutexes are not fair; let other threads lock the stripes
+  }
+  return rows;
 }
 
 }  // namespace fastdist::table

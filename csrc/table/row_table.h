@@ -11,13 +11,12 @@
 #include <vector>
 
 #include "table/batch.h"
+#include "table/format.h"
 #include "table/initializer.h"
 #include "table/kernels.h"
-#include "table/row_arena.h"
+#include "table/memory.h"
 #include "table/row_index.h"
-#include "table/row_layout.h"
 #include "table/update_rule.h"
-#include "table/written_rows.h"
 
 namespace fastdist::table {
 
@@ -51,10 +50,7 @@ struct RowTableOptions {
 class RowTable {
  public:
   explicit RowTable(RowTableOptions options);
-  RowTable(const RowTable&) = delete;
-  RowTable& operator=(const RowTable&) = delete;
 
-  // Writes one row per id to `values`.
   void pull(std::span<const std::uint64_t> ids, std::span<float> values);
   // Makes one step, with a gradient per id. Gradients of equal ids are summed first. If there is no
   // memory for new rows, throws kMemory before any gradient is applied.
@@ -69,7 +65,6 @@ class RowTable {
   [[nodiscard]] const UpdateRule& rule() const noexcept { return options_.rule; }
   // Returns the number of rows that have been created.
   [[nodiscard]] std::size_t size() const;
-  // Returns the memory used by rows and index.
   [[nodiscard]] std::size_t bytes() const;
   [[nodiscard]] std::uint64_t step() const noexcept {
     return step_.load(std::memory_order_relaxed);
@@ -148,6 +143,26 @@ class RowTable {
   RowArena arena_;
   WrittenRows written_;  // of a fixed table
   std::unique_ptr<Stripe[]> stripes_;
+};
+
+// Every row that is in the table from beginning to end is read exactly once, atomically, at some
+// moment in between. Rows that are added or removed meanwhile may or may not be read. The table is
+// locked only while a few rows are copied, or the ids of a part are listed. Thread-safe.
+class RowSnapshot {
+ public:
+  explicit RowSnapshot(std::shared_ptr<RowTable> table) : table_(std::move(table)) {}
+
+  // Fills the beginnings of the arrays with up to ids.size() rows and returns their number; 0 at
+  // the end.
+  std::size_t next(std::span<std::uint64_t> ids, std::span<float> values, std::span<float> slots);
+
+  [[nodiscard]] const RowTable& table() const noexcept { return *table_; }
+
+ private:
+  std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // guards the position
+  std::shared_ptr<RowTable> table_;
+  std::size_t part_ = 0;               // the next part
+  std::vector<std::uint64_t> listed_;  // remaining ids of the previous part
 };
 
 }  // namespace fastdist::table

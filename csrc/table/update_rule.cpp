@@ -6,7 +6,7 @@
 #include <cmath>
 #include <limits>
 
-#include "table/refuse.h"
+#include "core/error.h"
 
 namespace fastdist::table {
 namespace {

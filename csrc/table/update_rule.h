@@ -63,7 +63,6 @@ class UpdateRule {
   [[nodiscard]] std::size_t slot_width(std::size_t dim) const noexcept {
     return is_row_wise() ? 1 : dim;
   }
-  // Returns the floats of all slots of a row.
   [[nodiscard]] std::size_t slot_floats(std::size_t dim) const noexcept {
     return slots_.size() * slot_width(dim);
   }

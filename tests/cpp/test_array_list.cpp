@@ -28,25 +28,24 @@ CASE(pieces_cover_every_range_once_and_in_order) {
     const std::size_t end = begin + (total == begin ? 0 : random() % (total - begin + 1));
     std::size_t at = begin;
     std::size_t last = 0;
-    list.for_each_piece(
-        begin, end,
-        [&](std::size_t i, std::size_t in_array, std::size_t in_run, std::size_t bytes) {
-          CHECK(bytes > 0);
-          CHECK(in_run == at);
-          CHECK(i >= last && i < arrays.size());
-          CHECK(in_array + bytes <= arrays[i].bytes());
-          std::size_t start = 0;
-          for (std::size_t k = 0; k < i; ++k) start += arrays[k].bytes();
-          CHECK(start + in_array == in_run);
-          at += bytes;
-          last = i;
-        });
+    list.for_each_piece(begin, end, [&](const ArrayList::Piece& piece) {
+      CHECK(piece.bytes > 0);
+      CHECK(piece.run_at == at);
+      CHECK(piece.array >= last && piece.array < arrays.size());
+      CHECK(piece.at + piece.bytes <= arrays[piece.array].bytes());
+      CHECK(piece.data == arrays[piece.array].data + piece.at);
+      std::size_t start = 0;
+      for (std::size_t k = 0; k < piece.array; ++k) start += arrays[k].bytes();
+      CHECK(start + piece.at == piece.run_at);
+      at += piece.bytes;
+      last = piece.array;
+    });
     CHECK(at == end);
   }
 }
 
 CASE(pieces_of_empty_lists) {
-  const auto never = [](std::size_t, std::size_t, std::size_t, std::size_t) { CHECK(false); };
+  const auto never = [](const ArrayList::Piece&) { CHECK(false); };
   ArrayList({}).for_each_piece(0, 0, never);
   const TensorView empty{nullptr, 0, DType::kFloat64, 0};
   ArrayList({&empty, 1}).for_each_piece(0, 0, never);

@@ -15,7 +15,6 @@
 
 #include "check.h"
 #include "core/types.h"
-#include "host/copy_to_peers.h"
 #include "host/kernels.h"
 #include "host/kernels_table.h"
 #include "world.h"

@@ -14,7 +14,6 @@
 #include "check.h"
 #include "host/communicator.h"
 #include "host/machine.h"
-#include "host/segment.h"
 #include "world.h"
 
 namespace fastdist::test {

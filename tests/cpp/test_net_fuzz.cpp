@@ -15,8 +15,8 @@
 
 #include "check.h"
 #include "core/failure.h"
+#include "net/answers.h"
 #include "net/communicator.h"
-#include "net/state.h"
 #include "world.h"
 
 namespace fastdist::test {

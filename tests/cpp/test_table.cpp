@@ -24,7 +24,6 @@
 #include "table/mixing.h"
 #include "table/routing.h"
 #include "table/row_index.h"
-#include "table/row_snapshot.h"
 #include "table/row_table.h"
 
 namespace fastdist::test {

@@ -1,24 +1,25 @@
-// The engine for GPUs: NCCL, its communicators and their pending calls.
+// GPUs: the devices as the driver shows them, NCCL, its communicators and their pending calls.
 
 #include <pybind11/critical_section.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
-#include "bindings/bind.h"
 #include "bindings/checker.h"
+#include "bindings/endpoint.h"
 #include "bindings/gpu.h"
 #include "bindings/group.h"
 #include "bindings/make_call.h"
-#include "bindings/router.h"
-#include "bindings/work.h"
 #include "core/error.h"
+#include "cuda/devices.h"
+#include "cuda/driver.h"
 #include "nccl/library.h"
 
 namespace fastdist::bindings {
@@ -27,7 +28,6 @@ namespace {
 using nccl::Library;
 using namespace py::literals;
 
-// Runs `call(options)` without the GIL.
 template <class Call>
 auto without_gil(py::handle timeout, const Call& call) {
   const PythonCaller caller;
@@ -44,17 +44,15 @@ std::shared_ptr<Gpu> connect_gpu(const py::bytes& id, int rank, int size, int de
   nccl::Connection connection{{}, rank, size, device, blocking, checker.get(), std::nullopt};
   if (lane) connection.lane = {lane->first, lane->second};
   if (bytes.size() != sizeof(connection.id.bytes)) {
-    throw Error(ErrorCode::kValue, "id must come from new_nccl_id (128 bytes), got " +
-                                       std::to_string(bytes.size()) + " bytes");
+    refuse(ErrorCode::kValue, "id must come from new_nccl_id (128 bytes), got ", bytes.size(),
+           " bytes");
   }
   if (size < 1 || rank < 0 || rank >= size) {
-    throw Error(ErrorCode::kValue, "rank must be from 0 to " + std::to_string(size - 1) + ", got " +
-                                       std::to_string(rank));
+    refuse(ErrorCode::kValue, "rank must be from 0 to ", size - 1, ", got ", rank);
   }
   if (connection.checker != nullptr && connection.checker->size() != size) {
-    throw Error(ErrorCode::kValue, "host must have the same ranks: expected " +
-                                       std::to_string(size) + ", got " +
-                                       std::to_string(connection.checker->size()));
+    refuse(ErrorCode::kValue, "host must have the same ranks: expected ", size, ", got ",
+           connection.checker->size());
   }
   std::memcpy(connection.id.bytes.data(), bytes.data(), bytes.size());
   auto made = without_gil(
@@ -157,6 +155,25 @@ py::object synchronize(const GpuWork& work, const py::object& timeout) {
   return work.result;
 }
 
+void bind_devices(py::module_& m) {
+  py::class_<cuda::DeviceFacts>(m, "Device")
+      .def_readonly("name", &cuda::DeviceFacts::name)
+      .def_readonly("uuid", &cuda::DeviceFacts::uuid)
+      .def_readonly("pci", &cuda::DeviceFacts::pci)
+      .def_readonly("major", &cuda::DeviceFacts::major)
+      .def_readonly("minor", &cuda::DeviceFacts::minor)
+      .def_readonly("multiprocessors", &cuda::DeviceFacts::multiprocessors)
+      .def_readonly("bytes", &cuda::DeviceFacts::bytes);
+  m.def("cuda_is_built", &cuda::is_built);
+  m.def("cuda_runtime_version", &cuda::runtime_version);
+  m.def("cuda_driver_version", &cuda::driver_version);
+  m.def("why_no_cuda", &cuda::why_unusable);
+  m.def("cuda_devices", &cuda::devices);
+  m.def("cuda_device_of", [](std::uintptr_t address) {
+    return cuda::device_of(reinterpret_cast<const void*>(address));
+  });
+}
+
 void bind_library(py::module_& m) {
   py::class_<Library>(m, "NcclLibrary")
       .def_readonly("path", &Library::path)
@@ -257,7 +274,8 @@ void bind_communicator(py::module_& m) {
 
 }  // namespace
 
-void bind_nccl(py::module_& m) {
+void bind_gpus(py::module_& m) {
+  bind_devices(m);
   bind_library(m);
   bind_arrays(m);
   bind_communicator(m);

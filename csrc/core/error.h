@@ -38,9 +38,9 @@ class Error : public std::runtime_error {
   std::vector<int> ranks_;
 };
 
-// Throws an Error whose message is `parts`, one after another.
+// Throws an Error whose message is `parts`, one after another. Not inlined into fast callers.
 template <class... Parts>
-[[noreturn]] void refuse(ErrorCode code, const Parts&... parts) {
+[[noreturn, gnu::noinline, gnu::cold]] void refuse(ErrorCode code, const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
   throw Error(code, message.str());

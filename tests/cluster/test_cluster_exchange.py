@@ -6,10 +6,9 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fastdist.cluster import IndexedJobClusterResolver, TorchrunClusterResolver
+from fastdist.cluster import TorchrunClusterResolver
 from fastdist.cluster.address import own_address
 from fastdist.errors import ClusterConfigError
 from fork_server import python
@@ -97,6 +96,18 @@ def test_ranks_set_by_hand_where_rank_0_ends_at_once(script: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_pods_of_an_indexed_job(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "shown"
+    folder.mkdir()
+    run = [sys.executable, "-m", "fastdist", "run", "--nnodes", "4", "-n", "1"]
+    run += ["--rdzv", f"127.0.0.1:{free_port()}", "--node-rank"]
+    program = [str(script), json.dumps(JOBS), str(folder)]
+    pods = [subprocess.Popen([*run, str(index), *program], env=environ()) for index in range(4)]
+    assert [pod.wait(120) for pod in pods] == [0] * 4
+    check_shown(folder)
+
+
+@pytest.mark.slow
 def test_a_rank_that_does_not_come(script: Path, tmp_path: Path) -> None:
     rank = start(script, tmp_path, 0, free_port(), JOBS, FASTDIST_RENDEZVOUS_TIMEOUT_S="2")
     _, said = rank.communicate(timeout=120)
@@ -133,25 +144,6 @@ def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with pytest.raises(ImportError, match=r"pip install torch$"):
         TorchrunClusterResolver(place, jobs=JOBS)
-
-
-def test_jobs_of_an_indexed_job() -> None:
-    def resolver(index: int, **options: Any) -> IndexedJobClusterResolver:
-        environ = {"JOB_COMPLETION_INDEX": str(index)}
-        return IndexedJobClusterResolver("train", "svc", 4, environ=environ, **options)
-
-    expected = {
-        "chief": ["train-0.svc:9"],
-        "worker": ["train-1.svc:9", "train-2.svc:9"],
-        "ps": ["train-3.svc:9"],
-    }
-    for index, place in enumerate([("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]):
-        made = resolver(index, jobs=JOBS, port=9)
-        assert made.cluster_spec().as_dict() == expected
-        assert (made.task_type, made.task_id) == place
-        made.cluster_spec().require_parameter_servers()
-    with pytest.raises(ClusterConfigError, match="are 2 tasks; expected 4, as completions=4"):
-        resolver(0, jobs={"worker": 2})
 
 
 def test_own_address(monkeypatch: pytest.MonkeyPatch) -> None:

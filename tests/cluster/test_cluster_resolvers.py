@@ -10,7 +10,6 @@ import pytest
 from fastdist.cluster import (
     ClusterResolver,
     ClusterSpec,
-    IndexedJobClusterResolver,
     KubernetesClusterResolver,
     MPIClusterResolver,
     SimpleClusterResolver,
@@ -343,23 +342,3 @@ def test_kubernetes_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(ImportError, match="pip install kubernetes"):
         KubernetesClusterResolver({"worker": ["a"]}, task_type="worker", task_id=0)
-
-
-def test_indexed_job() -> None:
-    resolver = IndexedJobClusterResolver("train", "svc", 3, environ={"JOB_COMPLETION_INDEX": "1"})
-    assert (resolver.rank, resolver.world_size) == (1, 3)
-    assert resolver.coordinator_address == "train-0.svc:8470"
-    assert resolver.cluster_spec().task_address("worker", 2) == "train-2.svc:8470"
-
-
-@pytest.mark.parametrize(
-    ("environ", "job_name", "message"),
-    [
-        ({}, "train", "JOB_COMPLETION_INDEX is not set"),
-        ({"JOB_COMPLETION_INDEX": "3"}, "train", "from 0 to 2, as completions=3"),
-        ({"JOB_COMPLETION_INDEX": "0"}, "tr ain", "malformed address 'tr ain-0.svc:8470'"),
-    ],
-)
-def test_bad_indexed_job(environ: dict[str, str], job_name: str, message: str) -> None:
-    resolve = lambda: IndexedJobClusterResolver(job_name, "svc", 3, environ=environ)  # noqa: E731
-    assert message in refusal(resolve)

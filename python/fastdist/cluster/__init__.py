@@ -11,7 +11,7 @@ from fastdist.cluster.launch import Launch, detect_launch
 if TYPE_CHECKING:
     from fastdist.cluster.address import join_address, split_address
     from fastdist.cluster.detection import detect_resolver
-    from fastdist.cluster.kubernetes import IndexedJobClusterResolver, KubernetesClusterResolver
+    from fastdist.cluster.kubernetes import KubernetesClusterResolver
     from fastdist.cluster.mpi import MPIClusterResolver
     from fastdist.cluster.resolver import ClusterResolver, SimpleClusterResolver
     from fastdist.cluster.slurm import SlurmClusterResolver
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ClusterResolver",
     "ClusterSpec",
-    "IndexedJobClusterResolver",
     "KubernetesClusterResolver",
     "Launch",
     "MPIClusterResolver",
@@ -41,7 +40,7 @@ __all__ = [
 _MODULES = {
     "address": ("join_address", "split_address"),
     "detection": ("detect_resolver",),
-    "kubernetes": ("IndexedJobClusterResolver", "KubernetesClusterResolver"),
+    "kubernetes": ("KubernetesClusterResolver",),
     "mpi": ("MPIClusterResolver",),
     "resolver": ("ClusterResolver", "SimpleClusterResolver"),
     "slurm": ("SlurmClusterResolver",),

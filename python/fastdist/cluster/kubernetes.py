@@ -1,4 +1,4 @@
-"""Clusters of pods, from Kubernetes' API or from the names of an indexed Job."""
+"""Clusters of pods, from Kubernetes' API."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from fastdist.cluster.environ import Environ, index
-from fastdist.cluster.resolver import SimpleClusterResolver, divide_among_jobs
+from fastdist.cluster.resolver import SimpleClusterResolver
 from fastdist.cluster.spec import ClusterSpec
 from fastdist.errors import ClusterConfigError
 
@@ -69,55 +68,6 @@ class KubernetesClusterResolver(SimpleClusterResolver):
                 pods = list_pods(label_selector=selector).items
                 cluster[job] += [_address_of(pod, selector, port) for pod in _in_order(pods)]
         super().__init__(ClusterSpec(cluster), task_type, task_id)
-
-
-class IndexedJobClusterResolver(SimpleClusterResolver):
-    """The pods of a Kubernetes Job in Indexed completion mode: workers, or tasks of several jobs.
-
-    Needs no access to Kubernetes' API. The `subdomain` of the Job's pods must be the name of a
-    headless service that selects them; pod i then has the host name `<job>-<i>.<subdomain>`.
-
-    Examples:
-        >>> import fastdist as fd
-        >>> resolver = fd.cluster.IndexedJobClusterResolver(
-        ...     "train", "ranks", completions=2, environ={"JOB_COMPLETION_INDEX": "1"}
-        ... )
-        >>> resolver.rank, resolver.coordinator_address
-        (1, 'train-0.ranks:8470')
-    """
-
-    __slots__ = ()
-
-    def __init__(
-        self,
-        job_name: str,
-        subdomain: str,
-        completions: int,
-        *,
-        jobs: Mapping[str, int] | None = None,
-        port: int = 8470,
-        environ: Environ = os.environ,
-    ) -> None:
-        """Read this pod's index from JOB_COMPLETION_INDEX.
-
-        Args:
-            job_name: the Job's name.
-            subdomain: the headless service's name.
-            completions: the Job's `completions`, which its `parallelism` must equal.
-            jobs: number of pods of each job of the cluster, such as {"chief": 1, "worker": 4,
-                "ps": 2}: pod 0 is the chief. If None, all pods are workers.
-            port: the port that every task listens on.
-            environ: the environment to read.
-
-        Raises:
-            ClusterConfigError: JOB_COMPLETION_INDEX is missing or not below completions, the names
-                do not make a host name, or the number of tasks of jobs is not completions.
-        """
-        hosts = [f"{job_name}-{task}.{subdomain}:{port}" for task in range(completions)]
-        task_id = index(environ, "JOB_COMPLETION_INDEX", completions, f"{completions=}")
-        if jobs is None:
-            jobs = {"worker": completions}
-        super().__init__(*divide_among_jobs(jobs, hosts, task_id, f"{completions=}"))
 
 
 def _default_client() -> Any:

@@ -144,6 +144,7 @@ def _places(tasks_on: list[int], *, is_cyclic: bool) -> list[tuple[int, int]]:
 _MOST_HOSTS = 1 << 20
 # One or more hosts: text and lists in brackets. A comma in brackets does not end the item.
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")
+_LIST = re.compile(rf"{_ITEM.pattern}(?:,{_ITEM.pattern})*")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _RUN = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
@@ -155,23 +156,16 @@ def expand_hostlist(text: str) -> list[str]:
     Leading zeros are kept. With several brackets, the last varies fastest, as in the output of
     `scontrol show hostnames`.
     """
+    if _LIST.fullmatch(text) is None:
+        raise _malformed(text)
     hosts: list[str] = []
-    position = 0
-    while True:
-        item = _ITEM.match(text, position)
-        if item is None:
-            raise _malformed(text)
-        choices = [_expand_part(part, text) for part in _PART.finditer(item[0])]
+    for item in _ITEM.findall(text):
+        choices = [_expand_part(part, text) for part in _PART.finditer(item)]
         product = itertools.product(*choices)
         hosts += itertools.islice(map("".join, product), _MOST_HOSTS + 1 - len(hosts))
         if len(hosts) > _MOST_HOSTS:
             raise _too_long(text)
-        position = item.end()
-        if position == len(text):
-            return hosts
-        if text[position] != ",":
-            raise _malformed(text)
-        position += 1
+    return hosts
 
 
 def parse_tasks_per_node(text: str) -> list[tuple[int, int]]:
@@ -191,11 +185,9 @@ def _expand_part(part: re.Match[str], text: str) -> list[str]:
     numbers: list[str] = []
     for entry in part[1].split(","):
         match = _RANGE.fullmatch(entry)
-        if match is None:
+        if match is None or int(match[2] or match[1]) < int(match[1]):
             raise _malformed(text)
         first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise _malformed(text)
         if len(numbers) + last - first >= _MOST_HOSTS:
             raise _too_long(text)
         width = len(match[1])

@@ -51,7 +51,10 @@ class ClusterSpec:
             ClusterConfigError: an unknown job, a malformed address, two tasks with one address,
                 two chiefs, neither chief nor worker. The message shows the spec.
         """
-        object.__setattr__(self, "_jobs", _checked(cluster))
+        try:
+            object.__setattr__(self, "_jobs", _checked(cluster))
+        except ValueError as error:
+            raise ClusterConfigError(f"{error}, in the cluster spec {cluster!r}") from None
 
     @classmethod
     def of_ranks(cls, world_size: int, coordinator_address: str | None = None) -> ClusterSpec:
@@ -153,23 +156,18 @@ class ClusterSpec:
 
 def _checked(cluster: Mapping[str, Tasks]) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
     if not isinstance(cluster, Mapping):
-        raise _refusal(
-            f"expected a dict from job to addresses, got {type(cluster).__name__}", cluster
-        )
+        raise ValueError(f"expected a dict from job to addresses, got {type(cluster).__name__}")
     for job in cluster:
         if job not in _JOBS:
-            raise _refusal(f"unknown job {job!r}; expected {_ONE_OF_JOBS}", cluster)
-    try:
-        jobs = {job: _addresses(job, cluster[job]) for job in _JOBS if job in cluster}
-        _check_addresses_differ(jobs)
-    except ValueError as error:
-        raise _refusal(str(error), cluster) from None
+            raise ValueError(f"unknown job {job!r}; expected {_ONE_OF_JOBS}")
+    jobs = {job: _addresses(job, cluster[job]) for job in _JOBS if job in cluster}
+    _check_addresses_differ(jobs)
     if not any(jobs.values()):
-        raise _refusal("no tasks", cluster)
+        raise ValueError("no tasks")
     if len(jobs.get("chief", ())) > 1:
-        raise _refusal(f"{len(jobs['chief'])} chiefs; expected at most one", cluster)
+        raise ValueError(f"{len(jobs['chief'])} chiefs; expected at most one")
     if not jobs.get("chief") and not jobs.get("worker"):
-        raise _refusal("no worker and no chief; expected at least one task that trains", cluster)
+        raise ValueError("no worker and no chief; expected at least one task that trains")
     return tuple((job, addresses) for job, addresses in jobs.items() if addresses)
 
 
@@ -204,10 +202,6 @@ def _check_addresses_differ(jobs: Mapping[str, tuple[str | None, ...]]) -> None:
             other = tasks.setdefault(canonical, task)
             if other != task:
                 raise ValueError(f"{other} and {task} have the same address {address!r}")
-
-
-def _refusal(problem: str, cluster: object) -> ClusterConfigError:
-    return ClusterConfigError(f"{problem}, in the cluster spec {cluster!r}")
 
 
 def _shown(jobs: Mapping[str, tuple[str | None, ...]]) -> str:

@@ -24,7 +24,8 @@ except ImportError:
 
 _NAME = b"Noise_NNpsk0_25519_AESGCM_SHA256"  # as long as a hash
 _PUBLIC_BYTES = 32
-MESSAGE_BYTES = _PUBLIC_BYTES + 16  # of the handshake, without a payload
+_TAG_BYTES = 16
+MESSAGE_BYTES = _PUBLIC_BYTES + _TAG_BYTES  # of the handshake, without a payload
 
 
 class StrangerError(ConnectionError):
@@ -50,46 +51,6 @@ class Cipher:
             raise StrangerError("a record that the peer has not made") from None
 
 
-class _SymmetricState:
-    """The hash of all that both ends have sent, and the keys that come of it."""
-
-    def __init__(self) -> None:
-        self.hash = self._chaining_key = _NAME
-        self._cipher: Cipher
-
-    def mix_hash(self, data: bytes) -> None:
-        self.hash = hashlib.sha256(self.hash + data).digest()
-
-    def mix_key(self, material: bytes) -> None:
-        self._chaining_key, key = self._derived(material, 2)
-        self._cipher = Cipher(key)
-
-    def mix_key_and_hash(self, material: bytes) -> None:
-        self._chaining_key, hashed, key = self._derived(material, 3)
-        self.mix_hash(hashed)
-        self._cipher = Cipher(key)
-
-    def encrypt_and_hash(self, text: bytes) -> bytes:
-        sealed = bytearray(len(text) + 16)
-        self._cipher.seal(text, sealed, self.hash)
-        self.mix_hash(message := bytes(sealed))
-        return message
-
-    def decrypt_and_hash(self, sealed: bytes) -> bytes:
-        text = bytearray(len(sealed) - 16)
-        self._cipher.open(sealed, text, self.hash)
-        self.mix_hash(sealed)
-        return bytes(text)
-
-    def split(self) -> tuple[Cipher, Cipher]:
-        first, second = self._derived(b"", 2)
-        return Cipher(first), Cipher(second)
-
-    def _derived(self, material: bytes, count: int) -> list[bytes]:
-        whole = HKDF(SHA256(), 32 * count, self._chaining_key, b"").derive(material)
-        return [whole[i : i + 32] for i in range(0, len(whole), 32)]
-
-
 class Handshake:
     """One end of a connection before it is encrypted: the initiator writes first.
 
@@ -98,6 +59,9 @@ class Handshake:
         is_initiator: True at the end that has connected.
         prologue: bytes that both ends must agree on.
         private: the key pair of this connection; a new one by default.
+
+    Attributes:
+        hash: the hash of all that both ends have sent.
     """
 
     def __init__(
@@ -111,20 +75,20 @@ class Handshake:
         self._is_initiator = is_initiator
         self._private = private or X25519PrivateKey.generate()
         self._peer: X25519PublicKey | None = None
-        self._state = _SymmetricState()
-        self._state.mix_hash(prologue)
-        self._state.mix_key_and_hash(secret)  # psk
-
-    @property
-    def hash(self) -> bytes:
-        """The hash of the handshake."""
-        return self._state.hash
+        self.hash = self._chaining_key = _NAME
+        self._mix_hash(prologue)
+        self._chaining_key, hashed, key = self._derived(secret, 3)  # psk
+        self._mix_hash(hashed)
+        self._cipher = Cipher(key)
 
     def write(self, payload: bytes = b"") -> bytes:
         """Return this end's message."""
         own = self._private.public_key().public_bytes_raw()
         self._mix(own, is_second=not self._is_initiator)
-        return own + self._state.encrypt_and_hash(payload)
+        sealed = bytearray(len(payload) + _TAG_BYTES)
+        self._cipher.seal(payload, sealed, self.hash)
+        self._mix_hash(sealed)
+        return own + sealed
 
     def read(self, message: bytes) -> bytes:
         """Return the payload of the peer's message.
@@ -132,23 +96,37 @@ class Handshake:
         Raises:
             StrangerError: the peer has another secret, or has agreed on another prologue.
         """
-        public = message[:_PUBLIC_BYTES]
+        public, sealed = message[:_PUBLIC_BYTES], message[_PUBLIC_BYTES:]
+        payload = bytearray(len(sealed) - _TAG_BYTES)
         self._peer = X25519PublicKey.from_public_bytes(public)
         try:
             self._mix(public, is_second=self._is_initiator)
-            return self._state.decrypt_and_hash(message[_PUBLIC_BYTES:])
+            self._cipher.open(sealed, payload, self.hash)
         except (StrangerError, ValueError):
             raise StrangerError("the peer has another secret") from None
-
-    def _mix(self, public: bytes, *, is_second: bool) -> None:
-        """Mix in a public key, and at the second message what both keys have in common."""
-        self._state.mix_hash(public)
-        self._state.mix_key(public)
-        if is_second:
-            assert self._peer is not None
-            self._state.mix_key(self._private.exchange(self._peer))
+        self._mix_hash(sealed)
+        return bytes(payload)
 
     def split(self) -> tuple[Cipher, Cipher]:
         """Return the ciphers for sending and for receiving, after both messages."""
-        first, second = self._state.split()
+        first, second = map(Cipher, self._derived(b"", 2))
         return (first, second) if self._is_initiator else (second, first)
+
+    def _mix(self, public: bytes, *, is_second: bool) -> None:
+        """Mix in a public key, and at the second message what both keys have in common."""
+        self._mix_hash(public)
+        self._mix_key(public)
+        if is_second:
+            assert self._peer is not None
+            self._mix_key(self._private.exchange(self._peer))
+
+    def _mix_hash(self, data: bytes | bytearray) -> None:
+        self.hash = hashlib.sha256(self.hash + data).digest()
+
+    def _mix_key(self, material: bytes) -> None:
+        self._chaining_key, key = self._derived(material, 2)
+        self._cipher = Cipher(key)
+
+    def _derived(self, material: bytes, count: int) -> list[bytes]:
+        whole = HKDF(SHA256(), 32 * count, self._chaining_key, b"").derive(material)
+        return [whole[i : i + 32] for i in range(0, len(whole), 32)]

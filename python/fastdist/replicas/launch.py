@@ -10,10 +10,13 @@ import pickle
 import secrets
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastdist.cluster.launch import detect_launch, note_launch
 from fastdist.cluster.replicas import rank_environment
 from fastdist.errors import FastdistError
 from fastdist.processes.children import Children
@@ -83,7 +86,7 @@ def launch(
         try:
             children.start(
                 [f"replica {i} of {replicas}" for i in range(replicas)],
-                [sys.executable, "-m", "fastdist.replicas.launched", folder],
+                [sys.executable, "-m", "fastdist.replicas.launch", folder],
                 [
                     {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
                     | rank_environment(i, replicas, i, replicas, job)
@@ -145,3 +148,34 @@ def _failure(folder: str, child: Process, children: Children) -> BaseException:
         return FastdistError(f"launch: {child.describe()}", (replica,))
     error.__cause__ = FastdistError(child.describe(), (replica,))
     return error
+
+
+def _call(folder: Path, replica: int) -> int:
+    """In a new process, call the function pickled in the folder; write its result or error."""
+    import cloudpickle
+
+    launch = detect_launch()
+    assert launch is not None
+    note_launch(replace(launch, launcher="fastdist.launch"))
+    sys.path[:] = json.loads((folder / "path").read_text())
+    try:
+        fn, args, kwargs = pickle.loads((folder / "call").read_bytes())
+        result = fn(*args, **kwargs)
+        if replica == 0:
+            _leave(folder / "result.0", cloudpickle.dumps(result))
+    except BaseException as error:
+        traceback.print_exc()
+        with contextlib.suppress(Exception):  # the error cannot be pickled
+            _leave(folder / f"error.{replica}", cloudpickle.dumps(error.with_traceback(None)))
+        return error.code if isinstance(error, SystemExit) and type(error.code) is int else 1
+    return 0
+
+
+def _leave(path: Path, data: bytes) -> None:
+    part = path.with_name(f"{path.name}.part")
+    part.write_bytes(data)
+    part.rename(path)
+
+
+if __name__ == "__main__":
+    sys.exit(_call(Path(sys.argv[1]), int(os.environ["RANK"])))

@@ -12,9 +12,10 @@ import contextlib
 import multiprocessing
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -26,10 +27,9 @@ from fastdist.cluster.replicas import (
 )
 from fastdist.collectives.init import exit_with, has_communicator
 from fastdist.collectives.rendezvous.local import check_while_waiting
-from fastdist.errors import ClusterConfigError, PeerFailureError
+from fastdist.errors import ClusterConfigError, FastdistError, PeerFailureError
 from fastdist.processes.children import Children
 from fastdist.processes.process import StartError
-from fastdist.replicas.opened_files import note_opened_files
 
 _END_S = 30.0  # for the other replicas to end after the first one
 _PEER_END_S = 10.0  # for a failed replica, which is still ending
@@ -76,7 +76,7 @@ def join_replicas(
             f"{strategy} has {len(names)} replicas, but fastdist.init() has made a world of this "
             "process alone; make the strategy before calling fastdist.init()"
         )
-    note_opened_files()
+    _note_opened_files()
     first = StartedReplica(names, 0, worker, workers, coordinator, secrets.token_hex(16))
     _Started(first)
     become_first(first)
@@ -170,3 +170,66 @@ def _say(message: str) -> None:
     with contextlib.suppress(Exception):  # standard error may be closed
         sys.stderr.write(f"fastdist: {message}\n")
         sys.stderr.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedFile:
+    """A regular file with a name, open for writing before the other replicas were started.
+
+    They run the program from its top too, and may delete or empty such a file, as `open(path, "w")`
+    and `shutil.rmtree` do. Its writer would go on without an error, in a file that nobody finds.
+    """
+
+    path: str
+    descriptor: int
+    device: int  # with the inode its identity, since descriptors are used again
+    inode: int
+    size: int
+
+    def lost(self) -> str | None:
+        """Return what has happened to the file; None if it is intact or closed."""
+        with contextlib.suppress(OSError):
+            now = os.fstat(self.descriptor)
+            if (now.st_dev, now.st_ino) == (self.device, self.inode):
+                if not now.st_nlink and os.path.exists(self.path):
+                    return "deleted and made anew"
+                if now.st_size < self.size:
+                    return "emptied"
+        return None
+
+
+_noted: list[_OpenedFile] = []
+
+
+def _note_opened_files() -> None:
+    """Note the files that this process has open for writing; none without /proc."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError, ValueError):
+                _noted.extend(_opened(int(name)))
+
+
+def _opened(descriptor: int) -> list[_OpenedFile]:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or not status.st_nlink:
+        return []
+    with open(f"/proc/self/fdinfo/{descriptor}") as file:
+        flags = next(int(line.split()[1], 8) for line in file if line.startswith("flags:"))
+    if flags & os.O_ACCMODE == os.O_RDONLY:
+        return []
+    path = os.readlink(f"/proc/self/fd/{descriptor}")
+    return [_OpenedFile(path, descriptor, status.st_dev, status.st_ino, status.st_size)]
+
+
+def require_intact_files() -> None:
+    """Check that the other replicas, which have all come, have neither deleted nor emptied them."""
+    files = _noted.copy()
+    _noted.clear()
+    for file in files:
+        if (what := file.lost()) is not None:
+            raise FastdistError(
+                f"another replica has {what} {file.path}, which this program had opened before it "
+                "made the strategy: the strategy starts the program once more for each other "
+                "replica, from its top. Make the strategy the first statement, or write files "
+                "only `if fastdist.is_chief():`"
+            )

@@ -33,9 +33,9 @@ from fastdist.replicas.cross_replica import (
     weights_of,
 )
 from fastdist.replicas.devices import working_on_gpu
-from fastdist.replicas.opened_files import require_intact_files
 from fastdist.replicas.per_replica import PerReplica, map_structure, select, shares, wrap
 from fastdist.replicas.random_streams import draw_seed, replica_stream
+from fastdist.replicas.starting import require_intact_files
 from fastdist.replicas.variables import Variable
 from fastdist.strategies.adopted import AdoptedModules
 from fastdist.strategies.base import Strategy

@@ -15,12 +15,9 @@ _PYTHON_SUFFIXES = (".py", ".pyc", ".pyz")
 def find_program(
     words: Sequence[str], is_module: bool, environment: Mapping[str, str]
 ) -> list[str]:
-    """Return the command that each process of a job runs.
+    """Return the command that each process of a job runs: PATH and PYTHONPATH are used.
 
-    Args:
-        words: a script, a module or a program, then its arguments, from the command line.
-        is_module: True if the first word is a module, as after `python -m`.
-        environment: the environment of the processes; PATH and PYTHONPATH are used.
+    The first word is a script, a program or, as after `python -m`, a module.
     """
     words = words[1:] if words[:1] == ["--"] else words
     if not words:

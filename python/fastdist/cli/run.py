@@ -575,27 +575,24 @@ def _tasks(
     user: dict[str, str],
 ) -> Iterator[list[Task]]:
     """Yield the tasks of the job; reserve their ports until the context is closed."""
+    machines = None
+    if arguments.nnodes > 1:
+        host, port = arguments.rdzv
+        try:
+            if roster is not None and not _keeps_roster(arguments):
+                host = own_address(host, port)
+        except OSError as error:
+            raise UsageError(str(error)) from None
+        machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
     if roster is not None:
-        most = arguments.max if arguments.nnodes == 1 else arguments.ranks
+        most = arguments.max if machines is None else arguments.ranks
         _check_limits(most, f"{most} ranks", files_each=_OUTPUTS + 2)
-        machines = None
-        if arguments.nnodes > 1:
-            host, port = arguments.rdzv
-            try:
-                own = host if _keeps_roster(arguments) else own_address(host, port)
-            except OSError as error:
-                raise UsageError(str(error)) from None
-            machines = Machines(arguments.nnodes, arguments.node_rank, own, port, launcher)
         threads = None if arguments.keep is None else 1
         yield elastic_tasks(most, roster.name, user, machines, threads=threads)
         return
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))
         _check_limits(ranks, f"{ranks} ranks", files_each=_OUTPUTS)
-        machines = None
-        if arguments.nnodes > 1:
-            host, port = arguments.rdzv
-            machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
         yield rank_tasks(ranks, user, machines)
         return
     from fastdist.link.addresses import MAX_FOLDER_BYTES

@@ -12,7 +12,6 @@ from fastdist._config import FOLDER_VARIABLE, SECRET_VARIABLE, SECRET_VARIABLES,
 from fastdist.cli.command import UsageError
 from fastdist.cluster.address import join_address, reserve_port
 from fastdist.cluster.launch import (
-    JOB_VARIABLE,
     LAUNCHER_VARIABLE,
     ROSTER_VARIABLE,
     rank_variables,
@@ -23,43 +22,26 @@ from fastdist.cluster.tf_config import VARIABLE as TF_CONFIG
 from fastdist.cluster.tf_config import served_tasks, tf_configs
 from fastdist.processes.job import Ending, Task
 
-_RANK_VARIABLES = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", JOB_VARIABLE, LAUNCHER_VARIABLE),
-)
+_RANK_VARIABLES = (*rank_variables(0, 1, 0, 1, ""), LAUNCHER_VARIABLE)
 _MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _HOST = "127.0.0.1"
-# ssh must not ask for a password.
-_SSH_OPTIONS = (
-    *("-o", "BatchMode=yes"),
-    *("-o", "ConnectTimeout=10"),
-)
+_SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")  # asks for no password
 _IN_A_MINUTE, _SOON = "ServerAliveInterval=15", "ServerAliveInterval=1"  # at the third it gives up
-_MACHINE_DELAY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines of a job of ranks, which start equally many.
-
-    Attributes:
-        own: number of this machine, from 0.
-        host: host of machine 0, where rank 0 listens; in an elastic job, this machine's address.
-        launcher: "ip:port" at which this launcher answers questions about its ranks, or "".
-    """
+    """The machines of a job of ranks, which start equally many."""
 
     count: int
-    own: int
-    host: str
+    own: int  # number of this machine, from 0
+    host: str  # of machine 0, where rank 0 listens; in an elastic job, this machine's
     port: int
-    launcher: str
+    launcher: str  # "ip:port" at which this launcher answers questions about its ranks, or ""
 
 
 def rank_tasks(ranks: int, user: Mapping[str, str], machines: Machines | None = None) -> list[Task]:
-    """Return this machine's tasks of a job of ranks, with torchrun's variables.
-
-    Args:
-        machines: the machines of the job; None if all ranks are on this machine.
-    """
+    """Return this machine's tasks of a job of ranks, with torchrun's variables."""
     own = _RANK_VARIABLES if machines is None else (*_RANK_VARIABLES, *_MASTER_VARIABLES)
     _refuse(user, own, "fastdist run sets it itself, for each rank")
     if machines is None:
@@ -96,9 +78,7 @@ def elastic_tasks(
     """Return this machine's tasks of an elastic job, whose ranks get their numbers from a roster.
 
     Args:
-        most: number of tasks.
         roster: the name of the socket at which they talk to the roster.
-        machines: the machines of the job; None if it has this one alone.
         threads: threads of each rank; None: its share of this machine's cores.
     """
     _refuse(user, (*_RANK_VARIABLES, ROSTER_VARIABLE), "ranks of an elastic job change")
@@ -138,11 +118,9 @@ def host_tasks(
     Variables go over the standard input: every user of a machine can see command lines.
 
     Args:
-        hosts: names of the machines for ssh; rank 0 is on the first one.
         places: the arguments of `fastdist run` that say which machine it is.
         arguments: its other arguments.
         rdzv: host of rank 0 or of the roster for the other machines, and its port.
-        is_elastic: machines may be lost, and are started again.
     """
     carried = {k: v for k, v in os.environ.items() if k.startswith(VARIABLE_PREFIX)}
     carried |= new_secret(carried)
@@ -157,9 +135,9 @@ def host_tasks(
         command = ["ssh", "-T", *_SSH_OPTIONS, "-o", probes, host, remote]
         task = Task(f"machine {host}", host, dict(os.environ), command=command, stdin=stdin)
         if is_elastic:
-            task = replace(task, ending=Ending.RESTARTED, restart_delay_s=_MACHINE_DELAY_S)
             # ssh fails with 255; a launcher whose program fails has restarted it itself.
-            task = replace(task, final_codes=range(1, 128))
+            final = range(1, 128)
+            task = replace(task, ending=Ending.RESTARTED, restart_delay_s=5.0, final_codes=final)
         tasks.append(task)
     return tasks
 
@@ -194,10 +172,7 @@ def role_tasks(
 ) -> list[Task]:
     """Return a chief, workers, parameter servers and perhaps an evaluator, with TF_CONFIG.
 
-    Args:
-        has_evaluator: add an evaluator.
-        ports: a port for each task.
-        folder: the folder of the job's sockets; "" for TCP.
+    The folder is that of the job's sockets; "" for TCP.
     """
     _refuse(user, (TF_CONFIG,), "fastdist run sets it itself, for each task")
     _refuse(user, _RANK_VARIABLES, "tasks of a job with parameter servers are not ranks")

@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import json
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from fastdist._config import settings
@@ -58,9 +58,8 @@ class Branch:
         self._place = address.removeprefix("tcp://")
         self._on_lost = on_lost
         self._connections = Connections([address])
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._connections, selectors.EVENT_READ, lambda: None)
-        self._door = RankDoor(self._selector, most, self._hear_rank, self._lose_rank)
+        self._door = RankDoor(most, self._hear_rank, self._lose_rank)
+        self._door.selector.register(self._connections, selectors.EVENT_READ, lambda: None)
         self.name = self._door.name
         self._unsaid: dict[int, list[tuple[Any, ...]]] = {}  # of ranks whom the roster has not met
         self._met: set[int] = set()
@@ -72,11 +71,8 @@ class Branch:
         self._is_told = threading.Event()  # that the program has failed
         self._beat_s = 0.0
         self._heard_s = time.monotonic()
-        self._orders, self._taken = socket.socketpair()
-        self._is_closed = False
-        self._selector.register(self._taken, selectors.EVENT_READ, self._obey)
-        self._thread = threading.Thread(target=self._run, name="fastdist branch", daemon=True)
-        self._thread.start()
+        end = partial(self._connections.close, linger_s=1.0)
+        self._door.serve(self._wait_s, self._look, end)
 
     def has_begun(self) -> bool:
         """Return True once there was a world."""
@@ -84,42 +80,30 @@ class Branch:
 
     def finish(self) -> None:
         """Say that the job has done its work; nobody joins any more."""
-        self._orders.send(b"f")
+        self._door.call(self._finish)
 
     def end(self, has_failed: bool) -> None:
         """Say whether the program has failed here before there was a world; then hear no more."""
         self._has_given_up = True
         if has_failed and not self._has_begun:
-            self._orders.send(b"x")
+            self._door.call(self._fail)
             self._is_told.wait(_TELL_S)
 
     def close(self) -> None:
         """End the thread, and all connections."""
-        self._orders.close()
-        self._thread.join()
-
-    def _obey(self) -> None:
-        order = self._taken.recv(1)
-        if order == b"x":
-            self._has_failed = True
-            self._tell_failure()
-        elif order:
-            self._has_finished = True
-            self._say("finished")
-        else:
-            self._is_closed = True
-
-    def _run(self) -> None:
-        while not self._is_closed:
-            for key, _ in self._selector.select(self._wait_s()):
-                if self._selector.get_map().get(key.fd) is key:  # not forgotten meanwhile
-                    key.data()
-            self._hear_roster()
-            self._look_at_time()
         self._door.close()
-        self._connections.close(linger_s=1.0)
-        self._taken.close()
-        self._selector.close()
+
+    def _finish(self) -> None:
+        self._has_finished = True
+        self._say("finished")
+
+    def _fail(self) -> None:
+        self._has_failed = True
+        self._tell_failure()
+
+    def _look(self) -> None:
+        self._hear_roster()
+        self._look_at_time()
 
     def _wait_s(self) -> float:
         """Return the time until the next beat, or until the next attempt to connect."""

@@ -30,31 +30,18 @@ class Door(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A process that waits to become a rank.
+    """A process that waits to become a rank."""
 
-    Attributes:
-        door: reaches its machine.
-        number: its number there.
-        slot: its slot on its machine.
-        cores: its machine's cores.
-    """
-
-    door: Door
-    number: int
-    slot: int
-    cores: int
+    door: Door  # of its machine
+    number: int  # at the door
+    slot: int  # on its machine
+    cores: int  # of its machine
 
 
 class Crew:
     """Starts spares so that a job keeps its number of ranks.
 
-    Args:
-        ranks: this number.
-        machines: number of machines with spares; the first ranks wait for all of them, or half a
-            minute. 0: the job has no spares.
-
-    Attributes:
-        waits_until_s: when the first ranks start without machines that are missing; else None.
+    The first ranks wait for all `machines` with spares, or half a minute; 0: there are no spares.
     """
 
     def __init__(self, ranks: int, machines: int) -> None:
@@ -65,6 +52,7 @@ class Crew:
         self._started: set[tuple[Door, int]] = set()  # doors and slots of ranks
         self._has_begun = False
         self._told = ""
+        # When the first ranks start without machines that are missing.
         self.waits_until_s: float | None = None
 
     def add(self, spare: Spare) -> None:

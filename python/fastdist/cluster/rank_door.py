@@ -8,7 +8,9 @@ import secrets
 import selectors
 import signal
 import socket
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -52,10 +54,9 @@ class Line:
 
 
 class RankDoor:
-    """Lets in the ranks of this machine, and hears them. For one thread.
+    """Lets in the ranks of this machine, and hears them, in a thread.
 
     Args:
-        selector: the selector of that thread, which calls the data of the keys it returns.
         most: number of ranks that the launcher starts.
         on_said: a function to call with a rank's number here, and the message's key and value.
         on_left: a function to call with the number of a rank that has left, or has sent what no
@@ -63,17 +64,17 @@ class RankDoor:
 
     Attributes:
         name: the abstract Unix socket.
+        selector: the selector of the thread, which calls the data of the keys it returns.
     """
 
     def __init__(
         self,
-        selector: selectors.BaseSelector,
         most: int,
         on_said: Callable[[int, str, Any], None],
         on_left: Callable[[int, bool], None],
     ) -> None:
         self.name = f"fastdist-roster-{secrets.token_hex(16)}"
-        self._selector = selector
+        self.selector = selectors.DefaultSelector()
         self._on_said = on_said
         self._on_left = on_left
         # Each with a descriptor that is readable once its process ends, before its connection ends
@@ -84,14 +85,47 @@ class RankDoor:
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(most)
         self._listener.setblocking(False)
-        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._bell, self._heard = socket.socketpair()
+        self.selector.register(self._heard, selectors.EVENT_READ, self._make_calls)
+        self._is_closed = False
+
+    def serve(
+        self, wait_s: Callable[[], float | None], look: Callable[[], None], end: Callable[[], None]
+    ) -> None:
+        """Begin the thread, which calls `look` after each wait for events, and `end` at its end."""
+
+        def run() -> None:
+            while not self._is_closed:
+                for key, _ in self.selector.select(wait_s()):
+                    if self.selector.get_map().get(key.fd) is key:  # not forgotten meanwhile
+                        key.data()
+                look()
+            for number in list(self._ranks):
+                self._forget(number)
+            self._listener.close()
+            end()
+            self._heard.close()
+            self.selector.close()
+
+        self.thread = threading.Thread(target=run, name="fastdist roster", daemon=True)
+        self.thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the thread, from another one."""
+        self._calls.append(function)
+        self._bell.send(b"!")
 
     def close(self) -> None:
-        """End all connections."""
-        for number in list(self._ranks):
-            self._forget(number)
-        self._selector.unregister(self._listener)
-        self._listener.close()
+        """End the thread, and all connections."""
+        self._bell.close()
+        self.thread.join()
+
+    def _make_calls(self) -> None:
+        self._is_closed = not self._heard.recv(64)
+        while self._calls:
+            self._calls.popleft()()
 
     def send(self, number: int, message: dict[str, Any]) -> None:
         """Send a rank a message; kill it if it leaves that unread, since others wait."""
@@ -128,8 +162,8 @@ class RankDoor:
         self._count += 1
         number = self._count
         self._ranks[number] = Line(connection), pid_fd, pid
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._receive(number))
-        self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._end(number))
+        self.selector.register(connection, selectors.EVENT_READ, lambda: self._receive(number))
+        self.selector.register(pid_fd, selectors.EVENT_READ, lambda: self._end(number))
 
     def _receive(self, number: int) -> None:
         try:
@@ -146,10 +180,10 @@ class RankDoor:
     def _forget(self, number: int) -> None:
         line, pid_fd, _ = self._ranks.pop(number)
         self._hang_up(line)
-        self._selector.unregister(pid_fd)
+        self.selector.unregister(pid_fd)
         os.close(pid_fd)
 
     def _hang_up(self, line: Line) -> None:
         if line.connection.fileno() >= 0:
-            self._selector.unregister(line.connection)
+            self.selector.unregister(line.connection)
             line.connection.close()

@@ -26,23 +26,14 @@ except FileNotFoundError:  # it was removed
 
 @dataclass(frozen=True, slots=True)
 class StartedReplica:
-    """One of the processes of a program that started itself for its other local replicas.
+    """One of the processes of a program that started itself for its other local replicas."""
 
-    Attributes:
-        devices: the devices of the replicas of this machine's worker.
-        index: the number of this process among them; 0 started the others.
-        worker: rank of the worker, among `workers`.
-        workers: number of processes that a launcher or TF_CONFIG has named.
-        coordinator: "host:port" where rank 0 can be reached; "" where there is one worker.
-        job: random, the same in all processes that the same process has started.
-    """
-
-    devices: tuple[str, ...]
-    index: int
-    worker: int
-    workers: int
-    coordinator: str
-    job: str
+    devices: tuple[str, ...]  # of the replicas of this machine's worker
+    index: int  # of this process among them; 0 started the others
+    worker: int  # its rank among `workers`
+    workers: int  # processes that a launcher or TF_CONFIG has named
+    coordinator: str  # "host:port" where rank 0 can be reached; "" where there is one worker
+    job: str  # random, the same in all processes that the same process has started
 
     @property
     def rank(self) -> int:

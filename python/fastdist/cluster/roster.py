@@ -36,8 +36,6 @@ import json
 import math
 import os
 import selectors
-import socket
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -60,16 +58,10 @@ SILENT_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class RosterPlace:
-    """The socket and slot by which a process joins an elastic job.
+    """The socket and slot by which a process joins an elastic job."""
 
-    Attributes:
-        name: the abstract Unix socket of a `RankDoor`.
-        slot: number of the process among those of the launcher; it chooses the GPU.
-        machine: number of the machine, from 0.
-    """
-
-    name: str
-    slot: int
+    name: str  # of the abstract Unix socket of a `RankDoor`
+    slot: int  # the process's number among those of the launcher; it chooses the GPU
     machine: int = 0
 
     def environment(self) -> dict[str, str]:
@@ -85,26 +77,17 @@ def roster_place(environ: Mapping[str, str] = os.environ) -> RosterPlace | None:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A process that has asked for a world.
-
-    Attributes:
-        world: the number of the world of which it is a rank; 0 before the first.
-        rank: its rank there.
-        progress: its number of commits, while it waits for the next world; None otherwise.
-        slot: its slot on its machine.
-        is_told: True once it was told to ask for the next world.
-        ends_s: the time of its kill, unless it asks for the next world before; None: never.
-        gathering: its contribution to a gathering that is not complete, in a list; else empty.
-    """
+    """A process that has asked for a world."""
 
     door: Door
     number: int
-    world: int = 0
+    world: int = 0  # of which it is a rank; 0 before the first
     rank: int = 0
-    progress: int | None = None
-    slot: int = -1
-    is_told: bool = False
-    ends_s: float | None = None
+    progress: int | None = None  # its number of commits, while it waits for the next world
+    slot: int = -1  # on its machine
+    is_told: bool = False  # to ask for the next world
+    ends_s: float | None = None  # when it is killed, unless it asks for the next world before
+    # Its contribution to a gathering that is not complete, in a list; else empty.
     gathering: list[Any] = field(default_factory=list)
 
     def send(self, **message: Any) -> None:
@@ -165,7 +148,6 @@ class Roster:
         self._last_call_s: float | None = None
         self._gathered_s: float | None = None  # when the gathering under way takes too long
         self._has_finished = False
-        self._selector = selectors.DefaultSelector()
         self._listener: Listener | None = None
         self._branches: dict[int, _Branch] = {}
         if address is not None:
@@ -176,14 +158,12 @@ class Roster:
                 address, max_frame_bytes=2 * MOST_BYTES, on_drop=self._lose_branch
             )
             self.port = int(self._listener.address.rpartition(":")[2])
-            self._selector.register(self._listener, selectors.EVENT_READ, self._hear_branches)
-        self._door = RankDoor(self._selector, most, self._hear_rank, self._lose_rank)
+        self._door = RankDoor(most, self._hear_rank, self._lose_rank)
         self.name = self._door.name
-        self._orders, self._taken = socket.socketpair()
-        self._is_closed = False
-        self._selector.register(self._taken, selectors.EVENT_READ, self._obey)
-        self._thread = threading.Thread(target=self._run, name="fastdist roster", daemon=True)
-        self._thread.start()
+        if self._listener is not None:
+            events = selectors.EVENT_READ
+            self._door.selector.register(self._listener, events, self._hear_branches)
+        self._door.serve(self._wait_s, self._look, self._end)
 
     def __enter__(self) -> Roster:
         return self
@@ -197,23 +177,16 @@ class Roster:
 
     def finish(self) -> None:
         """Say that the job has done its work; nobody joins any more."""
-        self._orders.send(b"f")
+        self._door.call(self._finish)
 
     def await_branches(self) -> None:
         """Wait for the ends of the other machines' launchers, whose ranks may need the roster."""
-        while self._branches and self._thread.is_alive():
+        while self._branches and self._door.thread.is_alive():
             time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """End the thread, and all connections."""
-        self._orders.close()
-        self._thread.join()
-
-    def _obey(self) -> None:
-        if self._taken.recv(64):
-            self._finish()
-        else:
-            self._is_closed = True
+        self._door.close()
 
     def _finish(self) -> None:
         self._has_finished = True
@@ -222,33 +195,27 @@ class Roster:
         for branch in list(self._branches.values()):
             branch.say("finished")
 
-    def _run(self) -> None:
-        self._serve()
-        self._door.close()
+    def _end(self) -> None:
         for branch in list(self._branches.values()):
             branch.say("closed")
         if self._listener is not None:
             self._listener.close()
-        self._taken.close()
-        self._selector.close()
 
-    def _serve(self) -> None:
-        while not self._is_closed:
-            times_s = [member.ends_s for member in self._members]
-            times_s += [self._gathered_s, self._last_call_s, self._crew.waits_until_s]
-            times_s += [branch.heard_s + SILENT_S for branch in self._branches.values()]
-            now_s = time.monotonic()
-            if self._settled_s > now_s:
-                times_s.append(self._settled_s)
-            next_s = min((at_s for at_s in times_s if at_s is not None), default=None)
-            wait_s = None if next_s is None else max(0.0, next_s - now_s)
-            for key, _ in self._selector.select(wait_s):
-                if self._selector.get_map().get(key.fd) is key:  # not forgotten meanwhile
-                    key.data()
-            self._lose_silent()
-            self._kill_late()
-            self._crew.fill(self._has_finished)
-            self._form()
+    def _wait_s(self) -> float | None:
+        times_s = [member.ends_s for member in self._members]
+        times_s += [self._gathered_s, self._last_call_s, self._crew.waits_until_s]
+        times_s += [branch.heard_s + SILENT_S for branch in self._branches.values()]
+        now_s = time.monotonic()
+        if self._settled_s > now_s:
+            times_s.append(self._settled_s)
+        next_s = min((at_s for at_s in times_s if at_s is not None), default=None)
+        return None if next_s is None else max(0.0, next_s - now_s)
+
+    def _look(self) -> None:
+        self._lose_silent()
+        self._kill_late()
+        self._crew.fill(self._has_finished)
+        self._form()
 
     # --- ranks here and elsewhere ---------------------------------------------------------------
 

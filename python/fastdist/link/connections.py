@@ -33,10 +33,9 @@ class Connection:
 
     Attributes:
         is_connected: True if the listener has accepted this connection, and it is not broken.
-        was_connected: True once the listener has accepted it.
         was_refused: True if the listener has closed the latest connection instead of accepting it.
-        lost_at: the time at which the connection broke or was refused, on the monotonic clock; None
-            while it is connected, and before the first one.
+        lost_at: when the connection broke or was refused, on the monotonic clock; None while it is
+            connected, and before the first one.
         may_begin: False while the connection must not be made.
     """
 
@@ -244,7 +243,6 @@ class Connections:
     """Connections to several listeners, for one thread.
 
     Args:
-        addresses: the listeners' addresses.
         wake: an event that ends `poll` when it is set.
         has_heartbeats: also detect stopped processes, and do not take busy ones for stopped. The
             listeners must be `Listener(…, breaks_if_stuck=False)`.

@@ -40,7 +40,6 @@ class Listener:
     """A socket that accepts any number of connections. For one thread, except `stop` and `wake`.
 
     Args:
-        address: the address to listen at; port `*` is a free one.
         max_frame_bytes: connections that send larger frames are dropped.
         max_arriving_bytes: the limit of the memory for messages of more than 4 MiB that are
             arriving; further ones wait. A connection that keeps others waiting, and sends nothing

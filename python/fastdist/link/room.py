@@ -11,15 +11,11 @@ class Room(Generic[T]):
     """Limits the memory for arriving messages; beyond the limit, messages wait in their order.
 
     A message larger than the limit arrives alone.
-
-    Attributes:
-        inside: the size of the message that each connection is receiving.
-        waiting: the size of the message that each other connection will receive, in their order.
     """
 
     def __init__(self, nbytes: float) -> None:
-        self.inside: dict[T, int] = {}
-        self.waiting: dict[T, int] = {}
+        self.inside: dict[T, int] = {}  # sizes of the messages that connections are receiving
+        self.waiting: dict[T, int] = {}  # and of those that others will receive, in their order
         self._free = nbytes
 
     def enter(self, who: T, nbytes: int) -> bool:
@@ -28,10 +24,9 @@ class Room(Generic[T]):
         return len(self.waiting) == 1 and self.let_in() is not None
 
     def let_in(self) -> T | None:
-        """Take memory for the message that has waited the longest; return its connection.
+        """Take memory, if there is enough, for the message that has waited the longest.
 
-        Returns:
-            None if no message waits, or there is no memory for it.
+        Returns its connection; None if no message is let in.
         """
         who = next(iter(self.waiting), None)
         if who is None or (self.inside and self.waiting[who] > self._free):

@@ -43,15 +43,10 @@ class UnsealedError(Exception):
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Secret:
-    """A secret that all processes of a job have.
+    """A secret that all processes of a job have."""
 
-    Attributes:
-        key: the secret; empty if the job continues without one.
-        origin: the place where this process found it, for messages.
-    """
-
-    key: bytes
-    origin: str
+    key: bytes  # empty if the job continues without a secret
+    origin: str  # where this process found it, for messages
 
     def seal(self, label: str, text: str) -> str:
         """Return the text with a code that only ranks with the secret can make.

@@ -74,8 +74,6 @@ class Stream:
         key: 32 bytes; only a peer that has them may send more than a greeting. None: any peer may,
             and nothing is encrypted.
         is_listener: True if the peer has connected to this end.
-        purpose: the purpose of the connection, unless this is a listener.
-        max_frame_bytes: larger frames are an error.
         place: a function that takes the first frame of a message of two, and the size of the
             second. It may return memory for the second frame, which the message then lacks.
         room: the memory for large messages, which connections share.

@@ -26,12 +26,9 @@ def read_text(path: Path) -> str:
 
 
 def cgroups(memberships: str, controller: str, mount: Path = _MOUNT) -> Iterator[Path]:
-    """Yield the folders of a process's control groups, version 1 or 2, that may have a controller.
+    """Yield the folders of a process's control groups that may have a controller, memory or cpu.
 
-    Args:
-        memberships: the text of the process's file cgroup in /proc.
-        controller: "memory" or "cpu".
-        mount: the folder where control groups are mounted.
+    `memberships` is the text of the process's file cgroup in /proc, version 1 or 2.
     """
     for line in memberships.splitlines():
         _, controllers, name = line.split(":", 2)

@@ -21,18 +21,12 @@ class Children:
     """Starts processes and reads their output in a thread, and ends the processes.
 
     The kernel kills the processes when the thread ends, which happens when this process ends.
-
-    Args:
-        receive: a function that takes the output of the first process; that of others is not shown.
-
-    Attributes:
-        processes: the processes, in the order of their names.
-        ended: those that have ended, and whose output has been read, in the order of their ends.
+    `receive` takes the output of the first process; that of others is not shown.
     """
 
     def __init__(self, receive: Receiver = lambda _: None) -> None:
         self.processes: list[Process] = []
-        self.ended: list[Process] = []
+        self.ended: list[Process] = []  # whose output has been read, in the order of their ends
         self._receive = receive
         self._changed = threading.Condition()
 

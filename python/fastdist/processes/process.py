@@ -17,11 +17,7 @@ _PEER_FAILURE = re.compile(rb"^[\w.]*PeerFailureError\b", re.M)
 
 
 class StartError(Exception):
-    """A process could not be started.
-
-    Attributes:
-        reason: the reason alone, without the names of process and program.
-    """
+    """A process could not be started."""
 
     def __init__(self, name: str, program: str, reason: object) -> None:
         super().__init__(f"cannot start {name}: {program}: {reason}")
@@ -30,18 +26,12 @@ class StartError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """A running or ended process.
+    """A running or ended process."""
 
-    Attributes:
-        name: the process in messages: "worker 1".
-        streams: its stdout and stderr, or both as one; empty if nobody here reads its output.
-        status: exit code, or minus the number of the signal that killed it; None until `poll` has
-            found that it has ended.
-    """
-
-    name: str
+    name: str  # in messages: "worker 1"
     popen: "subprocess.Popen[bytes]"
-    streams: Sequence[Stream]
+    streams: Sequence[Stream]  # stdout and stderr, or both as one; empty if nobody reads its output
+    # Its exit code, or minus the signal that killed it; None until `poll` has found its end.
     status: int | None = None
 
     def poll(self) -> int | None:

@@ -32,27 +32,18 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a job.
+    """The end of a job."""
 
-    Attributes:
-        exit_code: 0 if the job succeeded; the exit code of the process whose failure ended the
-            job, or 128 + the signal that killed that process; 128 + the signal that stopped the
-            launcher.
-        has_failed: True if a process's failure ended the job, and no signal stopped the launcher.
-        first: the process whose failure ended the job, and its status: its exit code, or minus the
-            signal that killed it; None if no process failed.
-    """
-
+    # Of the process whose failure ended the job, or 128 + the signal that killed that process or
+    # stopped the launcher.
     exit_code: int
-    has_failed: bool
+    has_failed: bool  # a process's failure ended the job, and no signal stopped the launcher
+    # The process that failed first, and its exit code or minus the signal that killed it.
     first: tuple[int, int] | None = None
 
 
 def supervise(job: Job) -> Outcome:
-    """Run a job to its end.
-
-    The job's output goes to this process's stdout and stderr, and the first task reads this
-    process's stdin. Must be called in the main thread.
+    """Run a job to its end, in the main thread, with this process's stdin, stdout and stderr.
 
     Raises:
         StartError: a process could not be started; the others have been ended.

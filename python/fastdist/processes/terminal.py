@@ -22,9 +22,7 @@ def width_of(file: IO[str]) -> int | None:
 def broken(line: str, width: int | None, indent: str | None = None) -> list[str]:
     """Break a line that is wider than `width` between words; words stay whole, to be copied.
 
-    Args:
-        width: columns; None: any number.
-        indent: beginning of the further lines; None: that of the line, and two spaces.
+    Further lines begin with `indent`; None: with that of the line, and two spaces.
     """
     if width is None or len(line) <= width:
         return [line]

@@ -25,8 +25,7 @@ _log = logging.getLogger("fastdist")
 def answering(host: str, port: int) -> Iterator[str]:
     """Answer questions while the job runs inside, whose rank 0 listens at `host` and `port`.
 
-    Yields:
-        The "ip:port" that other machines ask; "" if the network of this machine is not up.
+    Yields the "ip:port" that other machines ask; "" if the network of this machine is not up.
     """
     try:
         ip = own_address(host, port)

@@ -62,11 +62,7 @@ def largest_cache_bytes() -> int:
 
 
 def total_cache_bytes(cpus: Path = _CPUS) -> int:
-    """Return the total size of the usable cores' last-level caches; 0 if unknown.
-
-    Args:
-        cpus: The kernel's folder with a folder for each core.
-    """
+    """Return the total size of the usable cores' last-level caches; 0 if unknown."""
     sizes: dict[str, int] = {}  # by the cores that share a cache
     for core in os.sched_getaffinity(0):
         caches = list((cpus / f"cpu{core}" / "cache").glob("index*"))

@@ -14,14 +14,7 @@ from fastdist.cli.command import CommandParser, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the `fastdist` command.
-
-    Args:
-        argv: the arguments after the program's name; this process's arguments if None.
-
-    Returns:
-        The exit code of the process; 0 after the help that is printed without a command.
-    """
+    """Run the `fastdist` command with these arguments, or this process's; return the exit code."""
     parser = make_parser()
     words = sys.argv[1:] if argv is None else argv
     is_python = words[:1] in (["python"], ["python3"])

@@ -287,10 +287,10 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
 def _roster(arguments: argparse.Namespace) -> "Roster | Branch":
     """Begin the roster of an elastic job, or this machine's part in it."""
     if arguments.nnodes == 1:
-        return Roster(arguments.min, arguments.max, machines=_machines_with_spares(arguments))
+        return _own_roster(arguments)
     host, port = arguments.rdzv
     if _keeps_roster(arguments):
-        return _roster_for_machines(arguments, port)
+        return _own_roster(arguments, f"tcp://*:{port}")
     from fastdist.cluster.branch import Branch  # and numpy
 
     return Branch(f"tcp://{join_address(host, port)}", arguments.ranks, _give_up)
@@ -301,16 +301,11 @@ def _keeps_roster(arguments: argparse.Namespace) -> bool:
     return arguments.node_rank == 0 and not arguments.ends_with_stdin
 
 
-def _machines_with_spares(arguments: argparse.Namespace) -> int:
-    if arguments.keep is None:
-        return 0
-    return len(arguments.hosts) if arguments.hosts is not None else int(arguments.nnodes)
-
-
-def _roster_for_machines(arguments: argparse.Namespace, port: int | str) -> Roster:
+def _own_roster(arguments: argparse.Namespace, address: str | None = None) -> Roster:
+    machines = arguments.nnodes if arguments.hosts is None else len(arguments.hosts)
+    with_spares = 0 if arguments.keep is None else machines
     try:
-        machines = _machines_with_spares(arguments)
-        return Roster(arguments.min, arguments.max, f"tcp://*:{port}", _give_up, machines)
+        return Roster(arguments.min, arguments.max, address, _give_up, with_spares)
     except OSError as error:
         raise UsageError(f"cannot listen at {error.strerror}: choose another --rdzv") from None
 
@@ -377,7 +372,7 @@ def _run_elastic_hosts(arguments: argparse.Namespace) -> Outcome:
     hosts, least = arguments.hosts, arguments.min
     os.environ |= new_secret(os.environ)
     given, port = arguments.rdzv or (None, "*")
-    with _roster_for_machines(arguments, port) as roster:
+    with _own_roster(arguments, f"tcp://*:{port}") as roster:
         try:
             own = given or own_address(hosts[0].rpartition("@")[2], _SSH_PORT)
         except (ClusterConfigError, OSError) as error:

@@ -18,8 +18,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"{_LABEL}(?:\.{_LABEL})*\.?")
 _LONGEST_HOST_NAME = 253
-_IPV4 = re.compile(r"[0-9.]+")
-_IPV6 = re.compile(r"[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?")
+_IP = re.compile(r"[0-9.]+|(?=.*:)[0-9A-Fa-f:.]+(?:%[A-Za-z0-9_.-]+)?")
 _SIOCGIFADDR = 0x8915
 _RETRY_S = 0.1
 
@@ -71,14 +70,8 @@ def canonical_address(address: str) -> tuple[str, int]:
 
 
 def _is_host(host: str) -> bool:
-    if ":" in host:
-        return _IPV6.fullmatch(host) is not None and _is_ip(host)
-    if _IPV4.fullmatch(host) is not None:
-        return _is_ip(host)
-    return len(host) <= _LONGEST_HOST_NAME and _HOST_NAME.fullmatch(host) is not None
-
-
-def _is_ip(host: str) -> bool:
+    if _IP.fullmatch(host) is None:
+        return len(host) <= _LONGEST_HOST_NAME and _HOST_NAME.fullmatch(host) is not None
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -87,15 +80,10 @@ def _is_ip(host: str) -> bool:
 
 
 def own_address(host: str, port: int, deadline: float = 0.0) -> str:
-    """Return this machine's IP address on the route to another machine.
+    """Return this machine's IP address on the route to another machine, to which nothing is sent.
 
-    Args:
-        host: host of the other machine; a loopback address gives this machine's loopback address.
-        port: port of the other machine; nothing is sent to it.
-        deadline: try again until then, by `time.monotonic`, while the network is unreachable.
-
-    Returns:
-        An IP address; with GLOO_SOCKET_IFNAME set, the address of that interface.
+    With GLOO_SOCKET_IFNAME set, return the address of that interface. While the network is
+    unreachable, try again until the deadline, by `time.monotonic`.
     """
     interface = settings().interface
     while True:

@@ -46,12 +46,9 @@ _TELL_S = 10.0  # to reach the launcher with a last word
 
 
 class Branch:
-    """Connects the ranks of this machine with the roster of their job, in a thread.
+    """Connects the ranks of this machine, at most so many, with their job's roster, in a thread.
 
-    Args:
-        address: "tcp://host:port" of the roster.
-        most: number of ranks that are started here.
-        on_lost: a function to call, in the thread, with the reason why there is no roster.
+    There, `on_lost` is called with the reason why there is no roster.
     """
 
     def __init__(self, address: str, most: int, on_lost: Callable[[str], None]) -> None:

@@ -11,16 +11,10 @@ from fastdist.cluster.torchrun import TorchrunClusterResolver
 
 
 def detect_resolver(environ: Environ = os.environ) -> ClusterResolver | None:
-    """Return the resolver for the way this process was started.
+    """Return the resolver for the way this process was started; None for a world of one.
 
     TF_CONFIG, which is written for one job, comes first; then the launchers in the order of
     `detect_launch`: torchrun, `fastdist run` and RANK set by hand, mpiexec, srun.
-
-    Args:
-        environ: the environment to read.
-
-    Returns:
-        A resolver; None without a cluster: a world of one.
 
     Raises:
         ClusterConfigError: variables are incomplete, malformed or contradict each other.

@@ -97,13 +97,7 @@ class Launch:
 
 
 def detect_launch(environ: Environ = os.environ) -> Launch | None:
-    """Detect the launcher that started this process.
-
-    Args:
-        environ: the environment to read.
-
-    Returns:
-        This rank and its job; None without a launcher: a world of one.
+    """Return this rank and its job, by the launcher's variables; None for a world of one.
 
     Raises:
         ClusterConfigError: a launcher's variables are incomplete, malformed or contradictory.

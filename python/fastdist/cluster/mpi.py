@@ -26,12 +26,11 @@ class MPIClusterResolver(SimpleClusterResolver):
     def __init__(
         self, coordinator_address: str | None = None, *, environ: Environ = os.environ
     ) -> None:
-        """Read the variables.
+        """Read the variables of an environment.
 
         Args:
             coordinator_address: a "host:port" where rank 0 can listen; from MASTER_ADDR and
                 MASTER_PORT if None.
-            environ: the environment to read.
 
         Raises:
             ClusterConfigError: mpiexec did not start this process, or a variable is malformed.

@@ -139,23 +139,15 @@ def divide_among_jobs(
 ) -> tuple[ClusterSpec, str, int]:
     """Assign the first processes to the first job, the next processes to the second, and so on.
 
-    Args:
-        jobs: number of tasks of each job.
-        reason: source of the number of processes, such as "WORLD_SIZE='4'".
-
-    Returns:
-        The cluster, and this process's job and index.
+    Returns the cluster, and this process's job and index. The reason is the source of the number of
+    processes, such as "WORLD_SIZE='4'".
     """
     if sum(jobs.values()) != len(addresses) or min(jobs.values(), default=0) < 0:
         raise ClusterConfigError(
             f"{dict(jobs)} are {sum(jobs.values())} tasks; expected {len(addresses)}, as {reason}"
         )
-    cluster: dict[str, Sequence[str | None]] = {}
-    place = ("", 0)
-    first = 0
-    for job, tasks in jobs.items():
-        cluster[job] = addresses[first : first + tasks]
-        if first <= rank < first + tasks:
-            place = (job, rank - first)
-        first += tasks
-    return ClusterSpec(cluster), *place
+    cluster: dict[str, list[str | None]] = {job: [] for job in jobs}
+    places = [(job, index) for job, tasks in jobs.items() for index in range(tasks)]
+    for (job, _), address in zip(places, addresses, strict=True):
+        cluster.setdefault(job, []).append(address)
+    return ClusterSpec(cluster), *places[rank]

@@ -119,9 +119,8 @@ class Roster:
         least: number of ranks below which the job waits for more.
         most: number of ranks that are started; the first world waits for all of them, or, once
             there are `least`, for half a minute.
-        address: "tcp://host:port" for the launchers of other machines; None if there are none.
-        on_failure: a function to call, in the thread, if the program has failed on one of them
-            before there was a world.
+        address: "tcp://host:port" for the launchers of other machines.
+        on_failure: is called, in the thread, if the program fails there before there is a world.
         machines: number of machines with spares, in a job that keeps `most` ranks; 0 in others.
     """
 

@@ -50,14 +50,13 @@ class SlurmClusterResolver(SimpleClusterResolver):
         port_base: int = 8888,
         environ: Environ = os.environ,
     ) -> None:
-        """Read the step's variables.
+        """Read the step's variables from an environment.
 
         Args:
             jobs: number of tasks of each job, such as {"worker": 4, "ps": 2}: the first four by
                 SLURM_PROCID are workers. If None, all tasks are workers, and MASTER_ADDR with
                 MASTER_PORT, if both are set, are the address of worker 0.
             port_base: the port of each node's first task.
-            environ: the environment to read.
 
         Raises:
             ClusterConfigError: srun did not start this process; a variable is missing, malformed or

@@ -35,10 +35,7 @@ class TFConfigClusterResolver(SimpleClusterResolver):
     __slots__ = ()
 
     def __init__(self, environ: Environ = os.environ) -> None:
-        """Read TF_CONFIG.
-
-        Args:
-            environ: the environment to read.
+        """Read TF_CONFIG from an environment.
 
         Raises:
             ClusterConfigError: TF_CONFIG is not set, malformed, or the task is not in the cluster.

@@ -4,8 +4,8 @@ import datetime
 import functools
 import os
 import socket
-import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -41,10 +41,9 @@ class TorchrunClusterResolver(SimpleClusterResolver):
     def __init__(
         self, environ: Environ = os.environ, *, jobs: Mapping[str, int] | None = None
     ) -> None:
-        """Read the variables. With `jobs`, every rank must call.
+        """Read the variables of an environment. With `jobs`, every rank must call.
 
         Args:
-            environ: the environment to read.
             jobs: number of tasks of each job, such as {"chief": 1, "worker": 4, "ps": 2}: rank 0
                 is the chief. Each rank reserves a free port of its machine, and the ranks exchange
                 their addresses through torch's store at MASTER_ADDR and MASTER_PORT. If None, all
@@ -78,7 +77,6 @@ class TorchrunClusterResolver(SimpleClusterResolver):
         return not {"RANK", "TORCHELASTIC_RUN_ID", JOB_VARIABLE}.isdisjoint(environ)
 
 
-_POLL_S = 0.02
 # Kept until the process ends: the reserved port, and the store, which other ranks may still use.
 _ports: list[socket.socket] = []
 _stores: list[Any] = []
@@ -90,11 +88,7 @@ def exchange_addresses(
 ) -> tuple[str, ...]:
     """Return the address of each process, by rank, with a free port. Every rank must call.
 
-    Later calls return the same addresses.
-
-    Args:
-        store_address: "host:port" of the store; rank 0 opens it unless torchrun's agent has.
-        attempt: number of restarts of the job, the same on all ranks.
+    Later calls return the same addresses. Rank 0 opens the store unless torchrun's agent has.
     """
     try:
         distributed = import_module("torch.distributed")
@@ -114,19 +108,13 @@ def exchange_addresses(
         store = distributed.PrefixStore(f"fastdist/addresses/{attempt}", whole)
         store.set(str(rank), join_address(own, own_port))
         addresses = tuple(store.get(str(other)).decode() for other in range(world_size))
-        _wait_for_readers(store, rank, world_size, timeout_s)
+        store.set(f"{rank} has read", "")
+        if rank == 0:  # which may hold the store
+            with suppress(RuntimeError):  # one that has all addresses, but does not say it
+                store.wait([f"{other} has read" for other in range(world_size)], patience)
     except (RuntimeError, ValueError) as error:
         raise ClusterConfigError(
             f"rank {rank} of {world_size} could not exchange addresses at {store_address} within "
             f"{timeout_s:g} s: {str(error).partition(chr(10))[0]}"
         ) from None
     return addresses
-
-
-def _wait_for_readers(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Make rank 0, which may hold the store, wait until all ranks have read."""
-    readers = store.add("readers", 1)
-    deadline = time.monotonic() + timeout_s
-    while rank == 0 and readers < world_size and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-        readers = store.add("readers", 0)

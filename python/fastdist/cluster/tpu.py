@@ -64,7 +64,6 @@ class TPUClusterResolver(SimpleClusterResolver):
             worker_hostnames: names or IP addresses of all hosts, in the order of their ids.
             worker_id: index of this host; optional for a single host.
             port: port for the rendezvous at the first host; TPUs use 8470 to 8480 themselves.
-            environ: the environment to read.
             read_metadata: a function that returns an attribute of the machine's metadata, or None;
                 by default it asks Google's metadata server, with a timeout of 2 s.
 

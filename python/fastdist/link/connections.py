@@ -305,9 +305,8 @@ class Connections:
     def poll(self, timeout_s: float = _POLL_S) -> list[tuple[int, bool]]:
         """Wait for messages and events, by default for a second at most.
 
-        Returns:
-            The number of each connection to receive from, in the order of the addresses; and True
-            if it was made or lost, after these messages have arrived.
+        Returns the number of each connection to receive from, in the order of the addresses; and
+        True if it was made or lost, after these messages have arrived.
         """
         every = (*self._all, *self._pulses, *self._spares.values())
         wait_s = min(max(timeout_s, 0.0), _POLL_S, *(each.wait_s for each in every))

@@ -54,14 +54,8 @@ class Cipher:
 class Handshake:
     """One end of a connection before it is encrypted: the initiator writes first.
 
-    Args:
-        secret: 32 bytes, which both ends have.
-        is_initiator: True at the end that has connected.
-        prologue: bytes that both ends must agree on.
-        private: the key pair of this connection; a new one by default.
-
-    Attributes:
-        hash: the hash of all that both ends have sent.
+    Both ends have the secret of 32 bytes, and must agree on the prologue. `hash` is that of all
+    that they have sent.
     """
 
     def __init__(

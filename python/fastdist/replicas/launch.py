@@ -105,14 +105,10 @@ def launch(
 
 
 class _Shown:
-    """Decodes UTF-8 and writes the text to `sys.stdout`, which a notebook shows.
-
-    Attributes:
-        error: the first error of writing, after which the replicas continue without output.
-    """
+    """Decodes UTF-8 and writes the text to `sys.stdout`, which a notebook shows."""
 
     def __init__(self) -> None:
-        self.error: Exception | None = None
+        self.error: Exception | None = None  # of writing; the replicas continue without output
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def put(self, data: bytes) -> None:

@@ -167,13 +167,7 @@ def wrap(
     examples: tuple[int, ...] | None = None,
     weights: tuple[float, ...] | None = None,
 ) -> Any:
-    """Join the results of this process's replicas; tensors and numbers become `PerReplica`.
-
-    Args:
-        results: one structure per local replica.
-        examples: the `examples` of `PerReplica`.
-        weights: its `weights`.
-    """
+    """Join the results of this process's replicas; tensors and numbers become `PerReplica`."""
 
     def join(*values: Any) -> Any:
         is_value = isinstance(values[0], VALUES)
@@ -187,11 +181,7 @@ def map_structure(
 ) -> Any:
     """Apply `fn` to the corresponding leaves of equal structures, and build the same structure.
 
-    Args:
-        fn: a function of one leaf of each structure.
-        structure: the structure that the result gets.
-        others: structures that are equal to it.
-        is_leaf: a function of corresponding nodes: True if `fn` takes them as they are.
+    `is_leaf` is a function of corresponding nodes: True if `fn` takes them as they are.
     """
     if others or is_leaf is not None:
         return _Mapping(fn, is_leaf).apply("", structure, others)
@@ -206,11 +196,7 @@ def leaves(structure: Any) -> list[Any]:
 
 
 def shares(weights: tuple[float, ...] | None) -> list[float] | None:
-    """Return each replica's share of a batch; None if all replicas have the same share.
-
-    Args:
-        weights: what each replica counts, such as its number of examples.
-    """
+    """Return each replica's share of a batch; None if all replicas have the same share."""
     if weights is None or weights.count(weights[0]) == len(weights):
         return None
     whole = sum(weights)

@@ -47,11 +47,7 @@ def replica_stream(context: ReplicaContext, seed: int) -> Iterator[None]:
 
 
 class CommonStream:
-    """Switches this process's default generators to a stream that all replicas share, and back.
-
-    Args:
-        seed: the run's number, equal on all replicas.
-    """
+    """Switches this process's default generators to a stream that all replicas share, and back."""
 
     def __init__(self, device: torch.device, seed: int) -> None:
         self._device = device

@@ -46,13 +46,8 @@ def join_replicas(
 ) -> StartedReplica:
     """Return this process's place among the replicas; start the other replicas if necessary.
 
-    Args:
-        strategy: name of the strategy, for messages.
-        devices: one device per replica of this worker; the first replica is the process that the
-            user has started.
-        worker: rank of this worker among `workers`.
-        workers: number of workers that start their replicas in this way.
-        coordinator: "host:port" of rank 0 if there are several workers.
+    There is one device per replica of this worker. Each of the `workers` starts its replicas in
+    this way; the coordinator is the "host:port" of rank 0 among several workers.
     """
     names = tuple(str(device) for device in devices)
     replica = started_replica()

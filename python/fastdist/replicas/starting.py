@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import secrets
 import stat
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -167,64 +168,45 @@ def _say(message: str) -> None:
         sys.stderr.flush()
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenedFile:
-    """A regular file with a name, open for writing before the other replicas were started.
-
-    They run the program from its top too, and may delete or empty such a file, as `open(path, "w")`
-    and `shutil.rmtree` do. Its writer would go on without an error, in a file that nobody finds.
-    """
-
-    path: str
-    descriptor: int
-    device: int  # with the inode its identity, since descriptors are used again
-    inode: int
-    size: int
-
-    def lost(self) -> str | None:
-        """Return what has happened to the file; None if it is intact or closed."""
-        with contextlib.suppress(OSError):
-            now = os.fstat(self.descriptor)
-            if (now.st_dev, now.st_ino) == (self.device, self.inode):
-                if not now.st_nlink and os.path.exists(self.path):
-                    return "deleted and made anew"
-                if now.st_size < self.size:
-                    return "emptied"
-        return None
-
-
-_noted: list[_OpenedFile] = []
+# Files that were open for writing before the other replicas were started: their paths, descriptors
+# and states. The replicas run the program from its top too, and may delete or empty such a file, as
+# `open(path, "w")` and `shutil.rmtree` do. Its writer would go on without an error, in a file that
+# nobody finds.
+_opened_files: list[tuple[str, int, os.stat_result]] = []
 
 
 def _note_opened_files() -> None:
-    """Note the files that this process has open for writing; none without /proc."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError, ValueError):
-                _noted.extend(_opened(int(name)))
-
-
-def _opened(descriptor: int) -> list[_OpenedFile]:
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or not status.st_nlink:
-        return []
-    with open(f"/proc/self/fdinfo/{descriptor}") as file:
-        flags = next(int(line.split()[1], 8) for line in file if line.startswith("flags:"))
-    if flags & os.O_ACCMODE == os.O_RDONLY:
-        return []
-    path = os.readlink(f"/proc/self/fd/{descriptor}")
-    return [_OpenedFile(path, descriptor, status.st_dev, status.st_ino, status.st_size)]
+    with contextlib.suppress(OSError):  # no /proc
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                status = os.fstat(descriptor)
+                mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+                if stat.S_ISREG(status.st_mode) and status.st_nlink and mode != os.O_RDONLY:
+                    path = os.readlink(f"/proc/self/fd/{descriptor}")
+                    _opened_files.append((path, descriptor, status))
 
 
 def require_intact_files() -> None:
     """Check that the other replicas, which have all come, have neither deleted nor emptied them."""
-    files = _noted.copy()
-    _noted.clear()
-    for file in files:
-        if (what := file.lost()) is not None:
+    files = _opened_files.copy()
+    _opened_files.clear()
+    for path, descriptor, before in files:
+        if (what := _loss(path, descriptor, before)) is not None:
             raise FastdistError(
-                f"another replica has {what} {file.path}, which this program had opened before it "
-                "made the strategy: the strategy starts the program once more for each other "
-                "replica, from its top. Make the strategy the first statement, or write files "
-                "only `if fastdist.is_chief():`"
+                f"another replica has {what} {path}, which this program had opened before it made "
+                "the strategy: the strategy starts the program once more for each other replica, "
+                "from its top. Make the strategy the first statement, or write files only "
+                "`if fastdist.is_chief():`"
             )
+
+
+def _loss(path: str, descriptor: int, before: os.stat_result) -> str | None:
+    """Return what has happened to a file; None if it is intact or closed."""
+    with contextlib.suppress(OSError):
+        now = os.fstat(descriptor)
+        if os.path.samestat(now, before):  # descriptors are used again
+            if not now.st_nlink and os.path.exists(path):
+                return "deleted and made anew"
+            if now.st_size < before.st_size:
+                return "emptied"
+    return None

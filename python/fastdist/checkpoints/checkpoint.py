@@ -103,7 +103,7 @@ class Checkpoint:
         def write(parts: Mapping[str, PartFiles]) -> None:
             if path.exists():
                 raise FileExistsError(f"{path} exists; remove it, or give another path")
-            files.write(path, parts, files.Checksums(parts), self.write_others)
+            files.write(path, parts, files.start_checksums(parts), self.write_others)
 
         with self.ranks().communicator() as workers:
             self.collect(workers, copy_to_cpu, write)

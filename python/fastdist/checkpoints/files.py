@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,27 +47,18 @@ class PartFiles:
     class_name: str  # of the object
 
 
-class Checksums:
-    """The checksums of tensors, computed in a thread while another thread writes the tensors.
+Checksums = Mapping[str, Future[dict[str, int]]]  # of tensors, by part and name
 
-    Make it before starting the other thread: an exiting interpreter waits for threads, but starts
-    none.
+
+def start_checksums(parts: Mapping[str, PartFiles]) -> Checksums:
+    """Compute checksums while another thread, started later, writes the tensors.
+
+    It cannot start this one itself: an exiting interpreter waits for threads, but starts none.
     """
-
-    def __init__(self, parts: Mapping[str, PartFiles]) -> None:
-        self._sums: dict[str, Future[dict[str, int]]] = {name: Future() for name in parts}
-        threading.Thread(target=self._compute, args=[parts], name="fastdist-checksums").start()
-
-    def __getitem__(self, part: str) -> dict[str, int]:
-        """Return the checksums of a part's tensors, by name; wait for them."""
-        return self._sums[part].result()
-
-    def _compute(self, parts: Mapping[str, PartFiles]) -> None:
-        for name, part in parts.items():
-            try:
-                self._sums[name].set_result({n: _checksum(x) for n, x in part.tensors.items()})
-            except BaseException as error:  # the thread that writes raises it
-                self._sums[name].set_exception(error)
+    pool = ThreadPoolExecutor(1, "fastdist-checksums")
+    sums = {name: pool.submit(_checksums, part.tensors) for name, part in parts.items()}
+    pool.shutdown(wait=False)
+    return sums
 
 
 def write(
@@ -80,10 +70,8 @@ def write(
     """Write a checkpoint, and rename it to its final name after all of it is flushed.
 
     Starts no thread. Replaces a checkpoint of that name at the end; an error leaves it unchanged.
-
-    Args:
-        write_others: a function that writes and flushes further files into the directory it is
-            given; it returns what the index says of them.
+    `write_others` writes and flushes further files into the directory it is given; it returns what
+    the index says of them.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -104,7 +92,7 @@ def write(
             files[file.name] = {
                 "bytes": file.stat().st_size,
                 "header": _header_checksum(file),
-                "tensors": checksums[name],
+                "tensors": checksums[name].result(),
             }
         content = {
             "format": FORMAT,
@@ -225,12 +213,7 @@ def read_index(path: Path) -> Index:
 
 
 def read_part(index: Index, name: str) -> PartFiles:
-    """Read a part, and check its bytes and its shape.
-
-    Raises:
-        DamagedCheckpointError: as `read_tensors`; or the JSON is not what `encode` makes.
-        OSError: a file cannot be read now.
-    """
+    """Read a part, and check its bytes and its shape; raises what `read_index` raises."""
     part = PartFiles(index.parts[name], read_tensors(index, name), index.classes[name])
     try:
         decode(part.encoded, part.tensors)
@@ -286,6 +269,10 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             apart[name] = tensor.clone()
         end = max(end, tensor.data_ptr() + tensor.nbytes)
     return apart
+
+
+def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: _checksum(tensor) for name, tensor in tensors.items()}
 
 
 def _checksum(tensor: torch.Tensor) -> int:

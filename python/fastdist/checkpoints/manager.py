@@ -7,7 +7,6 @@ import concurrent.futures
 import errno
 import functools
 import re
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -120,7 +119,7 @@ class CheckpointManager:
 
             def write(parts: Mapping[str, PartFiles]) -> None:
                 write_all = functools.partial(
-                    files.write, path, parts, files.Checksums(parts), checkpoint.write_others
+                    files.write, path, parts, files.start_checksums(parts), checkpoint.write_others
                 )
                 if async_op and checkpoint.keeper is None:
                     self._later(lambda: files.delete(self._write(write_all)))
@@ -228,10 +227,9 @@ class CheckpointManager:
     def _finish(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
-            error = writing.exception()
-            if error is not None:
-                _failed.remove(error)
-                raise error
+            concurrent.futures.wait([writing])
+            _started.remove(writing)
+            writing.result()
 
     def _end(self) -> None:
         self._own_directory()
@@ -282,10 +280,10 @@ class CheckpointManager:
 
     def _later(self, task: Callable[[], None]) -> None:
         """Run a task in a thread; the interpreter waits for the task before it exits."""
-        self._writing = Future()
-        threading.Thread(
-            target=_run, args=[task, self._writing], name="fastdist-checkpoint"
-        ).start()
+        pool = ThreadPoolExecutor(1, "fastdist-checkpoint")
+        self._writing = pool.submit(task)
+        pool.shutdown(wait=False)
+        _started.append(self._writing)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -308,24 +306,15 @@ def number_of(path: Path) -> int:
     return int(match[1])
 
 
-_failed: list[BaseException] = []  # failures of threads that no call has raised yet
-
-
-def _run(task: Callable[[], None], done: Future[None]) -> None:
-    try:
-        task()
-    except BaseException as error:
-        _failed.append(error)
-        done.set_exception(error)
-    else:
-        done.set_result(None)
+_started: list[Future[None]] = []  # tasks of threads whose failures no call has raised yet
 
 
 def _tell_failures() -> None:
     """Report, after the threads have ended, failures that no call has raised."""
-    for error in _failed:
-        traceback.print_exception(error)
-        exit_with(1)
+    for task in _started:
+        if task.done() and (error := task.exception()):  # a forked child has no threads
+            traceback.print_exception(error)
+            exit_with(1)
 
 
 atexit.register(_tell_failures)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Generic, TypeVar
@@ -11,7 +12,7 @@ from fastdist.data.devices import DeviceCopy
 from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Batches, Part, Pipeline
-from fastdist.data.prefetch import Prefetcher
+from fastdist.data.prefetch import read_ahead
 from fastdist.data.repeated import ShuffledEpochs
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
@@ -260,12 +261,10 @@ class DistributedDataset(Generic[B]):
         if not self._prefetch:
             yield from map(self._copy.receive, shipments)
             return
-        ahead = Prefetcher(shipments, self._prefetch)
+        ahead = read_ahead(shipments, self._prefetch)
         del opened, shipments  # only the thread uses them from now on
-        try:
+        with contextlib.closing(ahead):
             yield from map(self._copy.receive, ahead)
-        finally:
-            ahead.close()
 
     def _spare(self) -> Batches | None:
         batches = self.pipeline.spare()

@@ -57,7 +57,7 @@ def save_checkpoint(
         raise TypeError(f"state must be what JSON can hold: {error}") from None
     place = Path(directory).absolute() / _FOLDER
     write_others = partial(write_files, client, things, state=state)
-    files.write(place, {}, files.Checksums({}), write_others)
+    files.write(place, {}, {}, write_others)
 
 
 def write_files(

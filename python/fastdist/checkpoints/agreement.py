@@ -51,11 +51,7 @@ class Ranks:
 
 
 def run_on_all(workers: Communicator | None, work: Callable[[], T]) -> T:
-    """Call `work` on every rank; if it fails on one, all raise. Every rank must call.
-
-    Raises:
-        Exception: the exception of `work` on this rank; on other ranks, one of that class.
-    """
+    """Call `work` on every rank; if it fails on one, all raise an exception of that class."""
     if workers is None:
         return work()
     failure: Exception | None = None
@@ -78,11 +74,7 @@ def run_on_all(workers: Communicator | None, work: Callable[[], T]) -> T:
 
 
 def broadcast_result(workers: Communicator | None, make: Callable[[], T]) -> T:
-    """Call `make` on rank 0, and return its result on every rank. Every rank must call.
-
-    Raises:
-        Exception: the exception of `make`; on other ranks, one of that class.
-    """
+    """Call `make` on rank 0, and return its result, or raise its exception, on every rank."""
     if workers is None:
         return make()
     result = run_on_all(workers, lambda: make() if workers.rank == 0 else None)

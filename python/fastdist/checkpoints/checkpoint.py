@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,9 +211,7 @@ class Checkpoint:
     ) -> None:
         """Load the parts that `read_parts` returns on rank 0, on every rank.
 
-        Args:
-            path: the checkpoint, for the keeper of parts.
-            with_random: restore the state of torch's random generators too.
+        The keeper of parts reads the path. `with_random` restores torch's random generators too.
         """
         if state.replica is not None:
             raise RuntimeError(
@@ -271,28 +270,22 @@ def _share(
     """Return the states and class names of the parts that rank 0 reads, on every rank."""
     taken: dict[str, PartFiles] = {}
 
-    def outline() -> dict[str, Any]:
+    def outline() -> dict[str, PartFiles]:
         taken.update(read_parts())
         return {
-            name: (
-                part.encoded,
-                {n: (t.shape, t.dtype) for n, t in part.tensors.items()},
-                part.class_name,
-            )
+            name: replace(part, tensors={n: t.to("meta") for n, t in part.tensors.items()})
             for name, part in taken.items()
         }
 
     shared = {}
-    for name, (encoded, described, class_name) in broadcast_result(workers, outline).items():
-        part = taken.get(name)
-        tensors = (
-            dict(part.tensors)
-            if part is not None
-            else {n: torch.empty(shape, dtype=dtype) for n, (shape, dtype) in described.items()}
-        )
+    for name, part in broadcast_result(workers, outline).items():
+        if name in taken:
+            tensors = dict(taken[name].tensors)
+        else:
+            tensors = {n: torch.empty(t.shape, dtype=t.dtype) for n, t in part.tensors.items()}
         if workers is not None and tensors:
             workers.broadcast([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
-        shared[name] = decode(encoded, tensors), class_name
+        shared[name] = decode(part.encoded, tensors), part.class_name
     return shared
 
 

@@ -25,9 +25,7 @@ _RESERVED = "__metadata__"  # safetensors' name for its metadata
 class Encoder:
     """Turns one state into JSON, and collects its tensors.
 
-    Attributes:
-        tensors: the state's tensors by name. Names are the path in the state, joined by dots; a
-            flat state_dict keeps its names.
+    Their names are the path in the state, joined by dots; a flat state_dict keeps its names.
     """
 
     def __init__(self) -> None:

@@ -172,11 +172,8 @@ class Index:
 def read_index(path: Path) -> Index:
     """Read the JSON file of a checkpoint.
 
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        DamagedCheckpointError: the file is missing or damaged.
-        ValueError: a newer release of fastdist has written the checkpoint.
-        OSError: the file cannot be read now.
+    Raises DamagedCheckpointError if it is missing or damaged, another ValueError if a newer release
+    of fastdist has written it, an OSError if there is none or it cannot be read now.
     """
     file = path / INDEX
     if not path.exists():

@@ -63,11 +63,7 @@ def _wait(directory: Path, timeout_s: float | None) -> Iterator[Path]:
 def next_checkpoint(
     directory: Path, last: int, since: float, timeout_s: float | None
 ) -> tuple[Path | None, bool]:
-    """Return the first checkpoint after number `last`, and True if there will be none.
-
-    Args:
-        since: `time.monotonic()` when the wait began, which may take `timeout_s`.
-    """
+    """Return the first checkpoint after number `last`, and True if there will be none."""
     is_over = has_ended(directory)  # before listing, so that the last checkpoint is listed
     newer = (path for path in list_checkpoints(directory) if number_of(path) > last)
     path = next(newer, None)

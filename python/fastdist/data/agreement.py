@@ -44,11 +44,7 @@ class SameData:
     def __call__(
         self, parts: Iterator[Part], spare: Callable[[], Batches | None]
     ) -> Iterator[Part]:
-        """Yield the parts unchanged.
-
-        Raises:
-            ValueError: the workers' batches differ; raised on all workers.
-        """
+        """Yield the parts unchanged; raise ValueError on all workers if their batches differ."""
         step = 0
         while True:
             part = self._exchange.attempt(lambda: next(parts, None))
@@ -85,12 +81,8 @@ class OwnData:
     ) -> Iterator[Part]:
         """Yield the parts, then batches of size zero until all workers have finished.
 
-        The `examples` of these parts count the examples of all replicas.
-
-        Args:
-            parts: the parts of this worker.
-            spare: a function that makes batches of size zero for a worker without parts; it returns
-                None if the source has no example to copy the shapes from.
+        The `examples` of these parts count the examples of all replicas. `spare` makes batches of
+        size zero; None if the source has no example to copy the shapes from.
         """
         exchange = self._exchange
         empty: Batches | None = None

@@ -39,10 +39,7 @@ def join(
 ) -> Any:
     """Join one batch per local replica into one structure of per-replica values.
 
-    Args:
-        sizes: the number of examples in each of these batches.
-        examples: the number of examples of each replica of the job.
-        origin: where the batches come from.
+    The sizes are those of these batches, the examples those of each replica of the job.
     """
 
     def joined(*values: Any) -> PerReplica[Any]:

@@ -15,13 +15,10 @@ from fastdist.replicas.per_replica import Origin, leaves, map_structure
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shipment:
-    """A part whose batches are on the devices once the events have completed.
-
-    Attributes:
-        arrivals: per CUDA device, the event after the last copy to it.
-    """
+    """A part whose batches are on the devices once the events have completed."""
 
     part: Part
+    # Per CUDA device, the event after the last copy to it.
     arrivals: tuple[tuple[torch.device, torch.cuda.Event], ...] = ()
 
 
@@ -29,10 +26,8 @@ class DeviceCopy:
     """Copies the batch of each local replica to its device.
 
     Copies to CUDA devices use pinned memory and a separate stream, so that they overlap with
-    computation; `receive` makes the current streams wait for the copy, not the host.
-
-    Attributes:
-        to_cpu_only: True if all replicas compute on the CPU, so that copying ahead saves nothing.
+    computation; `receive` makes the current streams wait for the copy, not the host. With
+    `to_cpu_only` copying ahead saves nothing.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

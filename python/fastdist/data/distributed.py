@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from fastdist.data.agreement import Agreement
@@ -13,7 +14,6 @@ from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Batches, Part, Pipeline
 from fastdist.data.prefetch import read_ahead
-from fastdist.data.repeated import ShuffledEpochs
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import state
@@ -24,19 +24,13 @@ B = TypeVar("B")  # a batch
 
 @dataclasses.dataclass(slots=True)
 class _Position:
-    """The progress of an iteration.
-
-    Attributes:
-        begun: True once its iterator exists.
-        saved: True if `state_dict` was called after the last batch.
-        left: True once its iterator was dropped before it ended, as `break` does.
-    """
+    """The progress of an iteration."""
 
     epoch: int
     step: int
-    begun: bool = False
-    saved: bool = False
-    left: bool = False
+    begun: bool = False  # its iterator exists
+    saved: bool = False  # `state_dict` was called after the last batch
+    left: bool = False  # its iterator was dropped before it ended, as `break` does
 
     @property
     def is_over(self) -> bool:
@@ -45,6 +39,35 @@ class _Position:
 
 
 _END = object()  # in place of a batch
+
+
+class ShuffledEpochs:
+    """The epochs of a shuffled dataset.
+
+    Warns if it is made anew for every epoch, so that all epochs have the order of the first.
+    """
+
+    def __init__(
+        self, finished: dict[tuple[Hashable, ...], int], key: tuple[Hashable, ...]
+    ) -> None:
+        self._finished = finished  # epochs of the dataset used last, by data and arguments
+        self._key = key
+
+    def begin(self) -> None:
+        """Begin the first epoch; warn if the dataset before has ended after one epoch."""
+        if self._finished.get(self._key) == 1:
+            warnings.warn(
+                "a dataset of distribute_dataset(shuffle=True) was made again with the same data "
+                "and seed, after one epoch: this epoch has the order of the one before. Make the "
+                "dataset once, before the loop over epochs, of which each then has an order of its "
+                "own, or give seed=epoch",
+                stacklevel=4,  # the line that iterates
+            )
+        self._finished[self._key] = 0
+
+    def end(self) -> None:
+        """Count an epoch that has ended."""
+        self._finished[self._key] = self._finished.get(self._key, 0) + 1
 
 
 class DistributedDataset(Generic[B]):
@@ -56,19 +79,6 @@ class DistributedDataset(Generic[B]):
     steps; a replica without examples gets a batch of size zero.
 
     Made by `distribute_dataset` and `distribute_datasets_from_function`. Every worker must iterate.
-
-    Args:
-        pipeline: this worker's input.
-        layout: the replicas and workers of the job.
-        agreement: the agreement by which all workers take the same number of steps.
-        prefetch: steps to read ahead in a thread; 0: no thread.
-        identity: settings that must be equal for a saved position to select the same examples.
-        rebuild: a function that makes the dataset for another layout; None if users' code made it.
-
-    Attributes:
-        settings: names and values of the identity.
-        pipeline: the `pipeline` argument.
-        epochs: told of the beginning of an epoch that is the first, and of the end of each.
 
     Examples:
         >>> import fastdist as fd, torch
@@ -88,8 +98,8 @@ class DistributedDataset(Generic[B]):
         identity: Mapping[str, Any],
         rebuild: Callable[[InputLayout], DistributedDataset[B]] | None = None,
     ) -> None:
-        self.epochs: ShuffledEpochs | None = None
-        self._rebuild = rebuild
+        self.epochs: ShuffledEpochs | None = None  # told of the first's beginning and each end
+        self._rebuild = rebuild  # for another layout; None if users' code made the dataset
         self.pipeline = pipeline
         self._copy: Any = DeviceCopy(layout.devices)
         if layout.make_copy is not None:
@@ -99,6 +109,7 @@ class DistributedDataset(Generic[B]):
         self._prefetch = prefetch
         # Copying rows takes less time than a handover from another thread.
         self._at_once = pipeline.reads_cpu_memory and self._copy.to_cpu_only
+        # Must be equal for a saved position to select the same examples.
         self._identity = dict(identity)
         self.settings = tuple(self._identity.items())
         self._code = fingerprint(self.settings)

@@ -15,28 +15,18 @@ class InputLayout:
 
     Strategies make it. A worker is a process with one input pipeline. Replicas are numbered worker
     by worker.
-
-    Attributes:
-        num_replicas: replicas of the whole job.
-        local_replicas: ids of this worker's replicas, consecutive.
-        num_workers: processes of the job.
-        worker: id of this process.
-        devices: devices of the local replicas, in the order of local_replicas.
-        all_gather_ints: a collective that gathers the ints of every worker, in the order of worker
-            ids. All workers call it, with the same number of ints. It is called only if the number
-            of steps is unknown or the workers' data may differ, always from the thread that
-            iterates, and never in a job of one worker.
-        make_copy: a function that makes, in place of a `DeviceCopy`, an object with its methods for
-            one dataset; its argument is True if all replicas have the same number of examples in
-            all batches.
     """
 
-    num_replicas: int
-    local_replicas: tuple[int, ...]
+    num_replicas: int  # of the whole job
+    local_replicas: tuple[int, ...]  # ids of this worker's replicas, consecutive
     num_workers: int
-    worker: int
-    devices: tuple[torch.device, ...]
+    worker: int  # id of this process
+    devices: tuple[torch.device, ...]  # of the local replicas
+    # A collective that gathers equally many ints of every worker. It is called only if the number
+    # of steps is unknown or the workers' data may differ, and only from the thread that iterates.
     all_gather_ints: Callable[[Sequence[int]], list[list[int]]]
+    # Makes an object with the methods of a `DeviceCopy` for one dataset, in its place; the argument
+    # is True if all replicas have the same number of examples in all batches.
     make_copy: Callable[[bool], Any] | None = None
 
 

@@ -14,17 +14,11 @@ from fastdist.data.drawing import epoch_seed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """The settings of all epochs.
+    """The settings of all epochs."""
 
-    Attributes:
-        seed: ints that, with the epoch, seed the random streams.
-        num_workers: loader processes; 0: none.
-        further: other arguments of the DataLoader.
-    """
-
-    seed: tuple[int, ...]
-    num_workers: int
-    further: dict[str, Any]
+    seed: tuple[int, ...]  # of the random streams, with the epoch
+    num_workers: int  # loader processes
+    further: dict[str, Any]  # other arguments of the DataLoader
 
 
 def load(dataset: Any, options: LoaderOptions, epoch: int, **batching: Any) -> Iterator[Any]:

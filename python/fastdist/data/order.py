@@ -19,17 +19,12 @@ class RangeOrder:
     """All indices of range(length) once per epoch, ascending or in a seeded random order.
 
     The order depends on seed and epoch only, so it is the same for all numbers of workers.
-
-    Attributes:
-        batch_size: examples per batch; the last batch may have fewer.
-        drop_remainder: True to leave out a last batch with fewer examples.
-        seed: ints that, with the epoch, seed the permutation; None: ascending.
     """
 
     length: int
     batch_size: int
-    drop_remainder: bool
-    seed: tuple[int, ...] | None
+    drop_remainder: bool  # leave out a last batch with fewer examples
+    seed: tuple[int, ...] | None  # of the permutation, with the epoch; None: ascending
 
     @property
     def steps(self) -> int:
@@ -63,16 +58,11 @@ class SampledOrder:
     Every worker iterates over the batch sampler, which must give the same batches on all workers.
     To resume an epoch, it must repeat the batches of that epoch; a sampler that draws from torch's
     default generator does, because it gets a stream of its own in each epoch.
-
-    Attributes:
-        batch_sampler: an iterable of batches of indices.
-        sampler: its `set_epoch`, if it has this method, is called at the start of each epoch.
-        seed: ints that, with the epoch, seed the stream.
     """
 
     batch_sampler: Iterable[Sequence[Any]]
-    sampler: Any
-    seed: tuple[int, ...]
+    sampler: Any  # its `set_epoch`, if it has this method, is called at the start of each epoch
+    seed: tuple[int, ...]  # of the stream, with the epoch
 
     equal_size = None  # unknown
 

@@ -41,21 +41,13 @@ _SAMPLED_ROWS = 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """One worker's share of one step.
+    """One worker's share of one step."""
 
-    Attributes:
-        batches: one per local replica; a replica without examples has a batch of size zero.
-        sizes: examples of each local replica.
-        examples: examples of each replica among which the batch was divided.
-        token: equal on all workers that cut the same global batch.
-        data: the `data` of `Origin`.
-    """
-
-    batches: Batches
-    sizes: tuple[int, ...]
-    examples: tuple[int, ...]
-    token: int = 0
-    data: int = 0
+    batches: Batches  # a replica without examples has a batch of size zero
+    sizes: tuple[int, ...]  # examples of each local replica
+    examples: tuple[int, ...]  # of each replica among which the batch was divided
+    token: int = 0  # equal on all workers that cut the same global batch
+    data: int = 0  # the `data` of `Origin`
 
 
 class ArrayPipeline:
@@ -178,29 +170,17 @@ class StreamPipeline:
     """Reads a stream of examples to the end, batch by batch, and keeps the local replicas' part.
 
     Resuming reads the consumed examples again and drops them.
-
-    Attributes:
-        stream: the examples; may divide them among loader processes by `get_worker_info`.
-        batch_size: examples per batch, before it is cut; None: the items are batches.
-        drop_remainder: True to leave out a last batch with fewer examples.
-        cut: a function that cuts a batch for the local replicas.
-        collate: a function that makes a batch from a list of examples.
-        options: options of the DataLoader.
-        length: the number of examples of the stream; None if unknown.
-        peek: a function that returns a list with one example of the source, or an empty list; used
-            for the shapes of a batch of size zero.
-        refuses_batches: True to raise an error if an item looks like a batch.
     """
 
-    stream: IterableDataset[Any]
-    batch_size: int | None
+    stream: IterableDataset[Any]  # may divide itself among loader processes by `get_worker_info`
+    batch_size: int | None  # before it is cut; None: the items are batches
     drop_remainder: bool
     cut: Cutter
     collate: Collate
     options: LoaderOptions
-    length: int | None
-    peek: Callable[[], list[Any]]
-    refuses_batches: bool = False
+    length: int | None  # examples of the stream; None if unknown
+    peek: Callable[[], list[Any]]  # returns one example, for the shapes of a batch of size zero
+    refuses_batches: bool = False  # raise an error if an item looks like a batch
 
     reads_cpu_memory = False
 
@@ -252,18 +232,12 @@ class StreamPipeline:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FunctionPipeline:
-    """Deals the per-replica batches of an iterable to the local replicas, in order.
-
-    Attributes:
-        batches: per-replica batches, iterated anew in every epoch.
-        length: the number of batches; None if unknown.
-        seed: ints that, with the epoch, seed what the iterable draws.
-    """
+    """Deals the per-replica batches of an iterable to the local replicas, in order."""
 
     batches: IterableStream
-    length: int | None
+    length: int | None  # the number of batches; None if unknown
     replicas: int
-    seed: tuple[int, ...]
+    seed: tuple[int, ...]  # of what the iterable draws, with the epoch
 
     reads_cpu_memory = False
     equal_size = None  # unknown
@@ -300,23 +274,15 @@ Pipeline = ArrayPipeline | ExamplePipeline | StreamPipeline | FunctionPipeline
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """The indices to load for one step.
-
-    Attributes:
-        first: the global batch's first index: for the shapes if there are no indices, or to be
-            compared.
-        compared: a hash of what workers compare besides the first example; None: nothing.
-        position: the position of the global batch in the epoch.
-        seed: the epoch's seed.
-    """
+    """The indices to load for one step."""
 
     cut: Cut
     indices: tuple[Any, ...]
-    first: Any
-    compared: int | None
+    first: Any  # of the global batch: for the shapes if there are no indices, or to be compared
+    compared: int | None  # a hash of what workers compare besides the first example; None: nothing
     token: int
-    position: int
-    seed: int
+    position: int  # of the global batch in the epoch
+    seed: int  # of the epoch
 
 
 class _PartDataset(Dataset[Part]):
@@ -340,10 +306,7 @@ class _PartDataset(Dataset[Part]):
     def _hash_of_first(self, known: Any, plan: _Plan, begin: Callable[[int], None]) -> int:
         """Hash the global batch's first example; -1 if it cannot be had, or differs each time.
 
-        Args:
-            known: the example if it is this worker's, else None.
-            plan: the plan of the part.
-            begin: the function that begins an example's random stream.
+        `known` is the example if it is this worker's, else None.
         """
 
         def load() -> Any:

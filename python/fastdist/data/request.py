@@ -37,21 +37,10 @@ class DatasetOptions(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of `distribute_dataset`, merged with the arguments of a DataLoader.
+    """The arguments of `distribute_dataset`, merged with the arguments of a DataLoader."""
 
-    Attributes:
-        source: the source; after `checked`, never a DataLoader.
-        global_batch_size: None only if the user supplied a batch sampler, or a stream of batches.
-        collate_fn: None for the default.
-        sampler: indices in the user's order.
-        batch_sampler: global batches of indices in the user's order.
-        makes_batches: True if the items of the source are global batches, not examples.
-        refuses_batches: True if such items are a mistake.
-        loading: further arguments for the DataLoader that loads the examples.
-    """
-
-    source: Any
-    global_batch_size: int | None
+    source: Any  # after `checked`, never a DataLoader
+    global_batch_size: int | None  # None only with a batch sampler, or a stream of batches
     shuffle: bool
     seed: int
     drop_remainder: bool
@@ -59,11 +48,11 @@ class Request:
     collate_fn: Collate | None
     num_workers: int
     prefetch: int
-    sampler: Iterable[Any] | None = None
-    batch_sampler: Iterable[Sequence[Any]] | None = None
-    makes_batches: bool = False
-    refuses_batches: bool = False
-    loading: dict[str, Any] = dataclasses.field(default_factory=dict)
+    sampler: Iterable[Any] | None = None  # indices in the user's order
+    batch_sampler: Iterable[Sequence[Any]] | None = None  # global batches of such indices
+    makes_batches: bool = False  # the items of the source are global batches, not examples
+    refuses_batches: bool = False  # such items are a mistake
+    loading: dict[str, Any] = dataclasses.field(default_factory=dict)  # for the DataLoader
 
 
 def checked(request: Request) -> Request:

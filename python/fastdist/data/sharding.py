@@ -37,18 +37,12 @@ class AutoShardPolicy(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cut:
-    """One worker's part of a batch.
+    """One worker's part of a batch."""
 
-    Attributes:
-        start, stop: the worker's examples, as positions in the batch.
-        sizes: examples of each local replica; they add up to stop - start.
-        examples: examples of each replica among which the batch was divided.
-    """
-
-    start: int
+    start: int  # the worker's examples, as positions in the batch
     stop: int
-    sizes: tuple[int, ...]
-    examples: tuple[int, ...]
+    sizes: tuple[int, ...]  # of each local replica; they add up to stop - start
+    examples: tuple[int, ...]  # of each replica among which the batch was divided
 
     @property
     def is_shared(self) -> bool:
@@ -88,10 +82,7 @@ def split_sizes(count: int, parts: int) -> tuple[int, ...]:
 def resolve_policy(
     policy: AutoShardPolicy, num_files: int | None, num_workers: int
 ) -> AutoShardPolicy:
-    """Replace AUTO by FILE or DATA, and check FILE.
-
-    `num_files` is None if the source is not `Files`.
-    """
+    """Replace AUTO by FILE or DATA, and check FILE; only `Files` have a number of files."""
     if policy is AutoShardPolicy.AUTO:
         enough = num_files is not None and num_files >= num_workers
         return AutoShardPolicy.FILE if enough else AutoShardPolicy.DATA

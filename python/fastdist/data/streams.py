@@ -72,11 +72,7 @@ class FileStream(IterableDataset[Any]):
 
 
 class IterableStream(IterableDataset[Any]):
-    """Any iterable, read from its beginning in every epoch; an iterator lasts for one epoch.
-
-    Args:
-        items: examples, or batches.
-    """
+    """Any iterable, read from its beginning in every epoch; an iterator lasts for one epoch."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self._items = items

@@ -9,9 +9,8 @@ from fastdist.strategies.default import (
     get_strategy,
     has_strategy,
 )
-from fastdist.strategies.mirrored import MirroredStrategy
-from fastdist.strategies.multi_worker import MultiWorkerMirroredStrategy
-from fastdist.training.options import CommunicationOptions
+from fastdist.strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
+from fastdist.training.communicators import CommunicationOptions
 
 __all__ = [
     "CentralStorageStrategy",

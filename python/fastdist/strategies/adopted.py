@@ -26,7 +26,7 @@ from fastdist.replicas.random_streams import CommonStream
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
-from fastdist.training.communicators import ReplicaCommunicators
+from fastdist.training.communicators import CommunicationOptions, ReplicaCommunicators
 from fastdist.training.contributions import Accumulation, ReducedParameter
 from fastdist.training.digests import StepDigests
 from fastdist.training.first_runs import FirstRuns
@@ -45,10 +45,8 @@ from fastdist.training.modules import (
     when_initialized,
 )
 from fastdist.training.optimizer_steps import OptimizerSteps
-from fastdist.training.options import CommunicationOptions
-from fastdist.training.outside import OutsideParameters
+from fastdist.training.outside import OutsideParameters, watch_parts
 from fastdist.training.parameter_sample import ParameterSample
-from fastdist.training.parts import watch_parts
 from fastdist.training.sharded import ShardedStep, require_own_groups
 from fastdist.training.unreduced import UnreducedRuns
 
@@ -57,23 +55,15 @@ _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of sever
 
 @dataclass(slots=True, eq=False)
 class _Model:
-    """A root module, as it was when the replicas last compared it.
+    """A root module, as it was when the replicas last compared it."""
 
-    Attributes:
-        number: the model's number in this strategy; the same on all replicas.
-        root: a weak reference to the module.
-        buffered: its modules with buffers.
-        parameters: its parameters; those that it shares with another model have the same place.
-        tensors: its parameters and buffers, by id.
-        structure: the result of `structure_of`.
-    """
-
-    number: int
+    number: int  # in this strategy; the same on all replicas
     root: weakref.ref[nn.Module]
     buffered: list[BufferedModule] = field(default_factory=list)
+    # Those that it shares with another model have the same place.
     parameters: list[ReducedParameter] = field(default_factory=list)
-    tensors: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    structure: list[object] = field(default_factory=list)
+    tensors: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)  # by id
+    structure: list[object] = field(default_factory=list)  # the result of `structure_of`
 
     @property
     def is_alive(self) -> bool:
@@ -86,12 +76,8 @@ class _Model:
 class AdoptedModules:
     """The modules and optimizers made in the scope of a strategy, or passed to `mirror`.
 
-    Args:
-        central: the owner of the only copy of all parameters; None if every replica has a copy.
-        reconnect: a function that makes the communicators again where a run has failed.
-
-    Attributes:
-        sync: the object that reduces the gradients; None if the job has one replica.
+    `central` owns the only copy of all parameters; None if every replica has a copy. `reconnect`
+    makes the communicators again where a run has failed.
     """
 
     def __init__(
@@ -100,13 +86,13 @@ class AdoptedModules:
         replica_id: int,
         replicas: int,
         options: CommunicationOptions,
-        central: CentralParameters | None = None,
-        reconnect: Callable[[], None] | None = None,
+        central: CentralParameters | None,
+        reconnect: Callable[[], None],
     ) -> None:
-        self._reconnect = None if reconnect is None else weakref.WeakMethod(reconnect)
+        self._reconnect = weakref.WeakMethod(reconnect)
         self.local_replica_ids: tuple[int, ...] = (replica_id,)
         self.num_replicas_in_sync = replicas
-        self.sync: GradientSync | None = None
+        self.sync: GradientSync | None = None  # None in a job of one replica
         self._communicators: ReplicaCommunicators | None = None
         self._device = device
         self._options = options
@@ -120,14 +106,12 @@ class AdoptedModules:
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_order: list[weakref.ref[torch.optim.Optimizer]] = []
         self._steps = OptimizerSteps(options.gradient_reduction)
+        self._record = self._steps.record
         self._first_runs = FirstRuns(sums=options.gradient_reduction == "sum")
         self._outside = OutsideParameters(self.has)
         self._unreduced: UnreducedRuns | None = None
-        found = recording()
-        self._digests = (
-            None if found is None else StepDigests(found, central is None, options.shard_optimizer)
-        )
-        self._steps.record.digests = self._digests
+        if (found := recording()) is not None:
+            self._record.digests = StepDigests(found, central is None, options.shard_optimizer)
         if replicas > 1:
             self._steps.begin(has_one_copy=central is not None)
 
@@ -171,7 +155,7 @@ class AdoptedModules:
         self._steps.prepare(optimizer)
         if self._unreduced is not None and state.replica is not None:
             self._unreduced.require_reduced()
-            self._steps.record.note_step()
+            self._record.note_step()
 
     def _release(self) -> None:
         """Forget the models that no replica has any more. Every replica must call."""
@@ -186,8 +170,7 @@ class AdoptedModules:
     def _require_free(self, roots: Sequence[nn.Module]) -> None:
         if self.num_replicas_in_sync == 1:
             return
-        _refuse_sync_batch_norm(roots)
-        _refuse_max_norm(roots)
+        _refuse_layers(roots)
         if self._taken(roots) is not None:
             gc.collect()  # collects unreferenced strategies
         if (name := self._taken(roots)) is not None:
@@ -217,16 +200,9 @@ class AdoptedModules:
         workers = self.connect()
         if workers is not None:
             require_same_structure(workers, named)
-            if self._central is None:
-                broadcast_state(workers, new)
-            else:
-                modules = [module for root in roots for module in inner_modules(root)]
-                state = {id(t) for module in modules for t in state_of(module).values()}
-                parameters = [t for t in new if isinstance(t, nn.Parameter) and id(t) not in state]
-                central = set(map(id, parameters))
-                buffers = [tensor for tensor in new if id(tensor) not in central]
-                broadcast_state(workers, buffers)
-                self._central.take_parameters(workers, parameters)
+            modules = [module for root in roots for module in inner_modules(root)]
+            state = {id(t) for module in modules for t in state_of(module).values()}
+            self._take_values(workers, new, state)
             require_same_settings(workers, roots)
         for model in models:
             root = model.root()
@@ -254,7 +230,7 @@ class AdoptedModules:
     def use(self, communicators: ReplicaCommunicators | None) -> None:
         """Reduce gradients through these communicators from now on."""
         self._communicators = communicators
-        self._steps.record.clear()
+        self._record.clear()
         if self.sync is not None:
             self.sync.close()
             self.sync = self._unreduced = self._steps.unreduced = None
@@ -262,41 +238,33 @@ class AdoptedModules:
             list(self._buffered()), self._buffer_places, self._buffers.examples
         )
         if communicators is not None:
+            reduced, record = list(self._reduced()), self._record
             is_one_machine = not communicators.replicas.engine.machines
-            self._steps.record.is_exact = is_one_machine and self._device.type == "cpu"
-            self._steps.record.sample = self._sample()
+            record.is_exact = is_one_machine and self._device.type == "cpu"
+            if self._central is None:
+                with_states = [] if self._options.shard_optimizer else self._in_order
+                record.sample = ParameterSample(reduced, with_states)
             if self._device.type == "cuda":
                 communicators = replace(communicators, overlaps=True)
             self.sync = GradientSync(
                 communicators,
                 self._options,
-                list(self._reduced()),
+                reduced,
                 self._places,
                 self._adopted > 1,
                 self._accumulation,
                 self._buffers,
-                self._steps.record,
+                record,
                 self._first_runs,
             )
-            self._unreduced = UnreducedRuns(
-                list(self._reduced()),
-                communicators.replicas,
-                self._steps.record,
-            )
+            self._unreduced = UnreducedRuns(reduced, communicators.replicas, record)
             if self._options.shard_optimizer:
                 self._steps.unreduced = self._unreduced
-            if self._digests is not None:
-                exact = self._steps.record.is_exact
-                self._digests.watch(list(self._reduced()), communicators.replicas, exact)
+            if record.digests is not None:
+                record.digests.watch(reduced, communicators.replicas, record.is_exact)
         refs = (reduced.ref for model in self._models for reduced in model.parameters)
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]
         self._steps.watch(self._optimizers, parameters, self.sync)
-
-    def _sample(self) -> ParameterSample | None:
-        if self._central is not None:
-            return None
-        with_states = [] if self._options.shard_optimizer else self._in_order
-        return ParameterSample(list(self._reduced()), with_states)
 
     def move(self, replica_id: int, replicas: int) -> None:
         """Belong to another number of replicas from now on; what is under way is dropped."""
@@ -354,8 +322,7 @@ class AdoptedModules:
 
         Every replica must call.
         """
-        reconnect = None if self._reconnect is None else self._reconnect()
-        if reconnect is not None:
+        if (reconnect := self._reconnect()) is not None:
             reconnect()
         return None if self._communicators is None else self._communicators.replicas
 
@@ -374,11 +341,7 @@ class AdoptedModules:
 
     @contextlib.contextmanager
     def run(
-        self,
-        fn: Callable[..., Any],
-        given: Any,
-        batch: PerReplica[Any] | None,
-        seed: int,
+        self, fn: Callable[..., Any], given: Any, batch: PerReplica[Any] | None, seed: int
     ) -> Iterator[None]:
         """Return a context manager around the user's function."""
         self._outside.watch(fn, given)
@@ -397,20 +360,20 @@ class AdoptedModules:
         if self._central is not None and workers is not None:
             self._central.require_unchanged()
             workers.barrier()  # no replica writes while another one computes
-        if self._digests is not None:
-            self._digests.end_run(self.connect(), [ref() for ref in self._in_order])
+        if self._record.digests is not None:
+            self._record.digests.end_run(self.connect(), [ref() for ref in self._in_order])
         self._first_runs.report(replica == 0)
         self._buffers.report(replica == 0)
 
     def note_step(self) -> None:
         """Note that an optimizer which is not torch's is about to step."""
-        if self._digests is not None:
-            self._digests.note_step()
+        if self._record.digests is not None:
+            self._record.digests.note_step()
 
     def compare_data(self, workers: Communicator | None) -> None:
         """Compare the data of a run without backward. Every replica must call."""
         if workers is not None:
-            self._steps.record.compare_data(workers)
+            self._record.compare_data(workers)
 
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""
@@ -462,17 +425,24 @@ class AdoptedModules:
         require_in_sync(self.connect(), [named])
 
     def _share_lazy(self, module: nn.Module) -> None:
-        """Broadcast replica 0's values of the parameters that a lazy module has made."""
-        parameters = list(module.parameters(recurse=False))
-        buffers = list(module.buffers(recurse=False))
-        workers = self.connect()
-        if workers is not None and self._central is None:
-            broadcast_state(workers, [*parameters, *buffers])
-        elif workers is not None and self._central is not None:
-            broadcast_state(workers, buffers)
-            self._central.take_parameters(workers, parameters)
+        """Take replica 0's values of the tensors that a lazy module has made."""
+        if (workers := self.connect()) is not None:
+            own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            self._take_values(workers, own)
         if self.sync is not None:
             self.sync.watch()
+
+    def _take_values(
+        self, workers: Communicator, tensors: Sequence[torch.Tensor], state: Collection[int] = ()
+    ) -> None:
+        """Take rank 0's values; of parameters, but those with ids in `state`, the only copy."""
+        if self._central is None:
+            broadcast_state(workers, tensors)
+            return
+        central = [t for t in tensors if isinstance(t, nn.Parameter) and id(t) not in state]
+        ids = set(map(id, central))
+        broadcast_state(workers, [tensor for tensor in tensors if id(tensor) not in ids])
+        self._central.take_parameters(workers, central)
 
 
 def _weakly(connect: Callable[[], Communicator | None]) -> Callable[[], Communicator | None]:
@@ -491,26 +461,22 @@ def _weakly(connect: Callable[[], Communicator | None]) -> Callable[[], Communic
     return call
 
 
-def _refuse_max_norm(roots: Sequence[nn.Module]) -> None:
-    for root in roots:
-        for name, module in root.named_modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-                raise UnsupportedError(
-                    f"{name or type(root).__name__} is an {type(module).__name__} with max_norm, "
-                    "whose forward changes the rows of this replica's examples, so that replicas "
-                    "drift apart: leave max_norm out, and renormalize the weight after each step, "
-                    "as by torch.renorm in torch.no_grad()"
-                )
-
-
-def _refuse_sync_batch_norm(roots: Sequence[nn.Module]) -> None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return
-    for root in roots:
-        for name, module in root.named_modules():
-            if isinstance(module, nn.SyncBatchNorm):
-                raise UnsupportedError(
-                    f"{name or type(root).__name__} is torch's SyncBatchNorm, which knows torch's "
-                    "process groups alone and would normalize each replica's part by itself: use "
-                    "fd.nn.SyncBatchNorm, or model = fd.nn.SyncBatchNorm.convert(model)"
-                )
+def _refuse_layers(roots: Sequence[nn.Module]) -> None:
+    """Refuse layers that would make replicas drift apart."""
+    has_groups = torch.distributed.is_available() and torch.distributed.is_initialized()
+    named = ((root, *each) for root in roots for each in root.named_modules())
+    for root, name, module in named:
+        place = name or type(root).__name__
+        if isinstance(module, nn.SyncBatchNorm) and not has_groups:
+            raise UnsupportedError(
+                f"{place} is torch's SyncBatchNorm, which knows torch's process groups alone and "
+                "would normalize each replica's part by itself: use fd.nn.SyncBatchNorm, or "
+                "model = fd.nn.SyncBatchNorm.convert(model)"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise UnsupportedError(
+                f"{place} is an {type(module).__name__} with max_norm, whose forward changes the "
+                "rows of this replica's examples, so that replicas drift apart: leave max_norm "
+                "out, and renormalize the weight after each step, as by torch.renorm in "
+                "torch.no_grad()"
+            )

@@ -18,9 +18,9 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import refuse_keywords, unknown_name, unknown_op
 from fastdist.data import AutoShardPolicy, DistributedDataset, InputContext
 from fastdist.data.distribute import build, build_from_function
+from fastdist.data.distributed import ShuffledEpochs
 from fastdist.data.input_context import InputLayout
 from fastdist.data.pipelines import ArrayPipeline
-from fastdist.data.repeated import ShuffledEpochs
 from fastdist.data.request import DatasetOptions, Request, checked
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
@@ -130,12 +130,6 @@ class Strategy(ABC):
         Raises:
             RuntimeError: ("Mixing") another strategy's scope is open.
             FastdistError: the modules differ between workers.
-
-        Examples:
-            >>> import fastdist as fd, torch
-            >>> strategy = fd.OneDeviceStrategy("cpu")
-            >>> with strategy.scope():
-            ...     model = torch.nn.Linear(2, 1)
         """
         return Scope(self)
 
@@ -431,20 +425,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def _run(
-        self,
-        fn: Callable[..., Any],
-        given: Any,
-        batch: PerReplica[Any] | None,
-        weight: Weight,
+        self, fn: Callable[..., Any], given: Any, batch: PerReplica[Any] | None, weight: Weight
     ) -> Any:
-        """Implement `run` after its checks.
-
-        Args:
-            fn: the function of each replica.
-            given: the pair of args and kwargs.
-            batch: a value of the first batch in it.
-            weight: the argument of `run`.
-        """
+        """Implement `run` after its checks; `batch` is a value of the first batch in `given`."""
 
     @abstractmethod
     def _weigh(self, context: ReplicaContext, weight: Weight) -> None:

@@ -30,10 +30,7 @@ _ALIGNMENT_BYTES = 64
 class CentralParameters:
     """The only copy of parameters and optimizer states on a machine.
 
-    Args:
-        device: device of this replica.
-        is_owner: True in replica 0.
-        is_shared: True if all replicas map the same memory.
+    Replica 0 is the owner; `is_shared` is True if all replicas map the same memory.
     """
 
     def __init__(

@@ -9,9 +9,9 @@ import torch
 from fastdist.errors import UnsupportedError
 from fastdist.replicas.devices import every_device, usable_device, usable_devices
 from fastdist.strategies.central import CentralParameters
-from fastdist.strategies.mirrored import replica_of_machine
+from fastdist.strategies.mirrored import join_replicas_of_machine
 from fastdist.strategies.replicated import ReplicatedStrategy
-from fastdist.training.options import CommunicationOptions
+from fastdist.training.communicators import CommunicationOptions
 
 
 class CentralStorageStrategy(ReplicatedStrategy):
@@ -68,7 +68,7 @@ class CentralStorageStrategy(ReplicatedStrategy):
         if parameter_device is None:
             parameter_device = every[0] if len(set(every)) == 1 else "cpu"
         home = usable_device(parameter_device)
-        device, world = replica_of_machine("CentralStorageStrategy", given, options)
+        device, world = join_replicas_of_machine("CentralStorageStrategy", given, options)
         central = CentralParameters(
             home,
             device,

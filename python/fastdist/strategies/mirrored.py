@@ -1,24 +1,26 @@
-"""Replicas on the devices of one machine, each with a copy of every variable."""
+"""Replicas with a copy of every variable each, on one machine or on several workers."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
 
-from fastdist.cluster import detect_launch
+from fastdist.cluster import ClusterResolver, TFConfigClusterResolver, detect_launch
 from fastdist.cluster.launch import Launch
 from fastdist.cluster.replicas import started_replica
 from fastdist.cluster.roster import roster_place
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import refuse_keywords
-from fastdist.collectives.init import init
+from fastdist.collectives.init import coordinator_of_launch, init
 from fastdist.errors import ClusterConfigError
 from fastdist.replicas.devices import every_device, usable_devices, use_own_cores
 from fastdist.replicas.starting import join_replicas
 from fastdist.strategies.replicated import ReplicatedStrategy
-from fastdist.training.options import CommunicationOptions
+from fastdist.training.communicators import CommunicationOptions
 
 
 class MirroredStrategy(ReplicatedStrategy):
@@ -58,17 +60,130 @@ class MirroredStrategy(ReplicatedStrategy):
         refuse_keywords("MirroredStrategy", unknown)
         options = options or CommunicationOptions()
         given = None if devices is None else usable_devices(devices, "devices")
-        device, world = replica_of_machine("MirroredStrategy", given, options)
+        device, world = join_replicas_of_machine("MirroredStrategy", given, options)
         super().__init__(device, world, options=options)
 
 
-def device_in_slot(slot: int, given: Sequence[torch.device] | None) -> torch.device:
-    """Return the device of one of the processes of a launcher on this machine."""
-    chosen = given or every_device()
-    return chosen[slot % len(chosen)]
+class MultiWorkerMirroredStrategy(ReplicatedStrategy):
+    """Trains on all workers' devices at once (tf.distribute.MultiWorkerMirroredStrategy).
+
+    Every worker is a process that runs the same script; all workers must have the same number of
+    devices. A worker with several devices starts its program once more for each additional device,
+    as MirroredStrategy does. Initial values come from the chief. Without a cluster, the job has one
+    worker.
+
+    Args:
+        cluster_resolver: the description of the workers; by default TF_CONFIG, or the environment
+            variables of the launcher (torchrun, `fastdist run`, mpiexec, srun).
+        devices: devices of this worker's replicas. By default every GPU, or one CPU; if a launcher
+            started several processes on this machine, one GPU for each process.
+        options: communication options.
+
+    Raises:
+        ClusterConfigError: the cluster is invalid, this task does not train (it is an evaluator or
+            a parameter server), workers have different numbers of devices, or the program cannot be
+            started again.
+        ValueError: torch cannot use a device.
+
+    Examples:
+        >>> import fastdist as fd
+        >>> strategy = fd.MultiWorkerMirroredStrategy()  # without a cluster: one worker
+        >>> strategy.num_replicas_in_sync, strategy.is_chief
+        (1, True)
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        *,
+        devices: Sequence[str | torch.device] | None = None,
+        options: CommunicationOptions | None = None,
+        **unknown: NoReturn,
+    ) -> None:
+        refuse_keywords("MultiWorkerMirroredStrategy", unknown)
+        if cluster_resolver is None and TFConfigClusterResolver.is_available(os.environ):
+            cluster_resolver = TFConfigClusterResolver()
+        options = options or CommunicationOptions()
+        given = None if devices is None else usable_devices(devices, "devices")
+        name = "MultiWorkerMirroredStrategy"
+        device, world = join_replicas_of_job(name, given, options, cluster_resolver)
+        super().__init__(device, world, options=options)
 
 
-def device_under(
+@dataclass(frozen=True, slots=True)
+class _Replicas:
+    """The replicas of all workers, for `init`."""
+
+    rank: int
+    world_size: int
+    coordinator_address: str
+
+
+def join_replicas_of_machine(
+    strategy: str, given: Sequence[torch.device] | None, options: CommunicationOptions
+) -> tuple[torch.device, Communicator | None]:
+    """Return this process's device and the communicator of all replicas of one machine."""
+    started, launch = started_replica(), detect_launch()
+    if roster_place() is None:
+        if started is not None:
+            given = given or usable_devices(started.devices, "devices")
+        elif launch is not None and launch.local_world_size != launch.world_size:
+            raise ClusterConfigError(
+                f"{strategy} is for one machine; {launch.launcher} started {launch.world_size} "
+                f"processes, {launch.local_world_size} of them on this machine. Use "
+                "MultiWorkerMirroredStrategy"
+            )
+        elif launch is None or launch.world_size == 1:
+            given = given or every_device()
+            if len(given) == 1:
+                return given[0], None
+    return join_replicas_of_job(strategy, given, options, None)
+
+
+def join_replicas_of_job(
+    strategy: str,
+    given: Sequence[torch.device] | None,
+    options: CommunicationOptions,
+    resolver: ClusterResolver | None,
+) -> tuple[torch.device, Communicator]:
+    """Return this process's device and the communicator of all replicas."""
+    timeout_s = options.timeout_s
+    own = given or every_device()
+    if (elastic := roster_place()) is not None:
+        return own[elastic.slot % len(own)], init(elastic=True, timeout=timeout_s)
+    started, launch = started_replica(), detect_launch()
+    worker, workers, coordinator = 0, 1, ""
+    if started is not None:
+        worker, workers, coordinator = started.worker, started.workers, started.coordinator
+    elif resolver is not None:
+        if resolver.rank is None:
+            raise ClusterConfigError(
+                f"{resolver.task_type} {resolver.task_id} takes no part in training; only the "
+                f"chief and workers make a {strategy}, in {resolver.cluster_spec()!r}"
+            )
+        worker, workers = resolver.rank, resolver.world_size
+        coordinator = resolver.coordinator_address if workers > 1 else ""
+    elif launch is not None and launch.world_size > 1:
+        if len(own) == 1 or launch.local_world_size > 1:
+            return _device_under(launch, strategy, given), init(timeout=timeout_s)
+        worker, workers, coordinator = launch.rank, launch.world_size, coordinator_of_launch(launch)
+    place = 0
+    if started is not None or len(own) > 1:
+        place = join_replicas(strategy, own, worker, workers, coordinator).index
+        use_own_cores(len(own))
+    if workers == 1:
+        return own[place], init(timeout=timeout_s)
+    rank, size = worker * len(own) + place, workers * len(own)
+    world = init(cluster=_Replicas(rank, size, coordinator), timeout=timeout_s)
+    if (world.rank, world.world_size) != (rank, size):
+        raise ClusterConfigError(
+            f"an earlier fastdist.init() made this process rank {world.rank} of "
+            f"{world.world_size}; in the cluster it is rank {rank} of {size}"
+        )
+    return own[place], world
+
+
+def _device_under(
     launch: Launch, strategy: str, given: Sequence[torch.device] | None
 ) -> torch.device:
     """Return the device of a process that is one replica, as all of its launcher are."""
@@ -78,31 +193,5 @@ def device_under(
             f"{launch.local_world_size} processes on this machine, each of which is one replica: "
             "give as many devices, or none"
         )
-    return device_in_slot(launch.local_rank, given)
-
-
-def replica_of_machine(
-    strategy: str, given: Sequence[torch.device] | None, options: CommunicationOptions
-) -> tuple[torch.device, Communicator | None]:
-    """Return this process's device and the communicator of all replicas of one machine."""
-    place = roster_place()
-    if place is not None:
-        return device_in_slot(place.slot, given), init(elastic=True, timeout=options.timeout_s)
-    replica = started_replica()
-    launch = detect_launch()
-    if replica is not None or launch is None or launch.world_size == 1:
-        if replica is not None and given is None:
-            given = usable_devices(replica.devices, "devices")
-        own = given or every_device()
-        if len(own) == 1 and replica is None:
-            return own[0], None
-        joined = join_replicas(strategy, own)
-        use_own_cores(len(own))
-        return own[joined.index], init(timeout=options.timeout_s)
-    if launch.local_world_size != launch.world_size:
-        raise ClusterConfigError(
-            f"{strategy} is for one machine; {launch.launcher} started {launch.world_size} "
-            f"processes, {launch.local_world_size} of them on this machine. Use "
-            "MultiWorkerMirroredStrategy"
-        )
-    return device_under(launch, strategy, given), init(timeout=options.timeout_s)
+    chosen = given or every_device()
+    return chosen[launch.local_rank % len(chosen)]

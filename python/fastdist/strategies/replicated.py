@@ -40,9 +40,12 @@ from fastdist.replicas.variables import Variable
 from fastdist.strategies.adopted import AdoptedModules
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.central import CentralParameters
-from fastdist.training.communicators import ReplicaCommunicators, connect_replicas
+from fastdist.training.communicators import (
+    CommunicationOptions,
+    ReplicaCommunicators,
+    connect_replicas,
+)
 from fastdist.training.metrics import adopt_metrics
-from fastdist.training.options import CommunicationOptions
 
 
 class ReplicatedStrategy(Strategy):
@@ -58,10 +61,6 @@ class ReplicatedStrategy(Strategy):
         options: communication options.
         serve: a method that gets what was made in a scope, after this replica has adopted it.
         refuses_run: the message of `run` in a process that has no replica.
-
-    Attributes:
-        central: the `central` argument.
-        is_elastic: True if the number of replicas can change.
     """
 
     def __init__(
@@ -89,14 +88,7 @@ class ReplicatedStrategy(Strategy):
         self._communicators: ReplicaCommunicators | None = None
         self._is_connected = False
         self.central = central
-        self._members = AdoptedModules(
-            device,
-            rank,
-            self.num_replicas_in_sync,
-            self.options,
-            central,
-            self._connect,
-        )
+        self._members = AdoptedModules(device, rank, replicas, self.options, central, self._connect)
         if replicas > 1 or self.is_elastic:
             _leave_at_exit(self)
         self._is_running = False
@@ -139,13 +131,10 @@ class ReplicatedStrategy(Strategy):
                 scope.adopt()
 
     def _require_first(self, replicas: int, central: CentralParameters | None) -> None:
-        if any(other.is_elastic for other in _connected_strategies):
+        if len(_connected_strategies):
             gc.collect()  # collects unreferenced strategies
-        if (
-            replicas > 1
-            or central is not None
-            or any(other.is_elastic for other in _connected_strategies)
-        ):
+        others = any(other.is_elastic for other in _connected_strategies)
+        if replicas > 1 or central is not None or others:
             raise ClusterConfigError(
                 f"{type(self).__name__}: an elastic job has one strategy, a MirroredStrategy or "
                 "MultiWorkerMirroredStrategy that is made before its ranks meet by regroup"
@@ -157,11 +146,7 @@ class ReplicatedStrategy(Strategy):
         return self._world is not None and not self._is_connected
 
     def broadcast(self, but: Collection[int]) -> None:
-        """Take replica 0's values of all parameters and buffers. Every replica must call.
-
-        Args:
-            but: ids of tensors to leave as they are.
-        """
+        """Take replica 0's values of all tensors but those with these ids. A collective."""
         with self.communicator() as workers:
             if workers is not None:
                 self._members.broadcast(workers, but)
@@ -190,11 +175,7 @@ class ReplicatedStrategy(Strategy):
 
     @final
     def _run(
-        self,
-        fn: Callable[..., Any],
-        given: Any,
-        batch: PerReplica[Any] | None,
-        weight: Weight,
+        self, fn: Callable[..., Any], given: Any, batch: PerReplica[Any] | None, weight: Weight
     ) -> Any:
         if self._refuses_run is not None:
             raise FastdistError(self._refuses_run)

@@ -39,25 +39,16 @@ _OF_MEANS = ("running", "moving", "mean")  # in names of buffers that are means,
 
 @dataclass(slots=True)
 class BufferedModule:
-    """A module with buffers.
+    """A module with buffers."""
 
-    Attributes:
-        place: its number among all modules with buffers that the strategy has had; the same on all
-            replicas.
-        keeps_means: True if all buffers are known to be running means.
-        ref: a weak reference to the module.
-        specs: shape and dtype of each buffer by name; replicas that have released the module
-            contribute zeros of these shapes.
-        seen: the buffers' versions at the last check; None until a `BufferSync` watches the module.
-        is_written: True if forward has written the buffers since they were averaged.
-    """
-
-    place: int
-    keeps_means: bool
+    place: int  # its number among all that the strategy has had; the same on all replicas
+    keeps_means: bool  # all buffers are known to be running means
     ref: weakref.ref[nn.Module]
+    # Of each buffer: replicas that have released the module contribute zeros of these shapes.
     specs: dict[str, tuple[torch.Size, torch.dtype]]
+    # The buffers' versions at the last check; None until a `BufferSync` watches the module.
     seen: list[tuple[weakref.ref[torch.Tensor], int]] | None = None
-    is_written: bool = False
+    is_written: bool = False  # by forward, since the buffers were averaged
 
     @classmethod
     def of(cls, place: int, module: nn.Module) -> BufferedModule:
@@ -79,16 +70,10 @@ class BufferedModule:
 
 
 class BufferSync:
-    """The buffers of one replica's modules.
+    """The buffers of one replica's modules, which are the same list on all replicas.
 
-    Args:
-        modules: the same list on all replicas; a replica may have released some modules.
-        places: the number of places of modules.
-        examples: the initial value of the attribute.
-
-    Attributes:
-        examples: number of examples of each replica in the runs since buffers were averaged; None
-            if all replicas weigh the same.
+    `examples` are those of each replica in the runs since buffers were averaged; None if all
+    replicas weigh the same.
     """
 
     def __init__(
@@ -129,13 +114,10 @@ class BufferSync:
         return 1.0 if self.examples is None else float(self.examples[replica])
 
     def weights(self, replica: int) -> torch.Tensor:
-        """Return the weights of a replica in the mean of each module's buffers.
+        """Return a tensor of shape [2, places], whose sum over replicas is an argument of `send`.
 
-        A replica weighs as much as its examples, or 1; it weighs 0 where it has written nothing.
-
-        Returns:
-            A tensor of shape [2, places]: the weights, and 1 for each module that was written. The
-            caller sums it over replicas and passes the sum to `send`.
+        It has the weight of a replica in the mean of each module's buffers, its examples or 1, and
+        1 for each module that was written; 0 where the replica has written nothing.
         """
         result = torch.zeros(2, self.places)
         self._note_written()
@@ -147,11 +129,7 @@ class BufferSync:
         return result
 
     def send(self, communicator: Communicator, totals: torch.Tensor) -> Work | None:
-        """Start to average the buffers that any replica has written. Every replica must call.
-
-        Args:
-            totals: the sum over replicas of the results of `weights`.
-        """
+        """Start to average the buffers that any replica has written. Every replica must call."""
         total_of, writers_of = totals.tolist()
         seen: dict[int, torch.Tensor] = {}  # by id: modules may share a buffer
         parts: list[torch.Tensor] = []
@@ -265,10 +243,9 @@ def _sample(buffer: torch.Tensor) -> torch.Tensor:
 def _share_counts(
     communicator: Communicator, buffers: Sequence[torch.Tensor], share: float
 ) -> None:
-    """Replace integer buffers by their weighted mean over replicas, rounded.
+    """Replace integer buffers by their mean over replicas, rounded, by each replica's share.
 
-    A replica that has not written the module gets the counts of the replicas that have. Every
-    replica must call, each with its share in the mean.
+    A replica that has not written the module gets the counts of the replicas that have.
     """
     for buffer in buffers:
         if not buffer.is_floating_point() and not buffer.is_complex():

@@ -16,6 +16,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from fastdist.errors import FastdistError
+from fastdist.replicas.per_replica import shares
 
 GradientReduction = Literal["mean", "sum"]
 
@@ -26,56 +27,37 @@ class GradientHook(partial):  # type: ignore[type-arg]
 
 @dataclass(frozen=True, slots=True)
 class ReducedParameter:
-    """A parameter whose gradient is reduced.
-
-    Attributes:
-        name: the parameter's name, for messages.
-        model: the number of the parameter's model.
-        place: the parameter's number among the parameters of all models; the same on all replicas.
-        shape: its shape; replicas that have released it contribute zeros of this shape.
-    """
+    """A parameter whose gradient is reduced."""
 
     name: str
     ref: weakref.ref[torch.nn.Parameter]
-    model: int
-    place: int
-    shape: torch.Size
+    model: int  # the number of its model
+    place: int  # its number among the parameters of all models; the same on all replicas
+    shape: torch.Size  # replicas that have released it contribute zeros of this shape
     dtype: torch.dtype
     is_sparse: bool
 
 
 @dataclass(slots=True)
 class Accumulation:
-    """The state that one backward leaves to the next, by place; outlives a `GradientSync`.
+    """The state that one backward leaves to the next, by place; outlives a `GradientSync`."""
 
-    Attributes:
-        is_held: True inside `no_sync`.
-        was_held: True from there until gradients are reduced: all are weighted as they are
-            computed, on replicas that have used a parameter inside and on those that have not.
-        held: parameters whose gradients no_sync has held back.
-        weighs_early: True once hooks weight gradients as they are computed.
-        reduced: gradients that are sums over replicas already.
-        unreduced: gradients that a backward has computed and not sent yet, under "sum".
-    """
-
-    is_held: bool = False
+    is_held: bool = False  # inside `no_sync`
+    # From there until gradients are reduced: all are weighted as they are computed, on replicas
+    # that have used a parameter inside and on those that have not.
     was_held: bool = False
-    held: set[int] = field(default_factory=set)
-    weighs_early: bool = False
+    held: set[int] = field(default_factory=set)  # parameters whose gradients no_sync holds back
+    weighs_early: bool = False  # hooks weight gradients as they are computed
+    # Gradients that are sums over replicas already.
     reduced: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    unreduced: set[int] = field(default_factory=set)
+    unreduced: set[int] = field(default_factory=set)  # computed and not sent yet, under "sum"
 
 
 class Contributions:
     """The contributions of one replica, by a parameter's index in `parameters`.
 
-    Args:
-        accumulation: the accumulation of the strategy's gradients.
-        reduction: "mean", weighted by the examples of each replica, or "sum".
-
-    Attributes:
-        weights: what each replica counts, such as its examples; None if all count the same.
-        arrived: True, by parameter, if the backward under way has computed its gradient.
+    `weights` are what each replica counts, such as its examples; None if all count the same.
+    `arrived` tells of each parameter whether the backward under way has computed its gradient.
     """
 
     def __init__(
@@ -135,10 +117,8 @@ class Contributions:
 
     def weight(self) -> float | None:
         """Return this replica's share of the mean; None if all have the same share."""
-        weights = self.weights
-        if weights is None or weights.count(weights[0]) == len(weights):
-            return None
-        return weights[self._replica] / sum(weights)
+        everyone = shares(self.weights)
+        return None if everyone is None else everyone[self._replica]
 
     def share(self) -> float:
         """Return the factor of this replica's gradients in the sum over replicas."""

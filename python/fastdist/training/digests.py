@@ -30,21 +30,14 @@ from fastdist.training.modules import bytes_of
 
 @dataclass(frozen=True, slots=True)
 class _Digests:
-    """The digests of one replica.
-
-    Attributes:
-        threads: of an operation of torch, on which bits depend.
-        own: of its gradients before they were reduced.
-        gradients: with which an optimizer has stepped, if it is sharded.
-        states: of a sharded optimizer those that the replica owns.
-    """
+    """The digests of one replica."""
 
     host: str
-    threads: int
-    own: int
-    gradients: dict[str, int]
+    threads: int  # of an operation of torch, on which bits depend
+    own: int  # of its gradients before they were reduced
+    gradients: dict[str, int]  # with which an optimizer has stepped, if it is sharded
     parameters: dict[str, int]
-    states: dict[str, int]
+    states: dict[str, int]  # of a sharded optimizer those that the replica owns
 
 
 class StepDigests:
@@ -54,18 +47,15 @@ class StepDigests:
         recording: what is recorded.
         has_states: True if the optimizers' states are those of the replicas.
         is_sharded: True if replicas step by gradients of which the others see nothing.
-
-    Attributes:
-        steps: the steps of this process: runs in which an optimizer has stepped.
     """
 
-    steps = 0
+    steps = 0  # of this process: runs in which an optimizer has stepped
 
     def __init__(self, recording: Recording, has_states: bool, is_sharded: bool) -> None:
         self._recording = recording
         self._is_sharded = is_sharded
         self._has_states = has_states
-        self._is_exact = True
+        self._is_exact = True  # False if replicas may round differently
         self._has_stepped = False
         self._can_write = True
         self._own = 0
@@ -76,11 +66,7 @@ class StepDigests:
     def watch(
         self, parameters: Sequence[ReducedParameter], workers: Communicator, is_exact: bool
     ) -> None:
-        """Set the parameters, and go on from the chief's step. Every replica must call.
-
-        Args:
-            is_exact: False if replicas may round differently.
-        """
+        """Set the parameters, and go on from the chief's step. Every replica must call."""
         self._parameters = list(parameters)
         self._has_several_models = len({reduced.model for reduced in parameters}) > 1
         self._is_exact = is_exact
@@ -115,9 +101,7 @@ class StepDigests:
     ) -> None:
         """Compare and write the digests if this step is recorded. Every replica must call.
 
-        Args:
-            workers: None if there is one replica; the step is counted then, and not recorded.
-            optimizers: the optimizers, by number; None for one that this replica has released.
+        The step of a single replica (`workers` is None) is counted, and not recorded.
         """
         if not self._has_stepped:
             return

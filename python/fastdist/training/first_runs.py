@@ -32,18 +32,31 @@ _KEEP_A_SUM = "AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "T
 _LAYERS = "Addmm", "Mm", "Bmm", "Convolution", "MkldnnLinear", "Linear", "Embedding"
 _ENGINE = "_engine_run_backward"
 _SAMPLE = 4096  # elements of a tensor that are hashed
+_UNEVEN = (
+    "the loss is a mean over the positions that count (ignore_index) or over the weights of "
+    "classes, of which the replicas have different numbers per example: the mean of their "
+    "gradients is not the gradient of the global batch. Pass that number as weight: "
+    "strategy.run(step, args=(batch,), weight=fastdist.map(lambda labels: (labels != -100).sum(), "
+    "labels))"
+)
+_SUMMED = (
+    "the loss is a sum over the examples of a batch, and gradients are averaged over the replicas: "
+    "they are not those of the sum over the global batch. Divide the sum by the number of "
+    'examples, or use fastdist.CommunicationOptions(gradient_reduction="sum")'
+)
+_SAME = (
+    f"run got the same tensors on all replicas in its first {_RUNS} runs, so every replica does "
+    "the same work, unless the function takes its own part of them: strategy.distribute_dataset("
+    "dataset, global_batch_size=…) divides batches among the replicas, and takes a DataLoader too"
+)
 
 
 class FirstRuns:
-    """The batches and losses of one replica's first runs.
-
-    Args:
-        sums: True if gradients are summed over replicas, so that a loss may be a sum.
-    """
+    """The batches and losses of one replica's first runs."""
 
     def __init__(self, *, sums: bool) -> None:
         self._left = _RUNS
-        self._sums = sums
+        self._sums = sums  # gradients are summed over replicas, so a loss may be a sum
         self._losses_left = _LOSSES
         self._own: int | None = None  # examples in a divided batch
         self._all = 0  # in those of all replicas
@@ -56,12 +69,7 @@ class FirstRuns:
 
     @contextlib.contextmanager
     def watching(self, given: Any, batch: PerReplica[Any] | None, replica: int) -> Iterator[None]:
-        """Return a context manager around a run.
-
-        Args:
-            given: its pair of args and kwargs.
-            batch: a value of the batch in it that a distributed dataset has divided, if any.
-        """
+        """Return a context manager around a run, and what it is given: args, kwargs, a batch."""
         self._hash = self._own = None
         if batch is None or batch.examples is None:
             if self._left:
@@ -107,12 +115,7 @@ class FirstRuns:
         return self._sent
 
     def compare(self, total: torch.Tensor, one_of_all: float) -> None:
-        """Compare with the other replicas. Every replica must call.
-
-        Args:
-            total: the sum or mean over replicas of the hash's bits.
-            one_of_all: the sum or mean of ones.
-        """
+        """Compare the sum or mean over replicas of the hash's bits with that of ones."""
         having, *counts = total.tolist()
         is_same = all(count in (0.0, one_of_all) for count in counts)
         if self._own is not None:
@@ -132,49 +135,26 @@ class FirstRuns:
 
     def report(self, is_chief: bool) -> None:
         """Warn, once and on one replica, of what was found."""
+        found = []
         if self._is_uneven:
-            self._is_uneven = False
             self._losses_left = 0
-            if is_chief:
-                warnings.warn(
-                    "the loss is a mean over the positions that count (ignore_index) or over the "
-                    "weights of classes, of which the replicas have different numbers per example: "
-                    "the mean of their gradients is not the gradient of the global batch. Pass "
-                    "that number as weight: strategy.run(step, args=(batch,), weight=fastdist.map("
-                    "lambda labels: (labels != -100).sum(), labels))",
-                    stacklevel=6,  # the line that calls run
-                )
-        if self._has_sum and not self._sums and is_chief:
-            warnings.warn(
-                "the loss is a sum over the examples of a batch, and gradients are averaged over "
-                "the replicas: they are not those of the sum over the global batch. Divide the sum "
-                "by the number of examples, or use "
-                'fastdist.CommunicationOptions(gradient_reduction="sum")',
-                stacklevel=6,  # the line that calls run
-            )
-        self._sums |= self._has_sum  # warned once
-        if self._is_found and is_chief:
-            warnings.warn(
-                f"run got the same tensors on all replicas in its first {_RUNS} runs, so every "
-                "replica does the same work, unless the function takes its own part of them: "
-                "strategy.distribute_dataset(dataset, global_batch_size=…) divides batches among "
-                "the replicas, and takes a DataLoader too",
-                stacklevel=6,  # the line that calls run
-            )
-        self._is_found = False
+            found.append(_UNEVEN)
+        if self._has_sum and not self._sums:
+            self._sums = True  # warned once
+            found.append(_SUMMED)
+        if self._is_found:
+            found.append(_SAME)
+        self._is_uneven = self._is_found = False
+        for message in found if is_chief else ():
+            warnings.warn(message, stacklevel=6)  # the line that calls run
 
 
 class _Means:
-    """Searches the graph near a loss for what it is a mean or a sum of.
-
-    Attributes:
-        counts: what each mean of negative log likelihoods counts.
-        has_sum: True if the loss is a sum over the examples that a model has seen.
-    """
+    """Searches the graph near a loss for what it is a mean or a sum of."""
 
     def __init__(self, examples: int, of_all: int) -> None:
-        self.counts: list[float] = []
-        self.has_sum = False
+        self.counts: list[float] = []  # by each mean of negative log likelihoods
+        self.has_sum = False  # over the examples that a model has seen
         self._examples = examples
         self._of_all = of_all
 

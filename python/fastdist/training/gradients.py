@@ -39,7 +39,7 @@ from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.context import state
 from fastdist.replicas.per_replica import shares
 from fastdist.training.buffers import BufferSync
-from fastdist.training.communicators import ReplicaCommunicators
+from fastdist.training.communicators import CommunicationOptions, ReplicaCommunicators
 from fastdist.training.contributions import (
     Accumulation,
     Contributions,
@@ -50,7 +50,6 @@ from fastdist.training.contributions import (
 )
 from fastdist.training.first_runs import FirstRuns
 from fastdist.training.modules import is_materialized
-from fastdist.training.options import CommunicationOptions
 from fastdist.training.step_record import StepRecord, hash_bits
 
 _BACKWARD = _engine_run_backward.__code__
@@ -70,15 +69,9 @@ class _Bucket:
 class GradientSync:
     """Keeps the gradients of one replica's parameters equal to those of all other replicas.
 
-    Args:
-        communicators: `gradients` carries gradients and buffers, `replicas` carries questions.
-        options: how gradients are reduced.
-        places: the number of places of parameters, including released ones.
-        has_several_models: True if the strategy has, or has had, several models.
-        accumulation: the accumulation of the strategy's gradients.
-        buffers: buffers of the same modules; written ones are averaged at the end of backward.
-        steps: the runs and optimizers' steps, which travel with the first gradients.
-        first_runs: hashes of the first runs, which travel with the steps.
+    Of the communicators, `gradients` carries gradients and buffers, `replicas` carries questions.
+    The records of steps and first runs travel with the first gradients, and buffers that were
+    written are averaged at the end of backward.
     """
 
     def __init__(
@@ -100,10 +93,10 @@ class GradientSync:
         )
         self._communicator = communicator
         self._questions = communicators.replicas
-        self._has_several_models = has_several_models
+        self._has_several_models = has_several_models  # or has had them
         self._is_on_gpu = False
         self._parameters = parameters
-        self._places = places
+        self._places = places  # of parameters, including released ones
         self._sparse = [i for i, parameter in enumerate(parameters) if parameter.is_sparse]
         self._buffer_sync = buffers
         self._steps = steps
@@ -156,12 +149,8 @@ class GradientSync:
     ) -> Iterator[None]:
         """Return a context manager around the computation on a replica's part of a batch.
 
-        Every replica must call.
-
-        Args:
-            examples: number of examples of each replica, by which buffers are averaged; None if
-                all are the same. A replica without examples keeps its buffers unchanged.
-            weights: what the gradients of each replica count; None if all count the same.
+        Every replica must call. Buffers are averaged by examples, gradients by weights; None: all
+        replicas have the same. A replica without examples keeps its buffers unchanged.
         """
         if shares(examples) != shares(self._buffer_sync.examples):
             self.average_buffers()  # what earlier runs have written has the weights of their batch
@@ -373,11 +362,10 @@ class GradientSync:
         return hash_bits(self._steps.take(self._contributions.weights), self._first_runs.take())
 
     def _ask(self) -> tuple[list[bool] | None, torch.Tensor]:
-        """Exchange which parameters were used and which buffers were written.
+        """Exchange which parameters any replica has gradients for, and which buffers were written.
 
-        Returns:
-            For each parameter, True if any replica has a gradient for it, or None if the buckets
-            carry this information; and the sum over replicas of `BufferSync.weights`.
+        The first result is None if the buckets carry it; the other is the argument of
+        `BufferSync.send`.
         """
         asks = self._has_several_models or self._is_on_gpu
         if not asks and not self._buffer_sync.places:

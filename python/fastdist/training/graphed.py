@@ -40,9 +40,7 @@ def is_capturing() -> bool:
 class GraphedStep:
     """The result of `Strategy.make_graphed`; must be called in `run`.
 
-    Args:
-        step: the user's function.
-        capture: a function that calls a function, and returns one that repeats its GPU operations.
+    `capture` calls a function, and returns one that repeats its GPU operations.
     """
 
     def __init__(

@@ -22,11 +22,12 @@ from torch import nn
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.replicas.context import state
-from fastdist.training.metric_states import join_states
+from fastdist.replicas.per_replica import map_structure
 from fastdist.training.patched import replaced, watch_calls
 
 _STRATEGY = "_fastdist_strategy"
 _GROUPED = "_fastdist_grouped"
+_NOTHING = object()
 _classes: dict[type, type] = {}
 
 
@@ -177,7 +178,7 @@ def _reset(metric: Any, reset: Callable[[], None]) -> None:
 
 
 def _gathered(*_: Any, **__: Any) -> None:
-    """Return a marker for `join_states` in the argument `dist_sync_fn` of torchmetrics."""
+    """Return a marker for `_join_states` in the argument `dist_sync_fn` of torchmetrics."""
 
 
 def _metric_class(plain: Any) -> type:
@@ -220,7 +221,7 @@ def _metric_class(plain: Any) -> type:
         def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
             communicator = _communicator()
             if dist_sync_fn is _gathered and communicator is not None:
-                join_states(self, communicator)
+                _join_states(self, communicator)
             else:
                 super()._sync_dist(dist_sync_fn, process_group)
 
@@ -305,3 +306,63 @@ def _like(plain: type, kind: type) -> type:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(kind, name, getattr(plain, name))
     return kind
+
+
+def _join_states(metric: Any, communicator: Communicator) -> None:
+    """Replace a metric's states by the joined states of all replicas. Every replica must call.
+
+    Replicas whose metric was never updated contribute nothing. Elements of list states are ordered
+    by update, then by replica. That is the order of the examples, up to the first batch that had
+    no examples for some replicas.
+    """
+    own = {name: getattr(metric, name) for name in metric._reductions}
+    gathered = communicator.all_gather_object((_is_updated(metric), map_structure(_pack, own)))
+    rank, device = communicator.rank, metric.device
+    if metric.compute_on_cpu and any(isinstance(value, list) for value in own.values()):
+        device = torch.device("cpu")
+    states = [
+        own if i == rank else map_structure(functools.partial(_unpack, device), packed)
+        for i, (is_updated, packed) in enumerate(gathered)
+        if is_updated
+    ]
+    if not states and rank == 0:
+        name = type(metric).__name__
+        warnings.warn(
+            f"compute of {name} was called before its update on any replica", stacklevel=2
+        )
+    for name, reduction in metric._reductions.items():
+        values = [one[name] for one in states]
+        if len(values) <= 1:
+            joined = values[0] if values else own[name]
+        elif isinstance(values[0], torch.Tensor):
+            joined = torch.stack(values) if reduction is None else reduction(torch.stack(values))
+        else:
+            rows = itertools.zip_longest(*values, fillvalue=_NOTHING)
+            joined = [item for row in rows for item in row if item is not _NOTHING]
+            joined = reduction(joined) if joined and reduction is not None else joined
+        setattr(metric, name, joined)
+
+
+def _is_updated(metric: Any) -> bool:
+    if metric._update_count > 0:
+        return True
+    pairs = [(getattr(metric, name), default) for name, default in metric._defaults.items()]
+    return any(
+        len(now) > 0 if isinstance(default, list) else not torch.equal(now, default.to(now.device))
+        for now, default in pairs
+    )
+
+
+def _pack(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    data = torch.empty(leaf.numel(), dtype=leaf.dtype).copy_(leaf.detach().flatten())
+    return functools.partial(_tensor, data.view(torch.uint8).numpy(), leaf.dtype, leaf.shape)
+
+
+def _unpack(device: torch.device, leaf: Any) -> Any:
+    return leaf().to(device) if isinstance(leaf, functools.partial) else leaf
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape)

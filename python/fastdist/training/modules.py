@@ -164,11 +164,7 @@ def _require_same(communicator: Communicator, own: list[str]) -> None:
 def require_in_sync(
     workers: Communicator | None, replicas: Sequence[Sequence[tuple[str, torch.Tensor]]]
 ) -> None:
-    """Compare hashes of named tensors over all replicas. Every worker must call.
-
-    Args:
-        replicas: the tensors of each local replica with their names.
-    """
+    """Compare hashes of the tensors of all local replicas. Every worker must call."""
     digests = [{name: tensor_digest(tensor) for name, tensor in named} for named in replicas]
     if workers is not None:
         digests = [rows for worker in workers.all_gather_object(digests) for rows in worker]
@@ -183,11 +179,7 @@ def require_in_sync(
 
 
 def when_initialized(roots: Sequence[nn.Module], then: Callable[[nn.Module], None]) -> None:
-    """Call `then(module)` for each lazy module in `roots` when it has made its parameters.
-
-    The call happens once per module, in the thread that runs its first forward, before the module
-    computes with the parameters.
-    """
+    """Call `then(module)` once for each lazy module, in its first forward, with its parameters."""
     for root in roots:
         for module in root.modules():
             if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():

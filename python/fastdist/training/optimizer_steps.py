@@ -31,18 +31,11 @@ class OptimizerSteps:
 
     The loss that a closure returns is reduced over all replicas: optimizers such as LBFGS choose
     the step size by it, and replicas must take the same step.
-
-    Args:
-        reduction: the reduction of gradients and of closures' losses.
-
-    Attributes:
-        record: the steps so far, to be compared with other replicas.
-        unreduced: checks the gradients of steps of sharded optimizers; None of others.
     """
 
     def __init__(self, reduction: GradientReduction) -> None:
-        self.record = StepRecord()
-        self.unreduced: UnreducedRuns | None = None
+        self.record = StepRecord()  # to be compared with other replicas
+        self.unreduced: UnreducedRuns | None = None  # of sharded optimizers
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -57,10 +50,9 @@ class OptimizerSteps:
         self._depth = 0  # of steps that other steps call
 
     def begin(self, *, has_one_copy: bool) -> None:
-        """Register the hook of a job with several replicas; it is removed with this object.
+        """Register the hooks of a job with several replicas; they are removed with this object.
 
-        Args:
-            has_one_copy: True if all replicas have one copy of the parameters.
+        `has_one_copy` is True if all replicas have one copy of the parameters.
         """
         if self._has_begun:
             return
@@ -79,9 +71,7 @@ class OptimizerSteps:
     def run(self, common: CommonStream, origin: Origin | None) -> Iterator[None]:
         """Return a context manager: steps inside are steps of replicas in `run`.
 
-        Args:
-            common: the random stream of optimizers that draw, such as for noise or rounding.
-            origin: where the batch of the run comes from.
+        Optimizers that draw, such as for noise or rounding, draw from the common stream.
         """
         self._runs += 1
         self.record.begin_run(origin)

@@ -1,7 +1,8 @@
-"""Refuses gradients of parameters that a function uses and the strategy does not keep equal.
+"""Refuses parameters that `run` uses and the strategy does not keep equal, and parts outside `run`.
 
 Modules, and tensors that require gradients, are searched for in a function's arguments, closures,
 global variables and attributes, and in the functions of the same package that it calls by name.
+Outside `run` a BatchNorm would take the statistics of one replica's part of a batch for all of it.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fastdist.errors import FastdistError
 from fastdist.replicas.context import state
 
 _MAX_DEPTH = 6  # of the objects and functions that lead to a module
+_taken_parts = WeakTensorKeyDictionary()
+_norms: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Of all modules, while parts exist: a hook of the model's own would hinder its export.
+_hook: RemovableHandle | None = None
 
 
 class OutsideParameters:
-    """The trainable parameters that functions use and that are not the strategy's.
-
-    Args:
-        is_own: a method that tells whether a parameter is the strategy's.
-    """
+    """The trainable parameters that functions use and that are not the strategy's own."""
 
     def __init__(self, is_own: Callable[[torch.Tensor], bool]) -> None:
         self._is_own = weakref.WeakMethod(is_own)
@@ -39,9 +44,7 @@ class OutsideParameters:
     def watch(self, fn: Callable[..., Any], given: Any) -> None:
         """Make a run's backward raise an error at a parameter that is not the strategy's.
 
-        Args:
-            fn: the function that runs; it is searched the first time.
-            given: its pair of args and kwargs.
+        The function is searched the first time, with its pair of args and kwargs.
         """
         inner = _innermost(fn)
         owner = fn.__self__ if isinstance(fn, MethodType) else fn
@@ -162,3 +165,34 @@ def _names(code: CodeType) -> set[str]:
 
 def _package(module: str | None) -> str:
     return (module or "").partition(".")[0]
+
+
+def watch_parts(parts: Iterable[Any], modules: Iterable[nn.Module]) -> None:
+    """Raise an error where a model with one of these modules, a BatchNorm, computes a part.
+
+    That is, outside `run` and in training mode.
+    """
+    global _hook
+    _norms.update(module for module in modules if isinstance(module, _NormBase))
+    if _norms:
+        _taken_parts.update({part: None for part in parts if isinstance(part, torch.Tensor)})
+        _hook = _hook or register_module_forward_pre_hook(_refuse_part)
+
+
+def _refuse_part(module: nn.Module, args: tuple[Any, ...]) -> None:
+    global _hook
+    if not len(_taken_parts) and _hook is not None:
+        _hook.remove()
+        _hook = None
+    if state.replica is not None or not module.training or torch.compiler.is_compiling():
+        return
+    if not any(isinstance(value, torch.Tensor) and value in _taken_parts for value in args):
+        return
+    is_recomputed = torch._C._current_graph_task_id() != -1  # by a checkpoint, in another thread
+    if not is_recomputed and any(m.training and m in _norms for m in module.modules()):
+        raise FastdistError(
+            f"{type(module).__name__}, in training mode and outside run, got this replica's part "
+            "of a batch: its running statistics would be those of the part. Call "
+            "strategy.run(model, args=(batch,)), or model.eval() before; torch's "
+            "update_bn(loader, model) needs the plain DataLoader, whose batches are whole"
+        )

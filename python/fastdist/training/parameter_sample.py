@@ -25,21 +25,13 @@ _ROUNDING = 1e-3  # relative, between machines and GPUs, whose arithmetic may di
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """An element of a parameter, or of a state that an optimizer keeps for it.
+    """An element of a parameter, or of a state that an optimizer keeps for it."""
 
-    Attributes:
-        place: the parameter's place, equal on all replicas.
-        name: the parameter's name, for messages.
-        key: the state's name; "" for the parameter itself.
-        index: the element's position in memory.
-        value: its value; of complex numbers the magnitude.
-    """
-
-    place: int
-    name: str
-    key: str
-    index: int
-    value: float
+    place: int  # of the parameter, equal on all replicas
+    name: str  # of the parameter
+    key: str  # the state's name; "" for the parameter itself
+    index: int  # in memory
+    value: float  # of complex numbers the magnitude
 
     @property
     def what(self) -> str:
@@ -56,8 +48,7 @@ _Remembered = tuple[ReducedParameter, str, weakref.ref[torch.Tensor], int]
 class ParameterSample:
     """The elements of one replica's parameters and optimizers' states, by turns.
 
-    Args:
-        optimizers: the strategy's optimizers, in the same order on all replicas.
+    All replicas have the optimizers in the same order.
     """
 
     def __init__(
@@ -157,11 +148,7 @@ def first_difference(
     """Return the first element that differs between two replicas; None if none does.
 
     Elements that only one of them has are left out: replicas may release models at different times.
-
-    Args:
-        one: a replica's elements.
-        other: another replica's.
-        is_exact: False allows for rounding.
+    `is_exact=False` allows for rounding.
     """
     theirs = {(each.place, each.key, each.index): each for each in other}
     for mine in one:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
@@ -24,9 +25,8 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import Work
 from fastdist.collectives.uneven import require_same_call
 from fastdist.errors import FastdistError, UnsupportedError
-from fastdist.training.communicators import agree_on_overlap
+from fastdist.training.communicators import Overlap, agree_on_overlap
 from fastdist.training.modules import broadcast_state
-from fastdist.training.options import Overlap
 
 _State = dict[str, Any]  # of one parameter
 _SHARDED = "_fastdist_sharded"
@@ -47,7 +47,7 @@ class ShardedStep:
     Args:
         optimizer: an optimizer whose step changes each tensor by itself.
         connect: returns the communicator of all ranks; None if there is one rank.
-        overlap: True: parameters are sent while others are stepped; "auto": where cores are idle.
+        overlap: parameters are sent while others are stepped; "auto": where cores are idle.
     """
 
     _wrapped_by_lr_sched = True  # schedulers count steps by `_opt_called`, which is set here
@@ -269,13 +269,9 @@ def _refuse_copy(name: str, *_: object) -> NoReturn:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return numbers in ascending order as text: "0-3, 7"."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ", ".join(f"{first}-{last}" if last > first else f"{first}" for first, last in found)
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

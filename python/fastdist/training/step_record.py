@@ -55,25 +55,18 @@ class _Record:
 
 
 class StepRecord:
-    """The record of one replica.
-
-    Attributes:
-        sample: takes the elements of parameters; None compares none.
-        digests: takes the digests of recorded steps; None if none are recorded.
-        is_exact: False allows elements to differ by rounding.
-        has_reduced: True if a backward of the present run has reduced gradients.
-        is_reduced: True if gradients were reduced since the last step.
-        has_stepped: True if the present run has taken a step by gradients that were reduced.
-    """
+    """The record of one replica."""
 
     def __init__(self) -> None:
-        self.sample: ParameterSample | None = None
-        self.digests: StepDigests | None = None
-        self.is_exact = True
+        self.sample: ParameterSample | None = None  # of elements to compare
+        self.digests: StepDigests | None = None  # of recorded steps
+        self.is_exact = True  # False allows elements to differ by rounding
         self._taken = _Steps()
         self._sent = _Steps()
         self._backward = 0
-        self.has_reduced = self.is_reduced = self.has_stepped = False
+        self.has_reduced = False  # by a backward of the present run
+        self.is_reduced = False  # gradients were reduced since the last step
+        self.has_stepped = False  # by gradients that were reduced, in the present run
         self._run = 0
         self._origin: Origin | None = None
         self._unseen: Origin | None = None  # of the first run on a dataset's epoch
@@ -106,11 +99,7 @@ class StepRecord:
         self.is_reduced = False
 
     def take(self, weights: tuple[float, ...] | None) -> int:
-        """Return the hash for `hash_bits`, and start a new record of steps.
-
-        Args:
-            weights: what each replica counts, such as its examples; None if all count the same.
-        """
+        """Return the hash for `hash_bits`, and start a new record of steps."""
         self._backward += 1
         self._sent, self._taken = self._taken, _Steps()
         values = b"" if self.sample is None else self.sample.take()
@@ -122,12 +111,7 @@ class StepRecord:
     def require_equal(
         self, total: torch.Tensor, weights: tuple[float, ...] | None, workers: Communicator
     ) -> None:
-        """Check that all replicas had the same record. Every replica must call.
-
-        Args:
-            total: the sum or mean over replicas of the hash's bits.
-            weights: those given to `take`.
-        """
+        """Check the sum or mean over replicas of the hash's bits. Every replica must call."""
         all_alike, *counts = total.tolist()
         if not all(count in (0.0, all_alike) for count in counts):
             self.explain(weights, workers)
@@ -137,16 +121,11 @@ class StepRecord:
         elements = [] if self.sample is None else self.sample.elements()
         own = _Record(self._sent, self._run, self._backward, weights, self._origin, elements)
         records = workers.all_gather_object(own, timeout=_EXPLAINED_S)
-        for describe in (
-            _other_runs,
-            _other_batches,
-            lambda records: _other_data([record.origin for record in records]),
-            _other_steps,
-            self._other_values,
-        ):
-            if (found := describe(records)) is not None:
-                message, ranks = found
-                raise FastdistError(message, ranks)
+        _require_same_runs(records)
+        _require_same_batches(records)
+        _require_same_data([record.origin for record in records])
+        _require_same_steps(records)
+        self._require_same_values(records)
 
     def compare_data(self, workers: Communicator) -> None:
         """Compare the data of an epoch whose runs have no backward. Every replica must call."""
@@ -155,12 +134,10 @@ class StepRecord:
             return
         own = [origin.epoch, origin.step, origin.code, origin.data]
         found = workers.all_gather(np.array([own]))
-        if (found == found[0]).all():
-            return
-        if (other := _other_data(workers.all_gather_object(origin))) is not None:
-            raise FastdistError(*other)
+        if not (found == found[0]).all():
+            _require_same_data(workers.all_gather_object(origin))
 
-    def _other_values(self, records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+    def _require_same_values(self, records: Sequence[_Record]) -> None:
         for other in range(1, len(records)):
             found = first_difference(
                 records[0].elements, records[other].elements, is_exact=self.is_exact
@@ -170,7 +147,7 @@ class StepRecord:
             mine, theirs = found
             alone = _alone([_value_of(record, mine) for record in records])
             who = "" if alone is None else f", where replica {alone} alone differs"
-            return (
+            raise FastdistError(
                 f"the replicas have drifted apart: {mine.what} is {mine.value:.9g} on replica 0, "
                 f"{theirs.value:.9g} on replica {other}{who}, in run {records[0].run}. What "
                 "changes parameters must be the same on all replicas: "
@@ -178,7 +155,6 @@ class StepRecord:
                 "one seed), and weights are loaded on every replica, or before the scope ends",
                 (other if alone is None else alone,),
             )
-        return None
 
     def clear(self) -> None:
         """Forget the runs and steps so far. Every replica must call."""
@@ -200,19 +176,19 @@ def _value_of(record: _Record, like: Element) -> float | None:
     return next((e.value for e in record.elements if (e.place, e.key, e.index) == place), None)
 
 
-def _other_runs(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+def _require_same_runs(records: Sequence[_Record]) -> None:
     at = [(record.run, record.backward) for record in records]
     if len(set(at)) == 1:
-        return None
+        return
     ahead, behind = at.index(max(at)), at.index(min(at))
     if at[ahead][0] == at[behind][0]:
-        return (
+        raise FastdistError(
             f"replica {ahead} is in backward {at[ahead][1]} of run {at[ahead][0]}, replica "
             f"{behind} in backward {at[behind][1]}: replica {behind} has left out a backward, so "
             "gradients of different losses met",
             (behind,),
         )
-    return (
+    raise FastdistError(
         f"replica {ahead} is in run {at[ahead][0]}, replica {behind} in run {at[behind][0]}: "
         f"replica {ahead} has left out a backward, or made a run that replica {behind} did not "
         "make, so gradients of different batches met. All replicas must make the same runs and "
@@ -222,58 +198,57 @@ def _other_runs(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | Non
     )
 
 
-def _other_batches(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+def _require_same_batches(records: Sequence[_Record]) -> None:
     sizes = [record.weights for record in records]
     other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
     if other is None:
-        return None
+        return
     first, second = (
         "not divided by distribute_dataset"
         if size is None
         else f"{sum(size)} examples, {list(size)}"
         for size in (sizes[0], sizes[other])
     )
-    return (
+    raise FastdistError(
         f"global batches have different sizes: {first} on replica 0, {second} on replica {other}. "
         "All replicas must read the same data, of which each takes its part",
         (other,),
     )
 
 
-def _other_data(origins: Sequence[Origin | None]) -> tuple[str, tuple[int, ...]] | None:
+def _require_same_data(origins: Sequence[Origin | None]) -> None:
     first = origins[0]
     for other, origin in enumerate(origins):
         if first is None or origin is None or origin == first:
             continue
         for (name, mine), (_, theirs) in zip(first.settings, origin.settings, strict=False):
             if mine != theirs:
-                return (
+                raise FastdistError(
                     f"replicas have different datasets: {name} is {mine} on replica 0, {theirs} on "
                     f"replica {other}. {_SAME_DATA}",
                     (other,),
                 )
         if (first.epoch, first.step) != (origin.epoch, origin.step):
-            return (
+            raise FastdistError(
                 f"replica 0 computes on step {first.step} of epoch {first.epoch} of its dataset, "
                 f"replica {other} on step {origin.step} of epoch {origin.epoch}: these are parts "
                 "of different global batches. All replicas must take the same batches",
                 (other,),
             )
         if first.data != origin.data and min(first.data, origin.data) >= 0:
-            return (
+            raise FastdistError(
                 f"the examples that replica {other} has at the same places of its data are not "
                 f"those of replica 0. {_SAME_DATA}",
                 (other,),
             )
-    return None
 
 
-def _other_steps(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | None:
+def _require_same_steps(records: Sequence[_Record]) -> None:
     steps = [record.steps for record in records]
     other = next((i for i, each in enumerate(steps) if each != steps[0]), None)
     if other is None:
-        return None
-    return (
+        return
+    raise FastdistError(
         "replicas have taken different optimizer steps before this backward: "
         f"{_difference(steps, other)}. All replicas need the same hyperparameters; a "
         "scheduler that steps by the loss needs the loss of all replicas, by all_reduce of the "
@@ -283,10 +258,9 @@ def _other_steps(records: Sequence[_Record]) -> tuple[str, tuple[int, ...]] | No
 
 
 def hash_bits(*codes: int | None) -> torch.Tensor:
-    """Return a one, seven zeros and the 32 bits of each hash; zeros in place of None.
+    """Return a one, seven zeros and the 32 bits of each hash, to be added up over replicas.
 
-    Returns:
-        A tensor of shape [40 * hashes], which the caller adds up over replicas.
+    There are zeros in place of None.
     """
     data = [bytes(5) if code is None else b"\x80" + code.to_bytes(4, "big") for code in codes]
     bits = np.unpackbits(np.frombuffer(b"".join(data), np.uint8))

@@ -28,11 +28,7 @@ _ELEMENTS = 16
 
 
 class UnreducedRuns:
-    """The runs of one replica.
-
-    Args:
-        record: the record of runs, which knows of backwards.
-    """
+    """The runs of one replica."""
 
     def __init__(
         self, parameters: Sequence[ReducedParameter], workers: Communicator, record: StepRecord

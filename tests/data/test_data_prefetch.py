@@ -16,8 +16,8 @@ import pytest
 import torch
 from data_jobs import Counting, Exchange, alone, distribute_dataset, layouts, on_workers
 from fastdist.data import Files
+from fastdist.data.distributed import read_ahead
 from fastdist.data.input_context import InputLayout
-from fastdist.data.prefetch import read_ahead
 from torch.utils.data import Dataset
 
 

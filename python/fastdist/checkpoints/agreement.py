@@ -31,10 +31,8 @@ _KINDS = (
 class Ranks:
     """The ranks that save and restore a checkpoint together; rank 0 reads and writes files.
 
-    Args:
-        modules: the checkpoint's modules. If they were made in a strategy's scope, the ranks are
-            its replicas; otherwise those of `fastdist.init`, if it was called; otherwise this
-            process is alone.
+    They are the replicas of the strategy in whose scope the modules were made, or else the ranks of
+    `fastdist.init`, or else this process alone.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:

@@ -19,10 +19,8 @@ _held: dict[Path, DirectoryLock] = {}
 class DirectoryLock:
     """A lock that this process holds until it ends or calls `release`.
 
-    The kernel ties the lock to this object's open file description (fcntl_locking(2)). It ends with
-    the process, however that ends, and is kept when the process opens and closes the file
-    elsewhere, as when it copies the directory. Forked children release it. Over NFS it holds
-    between machines.
+    The kernel ties the lock to this object's open file description (fcntl_locking(2)): it is kept
+    when the process closes the file elsewhere. Over NFS it holds between machines.
     """
 
     def __init__(self, directory: Path) -> None:

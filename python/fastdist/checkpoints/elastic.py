@@ -30,18 +30,14 @@ class WorldChangedError(BaseException):
 class Elastic:
     """Runs a training function again, from its last commit, when ranks come or go.
 
-    It is for jobs under `fastdist run --min 2 --max 4`. Until `run`, each rank is alone: it makes
-    the strategy, model and data as a single replica, so that no rank waits for another that starts.
-    `run` joins the others and takes their state. When a rank is lost, the others leave `train`, go
-    back to the last commit, divide the same global batches among fewer replicas, and call `train`
-    again; a new rank joins at a commit. The global batches stay the same, so results are those of
-    one device, up to rounding.
+    It is for jobs under `fastdist run --min 2 --max 4`; without, `run` only restores from `manager`
+    and calls the function, and `commit` does nothing. Until `run`, each rank is alone, so that none
+    waits for another that starts. When a rank is lost, the others leave `train`, go back to the
+    last commit, divide the same global batches among fewer replicas, and call `train` again; a new
+    rank joins at a commit. So results are those of one device, up to rounding.
 
     `train` must continue from the checkpoint's state. To continue within an epoch, datasets must be
     parts of the checkpoint. `run` is called once; what follows it is not protected.
-
-    Without `fastdist run --min`, `run` only restores from `manager` and calls the function, and
-    `commit` does nothing.
 
     Args:
         strategy: a `MirroredStrategy` or `MultiWorkerMirroredStrategy`.

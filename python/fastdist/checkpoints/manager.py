@@ -47,10 +47,9 @@ class CheckpointManager:
         >>> model = torch.nn.Linear(2, 1)
         >>> checkpoint = fd.Checkpoint(model=model, step=7)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     manager = fd.CheckpointManager(folder, max_to_keep=3)
-        ...     manager.restore(checkpoint)  # None: there is no checkpoint yet
-        ...     manager.save(checkpoint, checkpoint.step).name
-        ...     manager.close()
+        ...     with fd.CheckpointManager(folder, max_to_keep=3) as manager:
+        ...         manager.restore(checkpoint)  # None: there is no checkpoint yet
+        ...         manager.save(checkpoint, checkpoint.step).name
         'checkpoint-7'
     """
 

@@ -1,9 +1,8 @@
 """Agreements that make all workers take the same number of steps.
 
-Workers that can compute each other's batch sizes exchange nothing (`Known`). Other workers exchange
-their batch sizes in every step, in the thread that iterates, so that the exchange keeps its place
-in the order of the training step's collectives. `may_add_steps` is True if there may be more steps
-than this worker has parts.
+Workers that can compute each other's batch sizes exchange nothing (`Known`). Others exchange them
+in every step, in the thread that iterates: in order with the training step's collectives.
+`may_add_steps` is True if there may be more steps than this worker has parts.
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from fastdist.data.agreement import Agreement
@@ -13,13 +17,16 @@ from fastdist.data.devices import DeviceCopy
 from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Batches, Part, Pipeline
-from fastdist.data.prefetch import read_ahead
 from fastdist.errors import UnsupportedError
 from fastdist.recorder.phases import Phase, phase
 from fastdist.replicas.context import state
 from fastdist.replicas.per_replica import Origin
 
 B = TypeVar("B")  # a batch
+T = TypeVar("T")
+
+_PATIENCE_S = 5.0
+_END: Any = object()  # in place of a batch
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,9 +43,6 @@ class _Position:
     def is_over(self) -> bool:
         """True if the next iterator begins the next epoch."""
         return self.begun and not self.saved
-
-
-_END = object()  # in place of a batch
 
 
 class ShuffledEpochs:
@@ -292,3 +296,21 @@ def _require_outside_run() -> None:
             "a distributed dataset was iterated inside run; iterate it outside, and pass the batch "
             "to run as an argument: strategy.run(step, args=(batch,))"
         )
+
+
+def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """Yield items, of which a thread reads `depth` ahead; only the thread may use the iterator.
+
+    The consumer gets an exception that the iterator raises after the items before it. Closing
+    waits up to 5 s for the thread's current item.
+    """
+    pool = ThreadPoolExecutor(1, "fastdist-prefetch")
+    ahead = collections.deque(pool.submit(next, items, _END) for _ in range(depth))
+    try:
+        while ahead[0].result() is not _END:
+            ahead.append(pool.submit(next, items, _END))
+            yield ahead.popleft().result()
+    finally:
+        if not sys.is_finalizing():  # else the thread has ended
+            pool.shutdown(wait=False, cancel_futures=True)
+            concurrent.futures.wait([each for each in ahead if not each.cancelled()], _PATIENCE_S)

@@ -3,8 +3,7 @@
 In a loader process, the process's own generators are seeded before each example. In the process
 that trains, a thread loads while the training steps draw from torch's default generator. So a mode
 that is active in the loading thread alone passes a generator of its own to every operation of torch
-that draws. The numbers do not depend on timing or on the number of workers and loader processes,
-and are the same in a resumed epoch.
+that draws.
 """
 
 from __future__ import annotations

@@ -22,10 +22,9 @@ class LoaderOptions:
 
 
 def load(dataset: Any, options: LoaderOptions, epoch: int, **batching: Any) -> Iterator[Any]:
-    """Iterate over one epoch of the dataset; loader processes start during this call.
+    """Iterate over one epoch; loader processes start during this call.
 
-    `batching` may hold sampler, batch_size, drop_last and collate_fn; without a batch_size, the
-    items of the dataset are returned unchanged.
+    Without a batch_size in `batching`, the items of the dataset are returned unchanged.
     """
     # With the global generator, the loader's draws would change the random numbers of the training
     # step.

@@ -55,9 +55,8 @@ class RangeOrder:
 class SampledOrder:
     """The order of a batch sampler that the user supplied.
 
-    Every worker iterates over the batch sampler, which must give the same batches on all workers.
-    To resume an epoch, it must repeat the batches of that epoch; a sampler that draws from torch's
-    default generator does, because it gets a stream of its own in each epoch.
+    It must give the same batches on all workers, and repeat them where an epoch is resumed, as a
+    sampler does that draws from torch's default generator: it has a stream of its own per epoch.
     """
 
     batch_sampler: Iterable[Sequence[Any]]

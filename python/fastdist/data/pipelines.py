@@ -368,8 +368,7 @@ def rows_of(example: Any) -> int:
 def _checksum(examples: list[Any]) -> int:
     """Hash some examples of a global batch, which every worker has read.
 
-    Numbers and texts count. Floats and bytes, of which augmentations make others on each worker,
-    count only where an example has nothing else.
+    Floats and bytes, which augmentations change, count only where an example has nothing else.
     """
     last = len(examples) - 1
     value = len(examples)
@@ -407,8 +406,7 @@ def collate_parts(
 ) -> Batches:
     """Make a batch of each size, from consecutive examples that begin at position `start`.
 
-    Batches of size zero have the dtypes and shapes of the others, so there must be at least one
-    example, even if all sizes are zero.
+    Even if all sizes are zero there must be an example, for dtypes and shapes.
     """
     made: list[Any] = []
     for size in sizes:

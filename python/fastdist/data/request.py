@@ -96,8 +96,10 @@ def _take_apart(loader: DataLoader[Any], request: Request) -> Request:
                 "examples; pass a collate_fn for lists of examples to distribute_dataset"
             )
         collate_fn = loader.collate_fn
-    given, sampler = request.global_batch_size, loader.batch_sampler
-    own = sampler.batch_size if type(sampler) is BatchSampler else None
+    given = request.global_batch_size
+    is_plain = type(loader.batch_sampler) is BatchSampler
+    batching: Any = loader.batch_sampler if is_plain else loader
+    own = batching.batch_size
     if given is not None and own not in (None, 1, given):  # 1 is DataLoader's default
         raise ValueError(
             f"the DataLoader has batch_size={own}, which becomes the global batch size, of all "
@@ -115,8 +117,8 @@ def _take_apart(loader: DataLoader[Any], request: Request) -> Request:
     taken = dataclasses.replace(
         request,
         source=loader.dataset,
-        global_batch_size=request.global_batch_size or loader.batch_size,
-        drop_remainder=request.drop_remainder or loader.drop_last,
+        global_batch_size=given or own,
+        drop_remainder=request.drop_remainder or batching.drop_last,
         collate_fn=collate_fn,
         num_workers=num_workers,
         loading=loading,
@@ -142,11 +144,6 @@ def _with_sampler(loader: DataLoader[Any], request: Request) -> Request:
         return dataclasses.replace(request, batch_sampler=given)
     if given is not None:
         sampler = given.sampler
-        request = dataclasses.replace(
-            request,
-            global_batch_size=request.global_batch_size or given.batch_size,
-            drop_remainder=request.drop_remainder or given.drop_last,
-        )
     if type(sampler) is SequentialSampler:
         return request
     if _is_permutation(sampler):

@@ -48,7 +48,6 @@ from fastdist.training.optimizer_steps import OptimizerSteps
 from fastdist.training.outside import OutsideParameters, watch_parts
 from fastdist.training.parameter_sample import ParameterSample
 from fastdist.training.sharded import ShardedStep, require_own_groups
-from fastdist.training.unreduced import UnreducedRuns
 
 _living: weakref.WeakSet[AdoptedModules] = weakref.WeakSet()  # in jobs of several replicas
 
@@ -105,11 +104,10 @@ class AdoptedModules:
         self._buffers = BufferSync([], 0)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_order: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._steps = OptimizerSteps(options.gradient_reduction)
+        self._steps = OptimizerSteps(options.gradient_reduction, options.shard_optimizer)
         self._record = self._steps.record
         self._first_runs = FirstRuns(sums=options.gradient_reduction == "sum")
         self._outside = OutsideParameters(self.has)
-        self._unreduced: UnreducedRuns | None = None
         if (found := recording()) is not None:
             self._record.digests = StepDigests(found, central is None, options.shard_optimizer)
         if replicas > 1:
@@ -153,8 +151,8 @@ class AdoptedModules:
     def _prepare_central(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that an optimizer of the only copy may step. Every replica must call."""
         self._steps.prepare(optimizer)
-        if self._unreduced is not None and state.replica is not None:
-            self._unreduced.require_reduced()
+        if state.replica is not None:
+            self._record.require_reduced()
             self._record.note_step()
 
     def _release(self) -> None:
@@ -230,15 +228,15 @@ class AdoptedModules:
     def use(self, communicators: ReplicaCommunicators | None) -> None:
         """Reduce gradients through these communicators from now on."""
         self._communicators = communicators
-        self._record.clear()
+        reduced, record = list(self._reduced()), self._record
+        record.watch(reduced, None if communicators is None else communicators.replicas)
         if self.sync is not None:
             self.sync.close()
-            self.sync = self._unreduced = self._steps.unreduced = None
+            self.sync = None
         self._buffers = BufferSync(
             list(self._buffered()), self._buffer_places, self._buffers.examples
         )
         if communicators is not None:
-            reduced, record = list(self._reduced()), self._record
             is_one_machine = not communicators.replicas.engine.machines
             record.is_exact = is_one_machine and self._device.type == "cpu"
             if self._central is None:
@@ -257,9 +255,6 @@ class AdoptedModules:
                 record,
                 self._first_runs,
             )
-            self._unreduced = UnreducedRuns(reduced, communicators.replicas, record)
-            if self._options.shard_optimizer:
-                self._steps.unreduced = self._unreduced
             if record.digests is not None:
                 record.digests.watch(reduced, communicators.replicas, record.is_exact)
         refs = (reduced.ref for model in self._models for reduced in model.parameters)
@@ -352,10 +347,10 @@ class AdoptedModules:
         origin = None if batch is None else batch.origin
         (replica,) = self.local_replica_ids
         watching = self._first_runs.watching(given, batch, replica)
-        unreduced: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._unreduced is not None and self._central is None:
-            unreduced = self._unreduced.watching()
-        with watching, self._steps.run(CommonStream(self._device, seed), origin), unreduced:
+        steps = self._steps.run(CommonStream(self._device, seed), origin)
+        has_copies = self._central is None
+        unreduced = self._record.requiring_backward() if has_copies else contextlib.nullcontext()
+        with watching, steps, unreduced:
             yield
         if self._central is not None and workers is not None:
             self._central.require_unchanged()
@@ -370,10 +365,10 @@ class AdoptedModules:
         if self._record.digests is not None:
             self._record.digests.note_step()
 
-    def compare_data(self, workers: Communicator | None) -> None:
-        """Compare the data of a run without backward. Every replica must call."""
-        if workers is not None:
-            self._record.compare_data(workers)
+    def end_runs(self) -> None:
+        """Do what runs without a backward have left to be done. Every replica must call."""
+        self._record.compare_data()
+        self.average_buffers()
 
     def average_buffers(self) -> None:
         """Average the buffers that runs without backward have written. Every replica must call."""

@@ -208,22 +208,17 @@ class Strategy(ABC):
                 for all numbers of replicas and workers (under OFF each worker draws its own).
             seed: a non-negative seed of the shuffle, and of what samplers, datasets and collate_fn
                 draw from torch's default generator. What is drawn for an example of a map-style
-                source depends on the seed, the epoch and the example's position alone: not on the
-                number of replicas, workers and loader processes, nor on the step at which the epoch
-                was resumed.
+                source depends on the seed, the epoch and the example's position alone.
             drop_remainder: leave out a last batch with fewer examples.
             auto_shard_policy: the way workers share the source.
             collate_fn: a function that makes a batch from a list of examples; None: torch's
                 default_collate, extended to keep tuples and to accept dataclasses.
             num_workers: loader processes of this worker. An IterableDataset must divide its
                 examples among them by `get_worker_info`. With 0, examples are loaded in the thread
-                that reads ahead, where each operation of torch costs some microseconds more. Loader
-                processes seed the default generators of numpy and Python's `random` as they seed
-                torch's; with 0 these two are shared with the training step, so that their draws
-                depend on timing, and a dataset that calls `torch.manual_seed` seeds the training
-                step's generator.
+                that reads ahead, which shares the generators of numpy and Python's `random` with
+                the training step, and a dataset's `torch.manual_seed` seeds the step's generator.
             prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread. Arrays
-                that are sliced for CPUs use no thread either: it would cost more than it saves.
+                that are sliced for CPUs use no thread either.
 
         Raises:
             TypeError: the source or an argument has an unsupported type.

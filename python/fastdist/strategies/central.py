@@ -1,9 +1,7 @@
 """One copy of all parameters and optimizer states, for all replicas of a machine.
 
-The copy belongs to replica 0, the owner, whose optimizer steps for all replicas. If the copy and
-all replicas are on the CPU, the copy is in memory that all replicas map, and their parameters are
-views of it. Otherwise each replica computes with its own copy, and gets the owner's values after
-each step.
+Replica 0, the owner, steps for all replicas. On CPUs the copy is in memory that all replicas map;
+other replicas compute with copies of their own, and get the owner's values after each step.
 """
 
 from __future__ import annotations

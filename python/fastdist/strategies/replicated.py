@@ -155,10 +155,6 @@ class ReplicatedStrategy(Strategy):
         """Go on with the replicas that an elastic job has now. Every replica must call.
 
         The replicas' values differ until they are restored.
-
-        Raises:
-            ClusterConfigError: the launcher has ended.
-            UnsupportedError: a dataset cannot be divided among another number of replicas.
         """
         self._leave()
         timeout_s = self.options.timeout_s or settings().timeout_s
@@ -309,8 +305,7 @@ class ReplicatedStrategy(Strategy):
 
     def _reduce(self, op: CrossReplicaOp, value: Any, axis: Axes) -> Any:
         with self.communicator() as workers:
-            self._members.compare_data(workers)
-            self._members.average_buffers()
+            self._members.end_runs()
             return map_structure(lambda leaf: self._reduce_leaf(workers, op, leaf, axis), value)
 
     def _reduce_leaf(
@@ -338,8 +333,7 @@ class ReplicatedStrategy(Strategy):
 
     def _gather(self, value: Any, axis: int) -> Any:
         with self.communicator() as workers:
-            self._members.compare_data(workers)
-            self._members.average_buffers()
+            self._members.end_runs()
             return map_structure(lambda leaf: gather_values(workers, _values_of(leaf), axis), value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:

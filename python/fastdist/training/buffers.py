@@ -3,12 +3,8 @@
 At the end of backward, where replicas communicate outside runs, and before a run whose batch gives
 replicas other shares than the run before it, each buffer that forward has written is replaced by
 its mean over replicas, weighted by examples. Running statistics are linear in the statistics of
-each batch, so averaging them in every step gives the same result as averaging them once after
-several steps with equal weights (tf.distribute: ON_READ, MEAN), and reading them needs no
-communication. A replica that has not written a module's buffers, or had no examples, contributes
-nothing to them.
-
-Integer buffers stay each replica's own.
+each batch, so averaging them in every step gives the same result as averaging them when they are
+read (tf.distribute: ON_READ, MEAN). Integer buffers stay each replica's own.
 
 Other buffers, such as a codebook's sums, a queue or a counter of examples, are no means of batches:
 the first exchanges compare those of modules that are not known to keep means, and warn.

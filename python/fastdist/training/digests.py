@@ -41,20 +41,14 @@ class _Digests:
 
 
 class StepDigests:
-    """Takes the digests of one replica.
-
-    Args:
-        recording: what is recorded.
-        has_states: True if the optimizers' states are those of the replicas.
-        is_sharded: True if replicas step by gradients of which the others see nothing.
-    """
+    """Takes the digests of one replica."""
 
     steps = 0  # of this process: runs in which an optimizer has stepped
 
     def __init__(self, recording: Recording, has_states: bool, is_sharded: bool) -> None:
         self._recording = recording
-        self._is_sharded = is_sharded
-        self._has_states = has_states
+        self._is_sharded = is_sharded  # replicas step by gradients that the others do not see
+        self._has_states = has_states  # the optimizers' states are those of the replicas
         self._is_exact = True  # False if replicas may round differently
         self._has_stepped = False
         self._can_write = True

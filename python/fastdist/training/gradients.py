@@ -1,12 +1,11 @@
 """Reduces gradients over replicas while backward runs.
 
-Parameters are divided into buckets in reverse order, the order in which backward reaches them. A
-hook on each parameter records the arrival of its gradient. When a bucket is complete and all
-earlier buckets have been sent, one fused, asynchronous all_reduce sends its gradients. At the end
-of backward the remaining buckets are sent, and all results are awaited: when `backward()` returns,
-`.grad` equals the gradient that one device would compute on the global batch. If the replicas use
-all cores, a progress thread would only slow backward down; then all buckets are sent in one call
-at the end of backward.
+Parameters are divided into buckets in reverse order, the order in which backward reaches them. When
+a hook on each parameter has recorded the gradients of a bucket, and all earlier buckets have been
+sent, one fused, asynchronous all_reduce sends them. The end of backward sends the rest and waits:
+when `backward()` returns, `.grad` equals the gradient that one device would compute on the global
+batch. If the replicas use all cores, a progress thread would only slow backward down; then all
+buckets are sent in one call at the end of backward.
 
 Gradients are reduced in place, without packing (docs/decisions/0006). A parameter that this replica
 did not use contributes zeros. Each bucket carries the number of replicas that used each parameter,
@@ -173,10 +172,9 @@ class GradientSync:
         self._contributions.weights = weights
 
     def average_buffers(self) -> None:
-        """Average the buffers that forward has written since the last backward.
+        """Average the buffers that forward has written since the last backward. A collective.
 
-        Every replica must call, outside a run. The exchange has another dtype than a backward's, so
-        that a replica that skipped its backward gets a mismatch error.
+        Its dtype is not that of a backward: a replica that skipped its own gets a mismatch error.
         """
         if not self._buffer_sync.places:
             return
@@ -312,7 +310,7 @@ class GradientSync:
         except CollectiveMismatchError as error:
             if "ranks wait for each other" not in str(error):  # else not all replicas are here
                 with contextlib.suppress(CollectiveMismatchError, LostRankError):
-                    self._steps.explain(self._contributions.weights, self._questions)
+                    self._steps.explain(self._contributions.weights)
             raise
 
     @_disable_dynamo
@@ -330,7 +328,7 @@ class GradientSync:
         if self._record is not None:
             steps, first_runs = torch.split(self._record, len(self._record) // 2)
             self._first_runs.compare(first_runs, float(steps[0]))
-            self._steps.require_equal(steps, self._contributions.weights, self._questions)
+            self._steps.require_equal(steps, self._contributions.weights)
 
     def _reduce_rest(self, used: list[bool] | None, written: torch.Tensor) -> None:
         """Reduce what is left at the end of backward, and wait for all."""

@@ -311,9 +311,8 @@ def _like(plain: type, kind: type) -> type:
 def _join_states(metric: Any, communicator: Communicator) -> None:
     """Replace a metric's states by the joined states of all replicas. Every replica must call.
 
-    Replicas whose metric was never updated contribute nothing. Elements of list states are ordered
-    by update, then by replica. That is the order of the examples, up to the first batch that had
-    no examples for some replicas.
+    Elements of list states are ordered by update, then by replica: the order of the examples, up to
+    the first batch that had no examples for some replicas.
     """
     own = {name: getattr(metric, name) for name in metric._reductions}
     gathered = communicator.all_gather_object((_is_updated(metric), map_structure(_pack, own)))

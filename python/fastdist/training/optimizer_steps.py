@@ -23,7 +23,6 @@ from fastdist.replicas.random_streams import CommonStream
 from fastdist.training.contributions import GradientReduction, call_weakly
 from fastdist.training.gradients import GradientSync
 from fastdist.training.step_record import StepRecord
-from fastdist.training.unreduced import UnreducedRuns
 
 
 class OptimizerSteps:
@@ -33,9 +32,9 @@ class OptimizerSteps:
     the step size by it, and replicas must take the same step.
     """
 
-    def __init__(self, reduction: GradientReduction) -> None:
+    def __init__(self, reduction: GradientReduction, is_sharded: bool) -> None:
         self.record = StepRecord()  # to be compared with other replicas
-        self.unreduced: UnreducedRuns | None = None  # of sharded optimizers
+        self._is_sharded = is_sharded
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -106,8 +105,8 @@ class OptimizerSteps:
                 self._require_foreign(optimizer)
             return None
         self.prepare(optimizer)
-        if context is not None and self.unreduced is not None:
-            self.unreduced.require_reduced()
+        if context is not None and self._is_sharded:
+            self.record.require_reduced()
         enter(Phase.OPTIMIZER)
         if not self._has_one_copy:
             self.record.note(optimizer)

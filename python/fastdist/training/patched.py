@@ -41,10 +41,9 @@ def watch_calls(
 
 @contextlib.contextmanager
 def watch_made(kinds: Sequence[type], note: Callable[[Any], None]) -> Iterator[None]:
-    """Return a context manager that passes every object made of these classes to `note`.
+    """Return a context manager that passes every object made of these classes, perhaps repeatedly.
 
-    An object may be passed several times. Subclasses are patched too, since some do not call the
-    `__init__` that they inherit.
+    Subclasses are patched too, since some do not call the `__init__` that they inherit.
     """
     with contextlib.ExitStack() as stack:
         for kind in dict.fromkeys(_with_own_init(kinds)):

@@ -146,10 +146,9 @@ class ShardedStep:
     def _pieces(
         self, optimizer: torch.optim.Optimizer, stepping: list[torch.Tensor], workers: Communicator
     ) -> list[list[torch.Tensor]]:
-        """Cut a step in pieces, in each of which every owner has about as much to do.
+        """Cut a step in pieces of about equal work for each owner, to send one while it steps.
 
-        One piece is sent while the next is stepped. A step of one piece after the other is the same
-        for torch's optimizers, which count the steps of each parameter by itself.
+        The result is the same for torch's optimizers, which count steps by parameter.
         """
         if not self._overlaps or not self._may_be_cut:
             return [stepping]
@@ -284,10 +283,7 @@ def with_owners(
     parameters: Sequence[torch.Tensor],
     ranks: int,
 ) -> dict[torch.Tensor, int]:
-    """Return the owners, with one for each parameter: the largest first, to who has least to do.
-
-    All ranks choose alike.
-    """
+    """Return the owners, with one for each parameter: the largest first, to who has least to do."""
     new = [p for p in parameters if p not in owners]
     if not new:
         return owners

@@ -4,13 +4,18 @@ That is: the number of the run and of the backward in it, the sizes of the globa
 where it comes from, the optimizers' steps since the last reduction with their hyperparameters, and
 a sample of parameters. A hash of all travels with the gradients, one number per bit, so that every
 replica sees a difference.
+
+A run that changes parameters without a backward, by gradients of torch.autograd.grad or torch.func
+or by hand, is compared by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +23,20 @@ import numpy as np
 import torch
 
 from fastdist.collectives.communicator import Communicator
-from fastdist.errors import FastdistError
+from fastdist.errors import CollectiveMismatchError, FastdistError
 from fastdist.replicas.per_replica import Origin
+from fastdist.training.contributions import ReducedParameter
 from fastdist.training.digests import StepDigests
-from fastdist.training.parameter_sample import Element, ParameterSample, first_difference
+from fastdist.training.parameter_sample import (
+    Element,
+    ParameterSample,
+    element_of,
+    first_difference,
+    scattered,
+)
 
 _NO_ORIGIN = Origin(0, 0, (), 0, 0)
+_ELEMENTS = 16  # that are compared after a run without backward
 _EXPLAINED_S = 30.0  # all replicas have just ended the same call
 _SAME_DATA = (
     "All replicas must have the same data in the same order, of which each takes its part: give "
@@ -61,15 +74,28 @@ class StepRecord:
         self.sample: ParameterSample | None = None  # of elements to compare
         self.digests: StepDigests | None = None  # of recorded steps
         self.is_exact = True  # False allows elements to differ by rounding
+        self._parameters: Sequence[ReducedParameter] = []
+        self._workers: Communicator | None = None
         self._taken = _Steps()
         self._sent = _Steps()
         self._backward = 0
+        self._turn = 0
         self.has_reduced = False  # by a backward of the present run
         self.is_reduced = False  # gradients were reduced since the last step
         self.has_stepped = False  # by gradients that were reduced, in the present run
         self._run = 0
         self._origin: Origin | None = None
         self._unseen: Origin | None = None  # of the first run on a dataset's epoch
+
+    def watch(self, parameters: Sequence[ReducedParameter], workers: Communicator | None) -> None:
+        """Set the parameters and the replicas, and forget the runs and steps so far.
+
+        Every replica must call.
+        """
+        self._parameters, self._workers = parameters, workers
+        self._taken = _Steps()
+        self._run = self._backward = self._turn = 0
+        self._unseen = None
 
     def begin_run(self, origin: Origin | None) -> None:
         """Count a run that begins, on a batch of this origin."""
@@ -98,6 +124,64 @@ class StepRecord:
         self.has_stepped |= self.is_reduced
         self.is_reduced = False
 
+    @contextlib.contextmanager
+    def requiring_backward(self) -> Iterator[None]:
+        """Return a context manager around a run on copies, of which it looks at some parameters.
+
+        Every replica must call, if the run changes parameters without a backward.
+        """
+        apart = -(-len(self._parameters) // _ELEMENTS) or 1
+        some = [reduced.ref for reduced in self._parameters[self._run % apart :: apart]]
+        before = _versions(some)
+        yield
+        if not (self.has_reduced or self.has_stepped) and _versions(some) != before:
+            self._compare_unreduced("")
+
+    def require_reduced(self) -> None:
+        """Check the gradients of a step that one replica takes for all. Every replica must call."""
+        if not self.is_reduced:
+            self._compare_unreduced("the gradient of ")
+            self.is_reduced = True
+
+    def _compare_unreduced(self, of: str) -> None:
+        workers = self._workers
+        if workers is None:
+            return
+        try:  # a call that no other is like, since other replicas may not be here
+            workers.all_reduce(np.zeros(_ELEMENTS, np.int8), "max")
+        except CollectiveMismatchError as error:
+            raise FastdistError(
+                "a run without backward has changed parameters on this replica, and not on others, "
+                "which make another call: updates by hand, and weights that are loaded in run, "
+                f"must be the same on all replicas. {error}",
+                error.ranks,
+            ) from None
+        everyone = workers.all_gather_object(list(self._elements(bool(of))))
+        for other, theirs in enumerate(everyone):
+            found = first_difference(everyone[0], theirs, is_exact=self.is_exact)
+            if found is not None:
+                raise FastdistError(
+                    f"{of}{found[0].what} is {found[0].value:.9g} on replica 0 and "
+                    f"{found[1].value:.9g} on replica {other}, in a run without backward. "
+                    "backward() reduces gradients over the replicas; those of torch.autograd.grad "
+                    "and torch.func, and updates by hand, are this replica's own: average them "
+                    "first, by replica = fastdist.get_replica_context() and "
+                    'replica.all_reduce("mean", [replica.relative_weight * g for g in gradients])',
+                    (other,),
+                )
+
+    def _elements(self, of_gradients: bool) -> Iterator[Element]:
+        """Yield elements of parameters or their gradients, others each time."""
+        self._turn += 1
+        for number in range(_ELEMENTS if self._parameters else 0):
+            at = self._turn * _ELEMENTS + number
+            reduced = self._parameters[at % len(self._parameters)]
+            parameter = reduced.ref()
+            tensor = parameter.grad if of_gradients and parameter is not None else parameter
+            is_trained = parameter is not None and parameter.requires_grad
+            if is_trained and tensor is not None and not tensor.is_sparse and tensor.numel():
+                yield element_of(reduced, "", tensor, scattered(at) % tensor.numel())
+
     def take(self, weights: tuple[float, ...] | None) -> int:
         """Return the hash for `hash_bits`, and start a new record of steps."""
         self._backward += 1
@@ -108,29 +192,29 @@ class StepRecord:
         numbers = hash((self._run, self._backward, weights or (), epoch, step, code, data))
         return zlib.crc32(values, self._sent.code) ^ numbers & 0xFFFFFFFF
 
-    def require_equal(
-        self, total: torch.Tensor, weights: tuple[float, ...] | None, workers: Communicator
-    ) -> None:
+    def require_equal(self, total: torch.Tensor, weights: tuple[float, ...] | None) -> None:
         """Check the sum or mean over replicas of the hash's bits. Every replica must call."""
         all_alike, *counts = total.tolist()
         if not all(count in (0.0, all_alike) for count in counts):
-            self.explain(weights, workers)
+            self.explain(weights)
 
-    def explain(self, weights: tuple[float, ...] | None, workers: Communicator) -> None:
+    def explain(self, weights: tuple[float, ...] | None) -> None:
         """Compare the records of all replicas themselves. Every replica must call."""
+        assert self._workers is not None
         elements = [] if self.sample is None else self.sample.elements()
         own = _Record(self._sent, self._run, self._backward, weights, self._origin, elements)
-        records = workers.all_gather_object(own, timeout=_EXPLAINED_S)
+        records = self._workers.all_gather_object(own, timeout=_EXPLAINED_S)
         _require_same_runs(records)
         _require_same_batches(records)
         _require_same_data([record.origin for record in records])
         _require_same_steps(records)
         self._require_same_values(records)
 
-    def compare_data(self, workers: Communicator) -> None:
+    def compare_data(self) -> None:
         """Compare the data of an epoch whose runs have no backward. Every replica must call."""
         origin, self._unseen = self._unseen, None
-        if origin is None:
+        workers = self._workers
+        if origin is None or workers is None:
             return
         own = [origin.epoch, origin.step, origin.code, origin.data]
         found = workers.all_gather(np.array([own]))
@@ -156,11 +240,10 @@ class StepRecord:
                 (other if alone is None else alone,),
             )
 
-    def clear(self) -> None:
-        """Forget the runs and steps so far. Every replica must call."""
-        self._taken = _Steps()
-        self._run = self._backward = 0
-        self._unseen = None
+
+def _versions(refs: Sequence[weakref.ref[torch.nn.Parameter]]) -> list[int]:
+    # Others may be a replica's own, such as Keras' variables of metrics.
+    return [p._version for ref in refs if (p := ref()) is not None and p.requires_grad]
 
 
 def _alone(values: Sequence[Any]) -> int | None:

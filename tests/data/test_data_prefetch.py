@@ -22,14 +22,14 @@ from torch.utils.data import Dataset
 
 
 def prefetch_threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("fastdist-prefetch")]
+    return [t for t in threading.enumerate() if t.name == "fastdist-prefetch"]
 
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
     yield
     gc.collect()
-    wait_until(lambda: prefetch_threads() == [])
+    assert prefetch_threads() == []
 
 
 def wait_until(condition: Any) -> None:
@@ -86,7 +86,7 @@ def test_the_thread_ends(end: str) -> None:
     else:
         with pytest.raises(KeyError):
             steps.throw(KeyError())
-    wait_until(lambda: prefetch_threads() == [])
+    assert prefetch_threads() == []
 
 
 class Broken(Dataset[int]):
@@ -130,7 +130,7 @@ def test_workers_ask_each_other_only_from_the_thread_that_iterates() -> None:
         InputLayout(2, (1,), 2, 1, devices, lambda ints: exchange.gather(1, ints)),
     ]
     assert on_workers(jobs, steps) == [6, 6]
-    assert not any(name.startswith("fastdist-prefetch") for name in exchange.threads)
+    assert "fastdist-prefetch" not in exchange.threads
     assert layouts(1)[0].num_workers == 1
 
 

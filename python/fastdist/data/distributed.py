@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
-import sys
+import queue
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from fastdist.data.agreement import Agreement
@@ -301,16 +300,44 @@ def _require_outside_run() -> None:
 def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
     """Yield items, of which a thread reads `depth` ahead; only the thread may use the iterator.
 
-    The consumer gets an exception that the iterator raises after the items before it. Closing
-    waits up to 5 s for the thread's current item.
+    The consumer gets an exception that the iterator raises after the items before it. The thread
+    ends with the items, when this generator is closed, and before the interpreter exits; each of
+    these waits up to 5 s for the thread's current item.
     """
-    pool = ThreadPoolExecutor(1, "fastdist-prefetch")
-    ahead = collections.deque(pool.submit(next, items, _END) for _ in range(depth))
+    # Items, and at the end True with the exception that ended them, or None.
+    ready: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+    room = threading.Semaphore(depth)
+    stopped = threading.Event()
+
+    def fill() -> None:
+        error: BaseException | None = None
+        try:
+            while room.acquire() and not stopped.is_set():
+                ready.put((False, next(items)))
+        except StopIteration:
+            pass
+        except BaseException as caught:  # of any kind: the consumer must not wait forever
+            error = caught
+        ready.put((True, error))
+
+    def stop() -> None:
+        stopped.set()
+        room.release()
+        # The garbage collector may close the generator in any thread, also in this one.
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE_S)
+
+    thread = threading.Thread(target=fill, name="fastdist-prefetch", daemon=True)
+    stop_once = weakref.finalize(thread, stop)  # also at exit, while threads still run
+    thread.start()
     try:
-        while ahead[0].result() is not _END:
-            ahead.append(pool.submit(next, items, _END))
-            yield ahead.popleft().result()
+        while True:
+            is_end, item = ready.get()
+            if is_end:
+                if item is not None:
+                    raise item
+                return
+            room.release()
+            yield item
     finally:
-        if not sys.is_finalizing():  # else the thread has ended
-            pool.shutdown(wait=False, cancel_futures=True)
-            concurrent.futures.wait([each for each in ahead if not each.cancelled()], _PATIENCE_S)
+        stop_once()

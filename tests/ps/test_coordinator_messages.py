@@ -45,12 +45,12 @@ def cluster() -> Iterator[PlainCluster]:
 
 def garbled(kinds: Any) -> Iterator[tuple[bytes, ...]]:
     """Yield messages of each kind with too few, too many, too short and too long frames."""
-    for kind, sizes in kinds.items():
-        frames = [bytes(size or 0) for size in sizes]
+    for kind in kinds:
+        frames = [bytes(size or 0) for size in kind.sizes]
         yield pack(kind), *frames, b"more"
-        if sizes:
+        if frames:
             yield pack(kind), *frames[1:]
-        for place, size in enumerate(sizes):
+        for place, size in enumerate(kind.sizes):
             if size is not None:
                 for wrong in (b"", bytes(size - 1), bytes(size + 1), bytes(1 << 20)):
                     yield pack(kind), *frames[:place], wrong, *frames[place + 1 :]

@@ -58,7 +58,7 @@ struct Connections {
 // that knows which rank is late raises first.
 inline constexpr std::chrono::milliseconds kGrace{300};
 
-struct Waiting;  // the reply of a waiting rank; see state.h
+struct Waiting;  // the reply of a waiting rank; see answers.h
 
 class NetCommunicator final : public BlockingCommunicator {
  public:

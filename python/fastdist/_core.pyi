@@ -131,6 +131,10 @@ class NetCommunicator(Communicator):
     # Returns a rank that has died or failed.
     def find_lost(self, /) -> int | None: ...
 
+# Sends back what comes over a connected socket, in a thread that needs no GIL, and that owns the
+# descriptor from now on.
+def echo(connected: int, /) -> None: ...
+
 # bind_messages.cpp
 
 class Receive:
@@ -190,12 +194,6 @@ def set_phase(phase: int, /) -> int: ...
 
 # Goes back to the phase before, unless another thread has begun one meanwhile.
 def end_phase(phase: int, before: int, /) -> None: ...
-
-# bind_echo.cpp
-
-# Sends back what comes over a connected socket, in a thread that needs no GIL, and that owns the
-# descriptor from now on.
-def echo(connected: int, /) -> None: ...
 
 # bind_table.cpp
 #

@@ -104,6 +104,30 @@ def test_a_weight_after_forward(run: Run, how: str) -> None:
     run(as_on_one_device(train))
 
 
+def test_results_that_have_no_gradient_or_not_this_one(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+
+        def step() -> None:
+            replica = fd.get_replica_context()
+            loss = model(torch.ones(2, 3)).sum()
+            assert torch.equal(replica.all_reduce("max", loss), loss)
+            with torch.no_grad():
+                assert torch.equal(replica.all_reduce("mean", model.weight), model.weight)
+                rows = replica.all_gather(model.weight)
+            assert len(rows) == strategy.num_replicas_in_sync
+            assert not rows.requires_grad
+            mean = replica.all_reduce("mean", loss * 1)
+            if strategy.num_replicas_in_sync > 1:
+                with pytest.raises(RuntimeError, match="view"):
+                    mean *= 2  # whose gradient would not have the weight of this replica
+
+        strategy.run(step)
+
+    run(case)
+
+
 def test_activations_of_a_replica_that_counts_nothing(run: Run) -> None:
     def case(strategy: Strategy) -> None:
         with strategy.scope():

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from fastdist.cluster.address import join_address
 from fastdist.cluster.resolver import SimpleClusterResolver
 from fastdist.cluster.spec import ClusterSpec
 from fastdist.errors import ClusterConfigError
@@ -103,4 +102,5 @@ def _address_of(pod: Any, selector: str, port: int) -> str:
             f"pod {pod.metadata.name!r} of {selector!r} is in phase {pod.status.phase!r}; "
             "expected 'Running'"
         )
-    return join_address(pod.status.pod_ip, port)
+    ip = pod.status.pod_ip
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"

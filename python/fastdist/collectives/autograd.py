@@ -56,10 +56,8 @@ def all_gather(communicator: Communicator | None, value: Any, axis: int) -> torc
 def with_gradient(
     tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """Return a view of a tensor that requires a gradient; backward changes that of the view."""
-    view = tensor.view_as(tensor)
-    view.register_hook(change)  # type: ignore[no-untyped-call]
-    return view
+    """Return the tensor; backward changes the gradient of the result."""
+    return _ChangeGradient.apply(tensor, change)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def check_joinable(shapes: list[tuple[int, ...]], axis: int) -> int:
@@ -134,3 +132,16 @@ class _AllGather(torch.autograd.Function):
         rank = ctx.communicator.rank
         own = total.narrow(ctx.axis, sum(ctx.sizes[:rank]), ctx.sizes[rank])
         return own, None, None, None
+
+
+class _ChangeGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.change = change
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.change(gradients[0]), None

@@ -42,6 +42,7 @@ _OTHER_CALLS = {  # and attributes; "_" is left out of names that differ from ou
     "get_rank": "rank",
     "get_size": "world_size",
     "get_world_size": "world_size",
+    "iprobe": "recv_any",  # which asks without receiving
     "probe": "recv_any",
     "reduce_scatter": "reduce_scatter",
     "reduce_scatter_block": "reduce_scatter",
@@ -105,10 +106,10 @@ def refuse_other_names(communicator: type) -> frozenset[str]:
     }
     names = {_squeezed(ours): ours for ours in public} | _OTHER_CALLS
     names |= {f"{_squeezed(ours)}v": f"{ours}(…, splits=…)" for ours in _WITH_SPLITS}
-    names |= {
+    names = {
         f"i{name}": f"{ours}(…, async_op=True)" if ours in may_be_async else ours
         for name, ours in names.items()
-    }
+    } | names
     names |= {name.capitalize(): ours for name, ours in names.items()}
     names = {name: ours for name, ours in names.items() if name not in public}
     for name, ours in names.items():

@@ -236,10 +236,11 @@ class Works:
 
     def wait(self, timeout: float | None = None) -> Any:
         """See `Work.wait`."""
-        end = None if timeout is None else time.monotonic() + timeout
-        results = []
-        for work in self._works:
-            results.append(work.wait(None if end is None else max(0.0, end - time.monotonic())))
+        began = time.monotonic()
+        results = [work.wait(timeout) for work in self._works[:1]]
+        for work in self._works[1:]:
+            left = None if timeout is None else max(0.0, began + timeout - time.monotonic())
+            results.append(work.wait(left))
         return self._result_of(results)
 
 

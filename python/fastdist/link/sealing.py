@@ -91,9 +91,9 @@ class Handshake:
             StrangerError: the peer has another secret, or has agreed on another prologue.
         """
         public, sealed = message[:_PUBLIC_BYTES], message[_PUBLIC_BYTES:]
-        payload = bytearray(len(sealed) - _TAG_BYTES)
         self._peer = X25519PublicKey.from_public_bytes(public)
         try:
+            payload = bytearray(len(sealed) - _TAG_BYTES)
             self._mix(public, is_second=self._is_initiator)
             self._cipher.open(sealed, payload, self.hash)
         except (StrangerError, ValueError):

@@ -307,6 +307,8 @@ def _own_roster(arguments: argparse.Namespace, address: str | None = None) -> Ro
     try:
         return Roster(arguments.min, arguments.max, address, _give_up, with_spares)
     except OSError as error:
+        if address is None:
+            raise
         raise UsageError(f"cannot listen at {error.strerror}: choose another --rdzv") from None
 
 

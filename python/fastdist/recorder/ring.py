@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -318,7 +319,8 @@ class Snapshot:
         usual = {}
         for number in np.unique(ended["site"]).tolist():
             own_s = took_s[ended["site"] == number]
-            p99_s = np.percentile(own_s, 99, method="higher")
+            place = math.ceil(0.99 * (len(own_s) - 1))
+            p99_s = np.partition(own_s, place)[place]  # a tenth of the time of np.percentile
             usual[self.site(number)] = Usual(len(own_s), float(p99_s))
         return usual
 

@@ -154,9 +154,8 @@ def _collectives(ranks: Sequence[RankTimeline]) -> Iterator[list[tuple[int, Call
             if call.is_collective and not call.is_failed:
                 found[call.place].append((place, call))
     for calls in found.values():
-        if (
-            len({place for place, _ in calls}) == calls[0][1].member.size > 1
-        ):  # not ranks that are threads
+        # Not ranks that are threads.
+        if len({place for place, _ in calls}) == calls[0][1].member.size > 1:
             yield calls
 
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 
@@ -67,7 +68,8 @@ def _between(values: Sequence[float], ways: Sequence[float]) -> Interval:
     """
     ordered = np.sort(values)
     estimate = float(np.median(ordered))
-    cut = int(np.searchsorted(np.cumsum(ways) / np.sum(ways), _TAIL, side="right"))
+    rare = _TAIL * sum(ways)
+    cut = sum(below <= rare for below in accumulate(ways))
     if not cut:
         return Interval(estimate, 0.0, math.inf)
     return Interval(estimate, float(ordered[cut - 1]), float(ordered[-cut]))

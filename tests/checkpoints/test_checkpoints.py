@@ -450,34 +450,42 @@ def test_the_lock_outlives_a_copy_and_ends_with_its_process(tmp_path: Path) -> N
 
 
 _ENDS = """
-import concurrent.futures.thread, sys, time
+import concurrent.futures.thread, sys, threading, time
 import fastdist as fd, torch
 from fastdist.checkpoints import files
 write = files.write
-def late(path, *arguments):
+def wait_for_the_end():
     while not concurrent.futures.thread._shutdown:  # the interpreter is about to end
         time.sleep(0.01)
+def late(path, *arguments):
+    wait_for_the_end()
     if "full" in str(path):
         raise OSError("no space left")
     write(path, *arguments)
 files.write = late
 checkpoint = fd.Checkpoint(state=torch.ones(1000), step=1)
-for name in sys.argv[1:]:
+for name in sys.argv[2:]:
     fd.CheckpointManager(name).save(checkpoint, async_op=True)
+def save_last():
+    wait_for_the_end()
+    checkpoint.save(sys.argv[1])
+threading.Thread(target=save_last).start()
 """
 
 
 @pytest.mark.slow
 def test_a_program_that_ends_while_it_saves(tmp_path: Path) -> None:
-    """The last act is an asynchronous save: it is written, and a failure is told."""
+    """The last acts are saves in threads: they are written, and a failure is told."""
     run = [sys.executable, "-W", "error", "-c", _ENDS]
-    both = [str(tmp_path / "good"), str(tmp_path / "full")]
-    done = subprocess.run([*run, *both], capture_output=True, text=True, timeout=60)
+    names = [str(tmp_path / name) for name in ("last", "good", "full")]
+    done = subprocess.run([*run, *names], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.count("OSError: no space left") == done.stderr.count("Traceback") == 1
     again = fd.Checkpoint(state=torch.zeros(1000), step=0)
-    again.restore(tmp_path / "good" / "checkpoint-1")
-    assert bool((again.state == 1).all())
+    for path in (tmp_path / "good" / "checkpoint-1", tmp_path / "last"):
+        again.state.zero_()
+        again.restore(path)
+        assert bool((again.state == 1).all())
 
 
 def test_every_byte_counts(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from data_jobs import Counting, Exchange, alone, distribute_dataset, layouts, on
 from fastdist.data import Files
 from fastdist.data.distributed import read_ahead
 from fastdist.data.input_context import InputLayout
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 
 def prefetch_threads() -> list[threading.Thread]:
@@ -87,6 +87,26 @@ def test_the_thread_ends(end: str) -> None:
         with pytest.raises(KeyError):
             steps.throw(KeyError())
     assert prefetch_threads() == []
+
+
+class Closing(IterableDataset[int]):
+    """Notes the thread that closes its iterator."""
+
+    def __init__(self) -> None:
+        self.closed_by: list[str] = []
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            yield from range(40)
+        finally:
+            self.closed_by.append(threading.current_thread().name)
+
+
+def test_the_thread_that_opened_a_source_closes_it() -> None:
+    source = Closing()
+    for _ in distribute_dataset(source, alone(), global_batch_size=2):
+        break
+    assert source.closed_by == ["fastdist-prefetch"]
 
 
 class Broken(Dataset[int]):

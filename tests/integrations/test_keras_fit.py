@@ -85,7 +85,7 @@ def test_writers_act_on_the_chief(replicas: ProcessRanks, tmp_path: Path) -> Non
 
 
 def test_tensorboard_and_monitors_act_on_the_chief() -> None:
-    from fastdist.keras.callback_list import is_chief_only
+    from fastdist.keras.callbacks import is_chief_only
 
     given = [keras.callbacks.TensorBoard("logs"), keras.callbacks.RemoteMonitor()]
     assert all(map(is_chief_only, given))

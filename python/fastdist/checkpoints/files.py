@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,9 +56,16 @@ def start_checksums(parts: Mapping[str, PartFiles]) -> Checksums:
 
     It cannot start this one itself: an exiting interpreter waits for threads, but starts none.
     """
-    pool = ThreadPoolExecutor(1, "fastdist-checksums")
-    sums = {name: pool.submit(_checksums, part.tensors) for name, part in parts.items()}
-    pool.shutdown(wait=False)
+    sums: dict[str, Future[dict[str, int]]] = {name: Future() for name in parts}
+
+    def compute() -> None:
+        for name, part in parts.items():
+            try:
+                sums[name].set_result(_checksums(part.tensors))
+            except BaseException as error:  # the thread that writes raises it
+                sums[name].set_exception(error)
+
+    threading.Thread(target=compute, name="fastdist-checksums").start()
     return sums
 
 

@@ -7,6 +7,7 @@ import concurrent.futures
 import errno
 import functools
 import re
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -279,10 +280,19 @@ class CheckpointManager:
 
     def _later(self, task: Callable[[], None]) -> None:
         """Run a task in a thread; the interpreter waits for the task before it exits."""
-        pool = ThreadPoolExecutor(1, "fastdist-checkpoint")
-        self._writing = pool.submit(task)
-        pool.shutdown(wait=False)
-        _started.append(self._writing)
+        done: Future[None] = Future()
+
+        def run() -> None:  # no executor, which takes no work once the main thread has ended
+            try:
+                task()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=run, name="fastdist-checkpoint").start()
+        _started.append(done)
+        self._writing = done
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

@@ -309,7 +309,7 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
     room = threading.Semaphore(depth)
     stopped = threading.Event()
 
-    def fill() -> None:
+    def fill(items: Iterator[T]) -> None:
         error: BaseException | None = None
         try:
             while room.acquire() and not stopped.is_set():
@@ -327,7 +327,8 @@ def read_ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
         if thread is not threading.current_thread():
             thread.join(_PATIENCE_S)
 
-    thread = threading.Thread(target=fill, name="fastdist-prefetch", daemon=True)
+    thread = threading.Thread(target=fill, args=(items,), name="fastdist-prefetch", daemon=True)
+    del items  # so that the thread, which has opened them, closes them too
     stop_once = weakref.finalize(thread, stop)  # also at exit, while threads still run
     thread.start()
     try:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastdist.keras.callbacks import chief_only
 from fastdist.keras.extension import KerasExtension
 from fastdist.strategies.scope import extensions
 
 if TYPE_CHECKING:
     from fastdist.keras.backup import BackupAndRestore
-    from fastdist.keras.callback_list import chief_only
     from fastdist.keras.sidecar import SidecarEvaluator
 
 __all__ = ["BackupAndRestore", "SidecarEvaluator", "chief_only"]
 
-_LAZY = {  # these load Keras
-    "BackupAndRestore": "backup",
-    "SidecarEvaluator": "sidecar",
-    "chief_only": "callback_list",
-}
+_LAZY = {"BackupAndRestore": "backup", "SidecarEvaluator": "sidecar"}  # these load Keras
 
 extensions.append(KerasExtension())
 

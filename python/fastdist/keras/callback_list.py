@@ -1,4 +1,4 @@
-"""The callbacks of one replica, with the logs of all replicas; writers act on the chief."""
+"""The list of callbacks of one replica, with the logs of all replicas."""
 
 from __future__ import annotations
 
@@ -12,42 +12,13 @@ import keras
 import numpy as np
 
 from fastdist.collectives.communicator import Communicator
+from fastdist.keras.callbacks import is_chief_only
 from fastdist.keras.internals import is_default
 from fastdist.keras.optimizers import gather_states
 from fastdist.training.modules import broadcast_state
 
-_CHIEF_ONLY = "_fastdist_chief_only"
-_WRITERS = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
 _STOPS = ("stop_training", "stop_evaluating", "stop_predicting")
 _DRAWN_EVERY_S = 0.05  # Keras' progress bar draws at most this often
-
-
-def chief_only(callback: Any) -> Any:
-    """Make a Keras callback act on the chief alone, and return it.
-
-    Keras' own callbacks that write or draw act on the chief without this. Such a callback must not
-    call `fit`, `evaluate`, `predict` or `get_metrics_result` of the model, which all replicas call
-    together. What it changes in `on_train_begin` (weights, the optimizer's state, the epoch to
-    begin with) and `stop_training` reach all replicas.
-
-    Args:
-        callback: a `keras.callbacks.Callback`.
-
-    Examples:
-        >>> import os
-        >>> os.environ["KERAS_BACKEND"] = "torch"
-        >>> import fastdist as fd, keras
-        >>> writes = fd.keras.chief_only(keras.callbacks.LambdaCallback(on_epoch_end=print))
-    """
-    setattr(callback, _CHIEF_ONLY, True)
-    return callback
 
 
 class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
@@ -198,11 +169,6 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         if isinstance(rate, keras.Variable):
             with self._communicator() as workers:
                 broadcast_state(workers, [rate.value])
-
-
-def is_chief_only(callback: Any) -> bool:
-    """Return True for a callback that acts on the chief alone."""
-    return getattr(callback, _CHIEF_ONLY, False) or isinstance(callback, _WRITERS)
 
 
 def flat(callbacks: Any) -> list[Any]:

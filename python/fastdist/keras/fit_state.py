@@ -277,7 +277,10 @@ def _source(adapter: Any) -> Any:
     generator = getattr(getattr(whole, "_dataloader", None), "generator", None)
     if generator is None:
         return None
-    return SimpleNamespace(state_dict=generator.get_state, load_state_dict=generator.set_state)
+    return SimpleNamespace(
+        state_dict=lambda: {"generator": generator.get_state()},
+        load_state_dict=lambda state: generator.set_state(state["generator"]),
+    )
 
 
 def random_state(model: Any) -> dict[str, Any]:

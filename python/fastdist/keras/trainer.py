@@ -264,11 +264,18 @@ class ReplicatedTrainer(Trainer):
 
     # --- saving ---------------------------------------------------------------------------------
 
-    def _save(self, call: str, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
-        """Save as Keras does; replicas may save to one path at the same time.
+    def save(self, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
+        """Save the model as Keras does; replicas may save to one path at the same time.
 
-        With a sharded optimizer every replica must call.
+        With a sharded optimizer every replica must call, here and in `save_weights`.
         """
+        return self._save("save", filepath, overwrite, **options)
+
+    def save_weights(self, filepath: Any, overwrite: bool = True, **options: Any) -> Any:
+        """Save the weights as Keras does; replicas may save to one path at the same time."""
+        return self._save("save_weights", filepath, overwrite, **options)
+
+    def _save(self, call: str, filepath: Any, overwrite: bool, **options: Any) -> Any:
         plain = self._plain(call)
         is_file = isinstance(filepath, (str, Path)) and not options.get("max_shard_size")
         if not is_file or not overwrite or not os.path.isdir(Path(filepath).parent):
@@ -281,9 +288,6 @@ class ReplicatedTrainer(Trainer):
         finally:
             own.unlink(missing_ok=True)
         return result
-
-    save = functools.partialmethod(_save, "save")
-    save_weights = functools.partialmethod(_save, "save_weights")
 
 
 def accept_distributed_datasets(model: Any, strategy: ReplicatedStrategy) -> None:

@@ -215,8 +215,9 @@ class Strategy(ABC):
                 default_collate, extended to keep tuples and to accept dataclasses.
             num_workers: loader processes of this worker. An IterableDataset must divide its
                 examples among them by `get_worker_info`. With 0, examples are loaded in the thread
-                that reads ahead, which shares the generators of numpy and Python's `random` with
-                the training step, and a dataset's `torch.manual_seed` seeds the step's generator.
+                that reads ahead, where each operation of torch costs some microseconds more. It
+                shares the generators of numpy and Python's `random` with the training step, and a
+                dataset's `torch.manual_seed` seeds the step's generator.
             prefetch: steps to read ahead and copy to the devices in a thread; 0: no thread. Arrays
                 that are sliced for CPUs use no thread either.
 

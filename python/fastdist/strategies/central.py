@@ -1,7 +1,7 @@
 """One copy of all parameters and optimizer states, for all replicas of a machine.
 
 Replica 0, the owner, steps for all replicas. On CPUs the copy is in memory that all replicas map;
-other replicas compute with copies of their own, and get the owner's values after each step.
+elsewhere each replica computes with a copy of its own, and gets the owner's values after each step.
 """
 
 from __future__ import annotations

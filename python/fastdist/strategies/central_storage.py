@@ -25,9 +25,10 @@ class CentralStorageStrategy(ReplicatedStrategy):
 
     Every replica runs the program, so each in-place change of a parameter is applied to the one
     copy once per replica. In `run` such a change is an error, unless it goes through `.data`, which
-    torch does not trace. Between runs, use `update`, except where every replica writes the same
-    values, as by `load_state_dict` of a checkpoint and `clamp_`. Saving values and loading others
-    before the next run does not work, since another replica may load first.
+    torch does not trace. Between runs, where replicas do not wait for each other, use `update`, but
+    for values that every replica writes alike, as by `load_state_dict` of a checkpoint and `clamp_`.
+    Saving values and loading others before the next run does not work, since another replica may
+    load first.
 
     Args:
         compute_devices: devices of the replicas; None: as in `MirroredStrategy`.

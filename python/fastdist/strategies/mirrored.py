@@ -101,7 +101,8 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy):
         **unknown: NoReturn,
     ) -> None:
         refuse_keywords("MultiWorkerMirroredStrategy", unknown)
-        if cluster_resolver is None and TFConfigClusterResolver.is_available(os.environ):
+        has_cluster = cluster_resolver is not None or roster_place() is not None
+        if not has_cluster and TFConfigClusterResolver.is_available(os.environ):
             cluster_resolver = TFConfigClusterResolver()
         options = options or CommunicationOptions()
         given = None if devices is None else usable_devices(devices, "devices")

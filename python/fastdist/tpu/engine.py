@@ -233,6 +233,8 @@ class SpmdEngine(Engine):
     def _reduced_alike(self, tensors: list[torch.Tensor], op: str) -> Sequence[torch.Tensor]:
         scale = 1.0 / self.size if op == "mean" else 1.0
         known = "sum" if op == "mean" else op
+        if len(tensors) == 1:
+            return [self._mesh.all_reduce(known, tensors[0], scale)]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         reduced = self._mesh.all_reduce(known, flat, scale)
         parts = torch.split(reduced, [tensor.numel() for tensor in tensors])

@@ -244,6 +244,9 @@ _RANDOM_FUNCTIONS = frozenset(
 )
 
 
+_BATCH_NORM = inspect.signature(F.batch_norm)
+
+
 def _batch_norm(
     padding: Padding | None, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
@@ -252,7 +255,7 @@ def _batch_norm(
     torch_xla's own batch norm updates the running variance by the biased variance, and would
     include padding.
     """
-    bound = inspect.signature(func).bind(*args, **kwargs)
+    bound = _BATCH_NORM.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     value: torch.Tensor = given["input"]

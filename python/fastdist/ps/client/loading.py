@@ -11,7 +11,6 @@ from typing import Any, overload
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from fastdist.ps.client.checkpoint import Saved, read_index
@@ -22,6 +21,7 @@ from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 _PIECE_ROWS = 1 << 16
 # The number of the scope, and of the module if the scope had several.
 _PREFIX = re.compile(r"(\d+/(\w+\[\d+\]\.)?)?")
+_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,29 +130,33 @@ def _load_all(directory: Path) -> LoadedCheckpoint:
     for full, saved in index.saved.items():
         name, spec = short[full] if is_clear else full, saved.spec
         if isinstance(spec, RowsSpec):
-            mapped = (_mapped(path) for path in saved.checksums)
-            pieces = tuple((_read_only(ids), _read_only(rows)) for ids, rows in mapped)
+            pieces = tuple(_mapped(path) for path in saved.checksums)
             values[name] = SavedRows(pieces, spec.dim, spec.rows, spec)
         else:
             values[name] = _fill(torch.empty(spec.shape), saved)
     return LoadedCheckpoint(values, index.state)
 
 
-def _mapped(path: Path) -> tuple[Any, torch.Tensor]:
+def _mapped(path: Path) -> tuple[Any, Array]:
     """Map a checked file: the ids of a table's rows, or a slice of a variable's; and the values."""
-    with safe_open(path, "pt") as file:
-        part = json.loads(file.metadata()["fastdist"])["part"]
-        values = file.get_tensor("values")
-        if "ids" in file.keys():  # noqa: SIM118
-            ids = file.get_tensor("ids")
-            return (ids + part["begin"] if part["begin"] else ids), values
-    return slice(part["begin"], part["end"]) if values.dim() else (), values
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
 
+    def array(name: str) -> Array:
+        about = header[name]
+        shape: tuple[int, ...] = tuple(about["shape"])
+        dtype = _DTYPES[about["dtype"]]
+        if 0 in shape:
+            return np.empty(shape, dtype)
+        offset = 8 + length + int(about["data_offsets"][0])
+        return np.memmap(path, dtype, "r", offset, shape)
 
-def _read_only(tensor: torch.Tensor) -> Array:
-    array: Array = tensor.numpy()
-    array.flags.writeable = False
-    return array
+    part = json.loads(header["__metadata__"]["fastdist"])["part"]
+    if "ids" not in header:
+        return slice(part["begin"], part["end"]), array("values")
+    ids = array("ids")
+    return (ids + part["begin"] if part["begin"] else ids), array("values")
 
 
 def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[str]:
@@ -204,11 +208,10 @@ def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) ->
         for path in source.checksums:
             ids, _ = _mapped(path)
             beyond = ids[(ids < 0) | (ids >= tensor.shape[0])]
-            if len(beyond):
+            if beyond.size:
                 raise ValueError(
-                    f"{directory} has a row of {spec.name!r} for the id {int(beyond[0])}, the "
-                    f"module has {len(tensor)} rows: read such tables with "
-                    "fastdist.ps.load(directory)"
+                    f"{directory} has a row of {spec.name!r} for the id {beyond[0]}, the module "
+                    f"has {tensor.shape[0]} rows: read such tables with fastdist.ps.load(directory)"
                 )
 
 
@@ -225,5 +228,11 @@ def _fill(tensor: torch.Tensor, source: Saved) -> torch.Tensor:
             tensor[begin:end] = torch.from_numpy(rows[: end - begin])
     for path in source.checksums:
         places, values = _mapped(path)
-        tensor[places] = values.to(tensor)
+        read = torch.from_numpy(np.array(values)).to(tensor)
+        if isinstance(spec, RowsSpec):
+            tensor[torch.from_numpy(np.array(places))] = read
+        elif tensor.dim():
+            tensor[places] = read
+        else:
+            tensor.copy_(read)
     return tensor

@@ -88,7 +88,8 @@ class MaxSizePartitioner:
     max_shards: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(max_shard_bytes=self.max_shard_bytes, max_shards=self.max_shards)
+        limit = 1 if self.max_shards is None else self.max_shards
+        _require_positive(max_shard_bytes=self.max_shard_bytes, max_shards=limit)
 
     def __call__(self, shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
         """Return the number of pieces along each axis."""
@@ -150,7 +151,7 @@ def _along_first(shape: Sequence[int], pieces: int) -> tuple[int, ...]:
     return (max(1, min(shape[0], pieces)), *(1 for _ in shape[1:]))
 
 
-def _require_positive(**values: int | None) -> None:
+def _require_positive(**values: int) -> None:
     for name, value in values.items():
-        if value is not None and value < 1:
+        if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

@@ -189,7 +189,7 @@ class Service:
                 values = np.empty(shape, np.float32)
                 stored.pull(at, values)
                 wire.encode(values, body[extent])
-            body[extent.stop : padded(extent.stop)] = 0  # of an earlier reply
+            body[extent.stop : padded(extent.stop)] = 0  # of freed memory
         return reply
 
     def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:

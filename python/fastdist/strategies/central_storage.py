@@ -26,7 +26,7 @@ class CentralStorageStrategy(ReplicatedStrategy):
     Every replica runs the program, so each in-place change of a parameter is applied to the one
     copy once per replica. In `run` such a change is an error, unless it goes through `.data`, which
     torch does not trace. Between runs, where replicas do not wait for each other, use `update`, but
-    for values that every replica writes alike, as by `load_state_dict` of a checkpoint and `clamp_`.
+    for values that all replicas write alike, as by `load_state_dict` of a checkpoint and `clamp_`.
     Saving values and loading others before the next run does not work, since another replica may
     load first.
 

@@ -126,7 +126,7 @@ class SpmdEngine(Engine):
         to_rank(root, "root", self.size)
         return self._all_reduce(arrays, op, out, None)  # other ranks get the result too
 
-    def _broadcast(self, arrays: Any, root: int, out: Any) -> Any:
+    def _broadcast(self, arrays: Any, root: int, out: Any = None) -> Any:
         to_rank(root, "root", self.size)
         sources, targets = _fitting("broadcast", arrays, out)
         self._agree("broadcast", sources, root=root)

@@ -1,3 +1,5 @@
+// The line of Python that called fastdist, by the interpreter's frames or, faster, their structs.
+
 #include <pybind11/pybind11.h>
 
 #include <array>

@@ -26,6 +26,8 @@ STEPS = int(sys.argv[4]) if len(sys.argv) > 4 else 30
 LONG_S = 100.0
 if KIND == "loading":
     import torch.utils.data  # takes long
+elif KIND == "apart":
+    import torch.distributed as dist
 place._folders = lambda: [FOLDER]
 comm = fd.init()
 others: list[fd.Communicator] = []  # that stay open
@@ -153,8 +155,6 @@ def for_all(kind: str) -> None:
         while True:
             step()
     elif kind == "apart":
-        import torch.distributed as dist
-
         dist.init_process_group("fastdist")
         if comm.rank == RANK:
             asleep()

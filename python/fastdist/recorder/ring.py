@@ -145,7 +145,7 @@ class Call:
 
     @property
     def place(self) -> tuple[int, int]:
-        """What the calls of all ranks have in common: the communicator, and the number in it."""
+        """The communicator, and the number in it: equal for the calls of all ranks."""
         return self.member.key, self.sequence
 
     @property

@@ -1,4 +1,4 @@
-"""What is measured: collectives, sizes, lists of gradients, dtypes, reduce ops, arrays.
+"""The cases to measure: collectives, sizes, lists of gradients, dtypes, reduce ops, arrays.
 
 N is the "bytes" column and n the world size. As in nccl-tests, N is the size of the larger of a
 rank's two buffers; if that buffer consists of n blocks, "count" is the elements of one block.

@@ -30,7 +30,7 @@ def ranks_of(machines: Sequence[int], number: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """What the ranks of one or several machines have told each other.
+    """The addresses and keys that the ranks of one or several machines have exchanged.
 
     Attributes:
         machines: the number of each rank's machine, from 0 without a gap.

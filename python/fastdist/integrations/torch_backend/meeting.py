@@ -1,4 +1,4 @@
-"""How a process group's ranks meet: in the store that torch made for it, or by their handles."""
+"""The meeting of a process group's ranks: in the store that torch made for it, or by handles."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a server remembers of its clients' changes.
+"""The memory that a server keeps of its clients' changes.
 
-Changes that it has applied, so that a repeated request changes nothing; and gradients that wait
-until their round is committed.
+It holds the changes that it has applied, so that a repeated request changes nothing, and gradients
+that wait until their round is committed.
 """
 
 from __future__ import annotations

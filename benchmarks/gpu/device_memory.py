@@ -48,7 +48,6 @@ def kinds(comm: Any, alone: list[Any], grads: list[Any]) -> list[Callable[[], ob
         lambda: comm.all_reduce(alone[1], op="max", async_op=True).wait(),
         lambda: comm.all_reduce(small, op="mean"),
         lambda: comm.all_reduce(small, op="mean", compress="bf16"),
-        lambda: comm.all_reduce(small, op="mean", compress="fp8"),
         lambda: comm.broadcast(small),
     ]
 

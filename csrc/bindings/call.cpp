@@ -9,6 +9,7 @@
 
 #include "bindings/arguments.h"
 #include "core/error.h"
+#include "nccl/reductions.h"
 
 namespace fastdist::bindings {
 namespace {
@@ -271,8 +272,14 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   if (placement.device) refuse_tag_on_gpus(tag);
   if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();
   view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
-  check_arrays(ranks);
+  check_arrays(ranks, placement);
   if (!given.compress.is_none()) wire = to_wire_dtype(given.compress);
+  if (wire == DType::kFloat8E4M3FN && placement.device) {
+    throw Error(
+        ErrorCode::kUnsupported,
+        "compress=\"fp8\" is for arrays in host memory, since NCCL would round the sum after "
+        "every rank; use \"bf16\" on GPUs");
+  }
   if (wire && op == Op::kAllReduce) check_compressible(*in, reduce_op);
   bucket_bytes = to_bucket_bytes(given);
   if (is_step && !is_message) within = op_from_name(given.within.cast<std::string>());
@@ -312,7 +319,7 @@ void Call::view_arrays(const CallArguments& given, bool is_root, const Placement
   }
 }
 
-void Call::check_arrays(const Communicator& ranks) const {
+void Call::check_arrays(const Communicator& ranks, const Placement& placement) const {
   switch (op) {
     case Op::kAllReduce:
     case Op::kReduce:
@@ -336,7 +343,10 @@ void Call::check_arrays(const Communicator& ranks) const {
       break;
   }
   if (!reduces(op)) return;
-  for (const TensorView& view : in->views()) check_reducible(reduce_op, view.dtype);
+  for (const TensorView& view : in->views()) {
+    check_reducible(reduce_op, view.dtype);
+    if (placement.device) (void)nccl::native_reduction(view.dtype, reduce_op);
+  }
 }
 
 Signature Call::signature() const {

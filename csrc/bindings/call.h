@@ -91,7 +91,7 @@ struct Call {
 
  private:
   void view_arrays(const CallArguments& given, bool is_root, const Placement& placement);
-  void check_arrays(const Communicator& ranks) const;
+  void check_arrays(const Communicator& ranks, const Placement& placement) const;
 };
 
 }  // namespace fastdist::bindings

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "core/error.h"
-
 namespace fastdist::cuda {
 namespace {
 
@@ -78,10 +76,6 @@ BucketPlan plan_buckets(TensorViews arrays, std::optional<DType> wire, std::size
 // --- parameters of a launch ---------------------------------------------------------------------
 
 Moves moves_of(const Bucket& bucket, TensorViews arrays) {
-  constexpr std::size_t kMostArrays = std::size_t{1} << 24;
-  if (arrays.size() > kMostArrays) {
-    refuse(ErrorCode::kValue, "a list may hold at most 2^24 arrays, got ", arrays.size());
-  }
   Moves result;
   result.moves.reserve(bucket.pieces.size());
   for (const Piece& piece : bucket.pieces) {
@@ -93,8 +87,7 @@ Moves moves_of(const Bucket& bucket, TensorViews arrays) {
     move.at = static_cast<std::uint32_t>(piece.at / kQuantumBytes);
     move.count = static_cast<std::uint32_t>(piece.count);
     move.first_tile = result.tiles;
-    move.index = static_cast<std::uint32_t>(piece.array) & 0xFFFFFFU;
-    move.dtype = static_cast<std::uint8_t>(array.dtype);
+    move.dtype = static_cast<std::uint32_t>(array.dtype);
     result.moves.push_back(move);
     result.tiles += static_cast<std::uint32_t>((quanta + kTileQuanta - 1) / kTileQuanta);
   }

@@ -58,8 +58,7 @@ struct Move {
   std::uint32_t at;          // offset in the bucket, in quanta
   std::uint32_t count;       // elements
   std::uint32_t first_tile;  // index among all tiles of the launch, in the order of the moves
-  std::uint32_t index : 24;  // of the array in the list, and of its magnitude
-  std::uint32_t dtype : 8;   // of the array
+  std::uint32_t dtype;       // of the array
 };
 static_assert(sizeof(Move) == 24);
 

@@ -5,7 +5,6 @@
 
 #include <cstring>
 
-#include "core/error.h"
 #include "cuda/check.h"
 #include "cuda/formats.cuh"
 #include "cuda/kernels.h"
@@ -17,7 +16,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kFewMoves = 64;
 constexpr int kManyMoves = static_cast<int>(kMostPieces);
-constexpr unsigned kAll = 0xFFFFFFFFU;
 
 // The parameter of every kernel in this file. There are two sizes, since copying it is part of the
 // cost of a launch.
@@ -28,7 +26,6 @@ struct Table {
   std::uint32_t item;  // bytes of the bucket's values
   std::byte* bucket;
   Cast cast;
-  float* measured;
 };
 static_assert(sizeof(Table<kManyMoves>) <= 32764);
 
@@ -59,16 +56,6 @@ __device__ const Move& move_of(const Table<kCapacity>& table, std::uint32_t tile
     }
   }
   return table.moves[low];
-}
-
-// Returns the power of two that fits the sum over all ranks into the format's range, like the host
-// engine's `kLargestSum`.
-__device__ float scale_of(float magnitude, int ranks) {
-  const float most = magnitude * static_cast<float>(ranks);
-  if (!isfinite(most) || most <= 0.0F) return 1.0F;
-  const float ratio = 413.0F / most;
-  if (!isfinite(ratio)) return 0x1p126F;
-  return ldexpf(1.0F, min(max(ilogbf(ratio), -126), 126));
 }
 
 // --- Copies without casts ---------------------------------------------------------------------
@@ -208,50 +195,11 @@ __global__ void __launch_bounds__(kThreads)
     return cast_tile<kDirection, __nv_bfloat16, __nv_bfloat16>(move, bucket, first,
                                                                table.cast.factor);
   }
-  float scale = 1.0F;
-  if (table.cast.magnitudes != nullptr) {
-    scale = scale_of(table.cast.magnitudes[move.index], table.cast.ranks);
-  }
-  if constexpr (kDirection == Direction::kUnpack) scale = table.cast.factor / scale;
+  const float scale = kDirection == Direction::kUnpack ? table.cast.factor : 1.0F;
   if (wire == DType::kFloat16) {
     cast_from<kDirection, __half>(move, bucket, first, scale);
-  } else if (wire == DType::kBFloat16) {
-    cast_from<kDirection, __nv_bfloat16>(move, bucket, first, scale);
   } else {
-    cast_from<kDirection, __nv_fp8_e4m3>(move, bucket, first, scale);
-  }
-}
-
-// --- Magnitudes -------------------------------------------------------------------------------
-
-// Returns |x| as the bits of a float. Bits are ordered like the numbers, with NaN above all.
-template <class Number>
-__device__ std::uint32_t largest_in_tile(const Move& move, std::uint32_t each,
-                                         std::uint32_t first) {
-  const auto* array = reinterpret_cast<const Number*>(move.array);
-  const std::uint32_t begin = first * each;
-  const std::uint32_t end = min(begin + kTileQuanta * each, move.count);
-  std::uint32_t largest = 0;
-  for (std::uint32_t i = begin + threadIdx.x; i < end; i += kThreads) {
-    largest = max(largest, __float_as_uint(fabsf(to_float(array[i]))));
-  }
-  return largest;
-}
-
-template <int kCapacity>
-__global__ void __launch_bounds__(kThreads)
-    measure_kernel(const Table<kCapacity> __grid_constant__ table) {
-  const Move& move = move_of(table, blockIdx.x);
-  const std::uint32_t first = (blockIdx.x - move.first_tile) * kTileQuanta;
-  const auto each = static_cast<std::uint32_t>(kQuantumBytes) / table.item;
-  std::uint32_t largest = static_cast<DType>(move.dtype) == DType::kFloat64
-                              ? largest_in_tile<double>(move, each, first)
-                              : largest_in_tile<float>(move, each, first);
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    largest = max(largest, __shfl_xor_sync(kAll, largest, lanes));
-  }
-  if (threadIdx.x % 32 == 0) {
-    atomicMax(reinterpret_cast<unsigned*>(table.measured + move.index), largest);
+    cast_from<kDirection, __nv_bfloat16>(move, bucket, first, scale);
   }
 }
 
@@ -259,14 +207,13 @@ __global__ void __launch_bounds__(kThreads)
 
 template <int kCapacity, class Kernel>
 void launch_on(Kernel kernel, const Moves& moves, std::byte* bucket, const Cast& cast,
-               float* measured, StreamHandle stream) {
+               StreamHandle stream) {
   Table<kCapacity> table;  // moves beyond `count` stay uninitialized and are never read
   std::memcpy(table.moves, moves.moves.data(), moves.moves.size() * sizeof(Move));
   table.count = static_cast<int>(moves.moves.size());
   table.item = static_cast<std::uint32_t>(size_of(cast.dtype));
   table.bucket = bucket;
   table.cast = cast;
-  table.measured = measured;
   launch(kernel, moves.tiles, kThreads, stream, table);
 }
 
@@ -274,10 +221,9 @@ template <Direction kDirection>
 void move_all(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHandle stream) {
   if (moves.tiles == 0) return;
   if (moves.moves.size() <= kFewMoves) {
-    launch_on<kFewMoves>(move_kernel<kDirection, kFewMoves>, moves, bucket, cast, nullptr, stream);
+    launch_on<kFewMoves>(move_kernel<kDirection, kFewMoves>, moves, bucket, cast, stream);
   } else {
-    launch_on<kManyMoves>(move_kernel<kDirection, kManyMoves>, moves, bucket, cast, nullptr,
-                          stream);
+    launch_on<kManyMoves>(move_kernel<kDirection, kManyMoves>, moves, bucket, cast, stream);
   }
 }
 
@@ -288,8 +234,6 @@ void load_packing_kernels() {
   load(move_kernel<Direction::kPack, kManyMoves>);
   load(move_kernel<Direction::kUnpack, kFewMoves>);
   load(move_kernel<Direction::kUnpack, kManyMoves>);
-  load(measure_kernel<kFewMoves>);
-  load(measure_kernel<kManyMoves>);
 }
 
 void pack(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHandle stream) {
@@ -298,16 +242,6 @@ void pack(const Moves& moves, std::byte* bucket, const Cast& cast, StreamHandle 
 
 void unpack(const Moves& moves, const std::byte* bucket, const Cast& cast, StreamHandle stream) {
   move_all<Direction::kUnpack>(moves, const_cast<std::byte*>(bucket), cast, stream);
-}
-
-void measure(const Moves& moves, DType bucket_dtype, float* magnitudes, StreamHandle stream) {
-  if (moves.tiles == 0) return;
-  const Cast cast{bucket_dtype};
-  if (moves.moves.size() <= kFewMoves) {
-    launch_on<kFewMoves>(measure_kernel<kFewMoves>, moves, nullptr, cast, magnitudes, stream);
-  } else {
-    launch_on<kManyMoves>(measure_kernel<kManyMoves>, moves, nullptr, cast, magnitudes, stream);
-  }
 }
 
 }  // namespace fastdist::cuda

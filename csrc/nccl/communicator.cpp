@@ -328,7 +328,6 @@ std::unique_ptr<GpuCommunicator> connect(const Connection& connection, const Cal
   const cuda::DeviceGuard device(connection.device);
   const cuda::RelaxedCapture relaxed;  // connecting allocates streams and memory
   cuda::load_packing_kernels();
-  cuda::load_reduction_kernels();
   const abi::Comm comm =
       connection.blocking ? connect_blocking(connection, options) : connect_polling(connection);
   auto handle = std::make_shared<Handle>(comm, connection.device, connection.blocking);

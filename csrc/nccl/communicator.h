@@ -6,10 +6,8 @@
 // mismatch. NCCL orders the calls of one communicator, also across streams and captured graphs, so
 // no ordering is added here.
 //
-// Reductions that NCCL lacks (reductions.h) are done by an exchange: each rank sends every other
-// rank the part that the other rank reduces, a kernel reduces by the tree over ranks, and the
-// results are sent back. Lists go through buckets (cuda/bucket_plan.h): one launch packs the next
-// bucket while the current one is transferred.
+// Lists go through buckets (cuda/bucket_plan.h): one launch packs the next bucket while the current
+// one is transferred.
 #pragma once
 
 #include <functional>
@@ -114,24 +112,10 @@ class NcclCommunicator final : public GpuCommunicator {
   void reduce_one(const TensorView& in, const TensorView& out, ReduceOp op, std::optional<int> root,
                   const CallOptions& options);
 
-  // exchange.cpp: must be called within a call, for reductions that NCCL lacks.
-  void exchange_reduce(const TensorView& in, const TensorView& out, ReduceOp op,
-                       std::optional<int> root, const CallOptions& options);
-  void exchange_reduce_scatter(const TensorView& in, const TensorView& out, ReduceOp op,
-                               const CallOptions& options);
-  [[nodiscard]] std::size_t exchange_bytes(DType dtype, std::size_t bytes, ReduceOp op) const;
-  // Allocates before a list is reduced, so that all arrays stay as they were if this fails. Does
-  // nothing if `bytes` is 0.
-  void reserve_gathered(std::size_t bytes, const CallOptions& options);
-  void reduce_gathered(std::byte* gathered, std::size_t stride, std::size_t bytes, DType dtype,
-                       ReduceOp op, StreamHandle stream);
-
   // fused.cpp
   struct Transfer;
   void move_buckets(const cuda::BucketPlan& plan, const Transfer& transfer,
                     const CallOptions& options);
-  [[nodiscard]] const float* measure_all(const cuda::BucketPlan& plan, TensorViews in,
-                                         const CallOptions& options);
 
   std::shared_ptr<Handle> handle_;
   int rank_;

@@ -19,9 +19,8 @@
 namespace fastdist::nccl {
 
 struct NcclCommunicator::Transfer {
-  TensorViews in;   // arrays to pack; empty: none
-  TensorViews out;  // arrays to unpack into; empty: none
-  const float* magnitudes;
+  TensorViews in;                             // arrays to pack; empty: none
+  TensorViews out;                            // arrays to unpack into; empty: none
   std::function<bool(DType bucket)> divides;  // unpacked values are divided by the number of ranks
   std::function<void(const TensorView& bucket)> run;
 };
@@ -44,7 +43,7 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
   const StreamHandle side = lane != nullptr ? lane->side.get() : stream;
   const auto cast_of = [&](const cuda::Bucket& bucket) {
     const float factor = transfer.divides(bucket.dtype) ? 1.0F / static_cast<float>(size_) : 1.0F;
-    return cuda::Cast{bucket.dtype, factor, transfer.magnitudes, size_};
+    return cuda::Cast{bucket.dtype, factor};
   };
   const auto fill = [&](std::size_t k) {
     if (!transfer.in.empty()) {
@@ -72,23 +71,6 @@ void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer
   scratch.end();
 }
 
-// Returns the largest magnitude of each array on any rank, on the device. Magnitudes are compared
-// as the bits of floats, which are ordered like the numbers, with NaN above all.
-const float* NcclCommunicator::measure_all(const cuda::BucketPlan& plan, TensorViews in,
-                                           const CallOptions& options) {
-  const StreamHandle stream = stream_of(options);
-  ScratchUse scratch(*this, stream);
-  float* const magnitudes = scratch->magnitudes(in.size(), options, checker_);
-  FASTDIST_CUDA_CHECK(cudaMemsetAsync(magnitudes, 0, in.size() * sizeof(float), stream));
-  for (const cuda::Bucket& bucket : plan.buckets) {
-    cuda::measure(cuda::moves_of(bucket, in), bucket.dtype, magnitudes, stream);
-  }
-  const TensorView bits{reinterpret_cast<std::byte*>(magnitudes), in.size(), DType::kUInt32, 0};
-  reduce_one(bits, bits, ReduceOp::kMax, std::nullopt, options);
-  scratch.end();
-  return magnitudes;
-}
-
 namespace {
 
 // Returns true for means that are sent as sums, and divided when they are unpacked: NCCL sums in
@@ -114,19 +96,10 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
       return op == ReduceOp::kMean && (wire || is_sent_as_sum(dtype));
     };
     const auto sent_as = [&](DType dtype) { return divides(dtype) ? ReduceOp::kSum : op; };
-    std::size_t gathered = 0;
-    for (const std::size_t i : plan.alone) {
-      gathered = std::max(gathered, exchange_bytes(in[i].dtype, in[i].bytes(), op));
-    }
-    for (const cuda::Bucket& b : plan.buckets) {
-      gathered = std::max(gathered, exchange_bytes(b.dtype, b.bytes, sent_as(b.dtype)));
-    }
     {
       const OutsideGroups outside(*this, options);
-      reserve_gathered(gathered, options);
-      const bool scaled = wire == DType::kFloat8E4M3FN && !plan.buckets.empty();
       move_buckets(plan,
-                   {in, out, scaled ? measure_all(plan, in, options) : nullptr, divides,
+                   {in, out, divides,
                     [&](const TensorView& bucket) {
                       reduce_one(bucket, bucket, sent_as(bucket.dtype), std::nullopt, options);
                     }},
@@ -162,7 +135,7 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
       const OutsideGroups outside(*this, options);
       move_buckets(
           plan,
-          {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out, nullptr,
+          {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out,
            [](DType) { return false; }, [&](const TensorView& bucket) { send(bucket, bucket); }},
           options);
     }

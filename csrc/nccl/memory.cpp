@@ -118,28 +118,17 @@ std::size_t capacity_for(std::size_t bytes) { return std::bit_ceil(std::max(byte
 
 }  // namespace
 
-std::byte* Scratch::grow(cuda::DeviceBuffer& buffer, std::size_t bytes, const CallOptions& options,
-                         Checker* checker) {
-  if (buffer.bytes() < bytes) {
-    cuda::DeviceBuffer larger;
-    std::optional<Error> failure;
-    try {
-      larger = cuda::DeviceBuffer(capacity_for(bytes));
-    } catch (const Error& error) {
-      failure = error;
-    }
-    agree_on_memory(capacity_for(bytes), failure, options, captured_ ? nullptr : checker);
-    if (captured_) outgrown_.push_back(std::move(buffer));
-    buffer = std::move(larger);
-  }
-  return buffer.data();
-}
-
 std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
                            const std::shared_ptr<Handle>& handle, const CallOptions& options,
                            Checker* checker) {
   Bucket& bucket = buckets_[which];
-  if (captured_) return grow(bucket.plain, bytes, options, checker);
+  if (captured_) {
+    if (bucket.plain.bytes() < bytes) {
+      cuda::DeviceBuffer larger(capacity_for(bytes));
+      outgrown_.push_back(std::exchange(bucket.plain, std::move(larger)));
+    }
+    return bucket.plain.data();
+  }
   if (bucket.bytes < bytes) {
     // The old bucket is freed first, so that only one is allocated. An event shows the end of its
     // last use: synchronizing the device would fail while another thread captures a stream.

@@ -57,9 +57,9 @@ class NcclMemory {
   std::optional<Registration> registration_;
 };
 
-// Device memory for a communicator's calls: buckets, data gathered from the ranks, and the
-// magnitudes of a list. It grows to the size that the largest call needs. One call uses it at a
-// time: a call waits for the end of the previous call, which may be on another stream.
+// The buckets of a communicator's calls, which grow to the size that the largest call needs. One
+// call uses them at a time: a call waits for the end of the previous call, which may be on another
+// stream.
 //
 // Each capture has scratch memory of its own, which its graph keeps: a graph may be replayed while
 // other calls run, and cannot wait for work outside of it.
@@ -73,14 +73,6 @@ class Scratch {
   [[nodiscard]] std::byte* bucket(std::size_t which, std::size_t bytes,
                                   const std::shared_ptr<Handle>& handle, const CallOptions& options,
                                   Checker* checker);
-  // Growing the other memory is a collective call, too.
-  [[nodiscard]] std::byte* gathered(std::size_t bytes, const CallOptions& options,
-                                    Checker* checker) {
-    return grow(gathered_, bytes, options, checker);
-  }
-  [[nodiscard]] float* magnitudes(std::size_t count, const CallOptions& options, Checker* checker) {
-    return reinterpret_cast<float*>(grow(magnitudes_, count * sizeof(float), options, checker));
-  }
 
   // Must be called before NCCL destroys the communicator, when no work uses the buckets.
   void forget_buckets() noexcept { buckets_ = {}; }
@@ -105,16 +97,10 @@ class Scratch {
     std::unique_ptr<NcclMemory> registered;
     cuda::DeviceBuffer plain;
   };
-  // Grows a buffer on all ranks or on none. In a capture, which other ranks may not make, this rank
-  // grows alone, and the old memory is kept, since earlier calls of the capture use it.
-  [[nodiscard]] std::byte* grow(cuda::DeviceBuffer& buffer, std::size_t bytes,
-                                const CallOptions& options, Checker* checker);
 
   bool captured_;
   std::array<Bucket, 2> buckets_;
-  cuda::DeviceBuffer gathered_;
-  cuda::DeviceBuffer magnitudes_;
-  std::vector<cuda::DeviceBuffer> outgrown_;
+  std::vector<cuda::DeviceBuffer> outgrown_;  // earlier calls of the capture use them
   std::optional<Lane> lane_;
   std::optional<cuda::Event> free_;  // the end of the last use
 };

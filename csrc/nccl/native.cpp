@@ -26,13 +26,12 @@ void NcclCommunicator::take(std::byte* data, std::size_t bytes, int from,
 void NcclCommunicator::reduce_one(const TensorView& in, const TensorView& out, ReduceOp op,
                                   std::optional<int> root, const CallOptions& options) {
   if (in.count == 0) return;
-  const auto native = native_reduction(in.dtype, op);
-  if (!native) return exchange_reduce(in, out, op, root, options);
+  const NativeReduction native = native_reduction(in.dtype, op);
   const abi::Functions& f = functions();
-  const std::size_t count = in.count * native->per_element;
-  const abi::Result result = root ? f.reduce(in.data, out.data, count, native->type, native->op,
+  const std::size_t count = in.count * native.per_element;
+  const abi::Result result = root ? f.reduce(in.data, out.data, count, native.type, native.op,
                                              *root, handle_->get(), stream_of(options))
-                                  : f.all_reduce(in.data, out.data, count, native->type, native->op,
+                                  : f.all_reduce(in.data, out.data, count, native.type, native.op,
                                                  handle_->get(), stream_of(options));
   check(result, root ? "ncclReduce" : "ncclAllReduce", options);
 }
@@ -45,11 +44,6 @@ void NcclCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
 void NcclCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
                               const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kReduce, root, op), in), options);
-  std::size_t scratch = 0;
-  for (const TensorView& view : in) {
-    scratch = std::max(scratch, exchange_bytes(view.dtype, view.bytes(), op));
-  }
-  reserve_gathered(scratch, options);
   Group group(*this, options);
   for (std::size_t i = 0; i < in.size(); ++i) {
     reduce_one(in[i], rank_ == root ? out[i] : in[i], op, root, options);
@@ -115,14 +109,10 @@ void NcclCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
                                       const CallOptions& options) {
   Call call(*this, signature_of({.op = Op::kReduceScatter, .reduce_op = op}, {&in, 1}), options);
   if (out.count != 0) {
-    if (const auto native = native_reduction(in.dtype, op)) {
-      check(
-          functions().reduce_scatter(in.data, out.data, out.count * native->per_element,
-                                     native->type, native->op, handle_->get(), stream_of(options)),
+    const NativeReduction native = native_reduction(in.dtype, op);
+    check(functions().reduce_scatter(in.data, out.data, out.count * native.per_element, native.type,
+                                     native.op, handle_->get(), stream_of(options)),
           "ncclReduceScatter", options);
-    } else {
-      exchange_reduce_scatter(in, out, op, options);
-    }
   }
   call.end();
 }
@@ -178,21 +168,13 @@ void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options)
   call.end();
 }
 
-// Blocks the host. With a checker, the comparison of signatures already is a barrier of the hosts.
+// Blocks the host. The comparison of signatures already is a barrier of the hosts; without a
+// checker this waits for the own device only, which suffices for a single rank.
 void NcclCommunicator::barrier(const CallOptions& options) {
   Call call(*this, {.op = Op::kBarrier}, options, Call::Compared::kFirst);
-  const StreamHandle stream = stream_of(options);
-  if (checker_ == nullptr) {
-    ScratchUse scratch(*this, stream);
-    std::byte* const byte = scratch->gathered(cuda::kQuantumBytes, options, checker_);
-    FASTDIST_CUDA_CHECK(cudaMemsetAsync(byte, 0, 1, stream));
-    reduce_one({byte, 1, DType::kUInt8, 0}, {byte, 1, DType::kUInt8, 0}, ReduceOp::kMax,
-               std::nullopt, options);
-    scratch.end();
-  }
   call.end();
   if (checker_ != nullptr || capture_) return;
-  const auto end = mark(stream);
+  const auto end = mark(stream_of(options));
   while (!end->is_done()) {
     check_usable();  // the watcher aborts the communicator on timeout
     options.caller->check_interrupt();

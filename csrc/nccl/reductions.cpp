@@ -1,5 +1,9 @@
 #include "nccl/reductions.h"
 
+#include <optional>
+
+#include "core/error.h"
+
 namespace fastdist::nccl {
 namespace {
 
@@ -40,14 +44,17 @@ constexpr Ops kOpsOfBools = {abi::kMax, {},        abi::kMin, abi::kMin,
 
 }  // namespace
 
-std::optional<NativeReduction> native_reduction(DType dtype, ReduceOp op) {
+NativeReduction native_reduction(DType dtype, ReduceOp op) {
   const auto& numbers = kNumbers[static_cast<int>(dtype)];
-  if (!numbers) return std::nullopt;
   const Ops& ops = dtype == DType::kBool ? kOpsOfBools : kOpsOfNumbers;
   const auto native = ops[static_cast<int>(op)];
   // A complex product is not the product of the parts.
-  if (!native || (numbers->per_element == 2 && op == ReduceOp::kProd)) return std::nullopt;
-  return NativeReduction{numbers->type, *native, numbers->per_element};
+  if (!numbers || !native || (numbers->per_element == 2 && op == ReduceOp::kProd)) {
+    refuse(ErrorCode::kUnsupported, "op=\"", name_of(op), "\" of ", name_of(dtype),
+           " is not supported on GPUs, since NCCL lacks it; reduce a copy in host memory, such as "
+           "x.cpu()");
+  }
+  return {numbers->type, *native, numbers->per_element};
 }
 
 }  // namespace fastdist::nccl

@@ -1,8 +1,7 @@
-// The reductions that NCCL supports.
+// The reductions that NCCL has.
 #pragma once
 
 #include <cstddef>
-#include <optional>
 
 #include "core/types.h"
 #include "nccl/abi.h"
@@ -15,9 +14,8 @@ struct NativeReduction {
   std::size_t per_element = 1;  // numbers of `type` per element
 };
 
-// Returns nothing for reductions that NCCL lacks: and, or and xor of integers; 16-bit integers;
-// products of complex numbers; and 8-bit floats, which NCCL would round after every rank.
-// exchange.cpp implements these.
-[[nodiscard]] std::optional<NativeReduction> native_reduction(DType dtype, ReduceOp op);
+// Throws for reductions that NCCL lacks: and, or and xor of integers; xor of bools; 16-bit
+// integers; products of complex numbers; and 8-bit floats, which NCCL would round after every rank.
+[[nodiscard]] NativeReduction native_reduction(DType dtype, ReduceOp op);
 
 }  // namespace fastdist::nccl

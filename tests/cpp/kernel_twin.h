@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
@@ -31,13 +30,6 @@ void for_each_quantum(const cuda::Moves& moves, DType bucket_dtype, F&& f) {
   }
 }
 
-inline float scale_of(float magnitude, int ranks) {
-  const float most = magnitude * static_cast<float>(ranks);
-  if (!std::isfinite(most) || most <= 0.0F) return 1.0F;
-  const float ratio = 413.0F / most;
-  return std::clamp(std::exp2(std::floor(std::log2(ratio))), 0x1p-126F, 0x1p126F);
-}
-
 // One quantum of a move: elements `first` to `first + count` of its array, and its place in the
 // bucket.
 struct Part {
@@ -55,27 +47,24 @@ inline Part part_of(const cuda::Move& move, std::size_t quantum, std::byte* buck
           std::min(each, move.count - quantum * each), dtype};
 }
 
-inline void pack_twin(const cuda::Moves& moves, std::byte* bucket, DType wire,
-                      const std::vector<float>& scales) {
+inline void pack_twin(const cuda::Moves& moves, std::byte* bucket, DType wire) {
   for_each_quantum(moves, wire, [&](const cuda::Move& move, std::size_t quantum) {
     const Part part = part_of(move, quantum, bucket, wire);
     if (part.dtype == wire) {
       std::memcpy(part.bucket, part.array, part.count * size_of(wire));
     } else {
-      host::convert(wire, part.bucket, part.dtype, part.array, part.count, scales[move.index]);
+      host::convert(wire, part.bucket, part.dtype, part.array, part.count, 1.0F);
     }
   });
 }
 
-inline void unpack_twin(const cuda::Moves& moves, std::byte* bucket, DType wire, float factor,
-                        const std::vector<float>& scales) {
+inline void unpack_twin(const cuda::Moves& moves, std::byte* bucket, DType wire, float factor) {
   for_each_quantum(moves, wire, [&](const cuda::Move& move, std::size_t quantum) {
     const Part part = part_of(move, quantum, bucket, wire);
     if (part.dtype == wire && factor == 1.0F) {
       std::memcpy(part.array, part.bucket, part.count * size_of(wire));
     } else {
-      host::convert(part.dtype, part.array, wire, part.bucket, part.count,
-                    factor / scales[move.index]);
+      host::convert(part.dtype, part.array, wire, part.bucket, part.count, factor);
     }
   });
 }

@@ -193,11 +193,13 @@ class Communicator(ObjectCalls):
             array: the input, and the output unless `out` is given; the same size on all ranks.
             op: the reduction. mean is defined for floats and complex numbers; and, or, xor for
                 integers and bools; min and max for all but complex numbers. 16-bit and 8-bit floats
-                are accumulated in float32.
+                are accumulated in float32. On GPUs, what NCCL lacks is an UnsupportedError: and, or
+                and xor of integers, xor of bools, products of complex numbers, 16-bit integers and
+                8-bit floats.
             out: the output, with the sizes, dtypes and axis order of `array`.
             compress: send float32 and float64 in fewer bits; for op sum and mean only. Values and
                 sums outside the format's range become inf or NaN: above 65504 for fp16, above
-                float32's range for bf16 and fp8, for float64 arrays too.
+                float32's range for bf16 and fp8, for float64 arrays too. fp8 is not for GPUs.
             bucket_bytes: bytes to send at a time; "auto" lets the engine choose. Ignored by the
                 host engine, which never copies into buckets.
 

@@ -39,7 +39,7 @@ def bf16_hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> GradientFu
 
 
 def fp8_hook(group: dist.ProcessGroup | None, bucket: GradBucket) -> GradientFuture:
-    """Average a bucket of gradients, sent as float8_e4m3fn, scaled; see `fp16_hook`."""
+    """Average a bucket of gradients, on CPUs, sent as scaled float8_e4m3fn; see `fp16_hook`."""
     return _average(group, bucket, "fp8")
 
 

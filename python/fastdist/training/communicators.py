@@ -23,7 +23,7 @@ class CommunicationOptions:
     Attributes:
         bucket_bytes: maximum total size of gradients that are reduced together.
         timeout_s: seconds to wait for other replicas; None: the communicator's default.
-        compress: send gradients as "fp16", "bf16" or "fp8"; None: exact.
+        compress: send gradients as "fp16", "bf16" or "fp8" (on CPUs only); None: exact.
         overlap: True: reduce gradients during backward. False: in one call after backward, which is
             faster if replicas use all cores. "auto": True on GPUs, and on the CPU if every machine
             has more cores than replicas. The same on all replicas. A sharded optimizer sends some

@@ -24,7 +24,7 @@ import gpu_lifetimes
 import ml_dtypes
 from fastdist.collectives.engines import nccl_library
 from gpu_arrays import GpuArrays, choose
-from reference import sample, small_complex
+from reference import sample
 
 TIMEOUT_S = 60.0
 IS_BLOCKING = os.environ.get("VARIANT") != "polling"
@@ -68,10 +68,9 @@ class Rank:
         """Call on the communicator's own stream, after the work of the current stream."""
         return self.call(name, *array, async_op=True, **given)
 
-    def inputs(self, dtype: str, size: int, op: str = "sum") -> list[Any]:
+    def inputs(self, dtype: str, size: int) -> list[Any]:
         """Return the input of each rank."""
-        make = small_complex if op == "prod" and dtype.startswith("complex") else sample
-        return [make(dtype, size, 3, rank) for rank in range(self.size)]
+        return [sample(dtype, size, 3, rank) for rank in range(self.size)]
 
 
 ALL = (*gpu_collectives.PARTS, *gpu_lifetimes.PARTS, *gpu_lifetimes.VIRTUAL_PARTS)

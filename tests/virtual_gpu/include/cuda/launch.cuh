@@ -1,5 +1,5 @@
-// csrc/cuda/launch.cuh for virtual GPUs: enqueues kernels on virtual streams. Blocks run one after
-// another, in the same order on every rank. Before, the memory of the parameters is checked.
+// csrc/cuda/launch.cuh for virtual GPUs: enqueues kernels on virtual streams. Threads run one after
+// another: no kernel's thread waits for others. Before, the memory of the parameters is checked.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,6 @@
 #include "cuda/check.h"
 #include "cuda/kernels.h"
 #include "cuda/stream.h"
-#include "virtual_gpu/cuda/block.h"
 #include "virtual_gpu/cuda/work.h"
 
 namespace fastdist::cuda {
@@ -22,30 +21,16 @@ inline void check_quanta(const std::byte* data, std::size_t quanta, int device) 
   virtual_gpu::check_memory(data, quanta * kQuantumBytes, device);
 }
 
-// Throws Failure unless a kernel may use the memory of its parameter: a table of moves, or the
-// blocks of a reduction.
-template <class Parameter>
-void check_parameter(const Parameter& p, int device) {
-  if constexpr (requires { p.moves; }) {
-    for (int i = 0; i < p.count; ++i) {
-      const Move& move = p.moves[i];
-      virtual_gpu::check_memory(move.array, move.count * size_of(static_cast<DType>(move.dtype)),
-                                device);
-      const std::size_t bytes = move.count * size_of(p.cast.dtype);
-      const std::size_t quanta = (bytes + kQuantumBytes - 1) / kQuantumBytes;
-      if (p.bucket != nullptr) check_quanta(p.bucket + move.at * kQuantumBytes, quanta, device);
-      for (const float* const per_array :
-           {p.cast.magnitudes, const_cast<const float*>(p.measured)}) {
-        if (per_array == nullptr) continue;
-        virtual_gpu::check_memory(per_array + move.index, sizeof(float), device);
-      }
-    }
-  } else if constexpr (requires { p.stride; }) {
-    for (int k = 0; k < p.count; ++k) {
-      check_quanta(p.first + static_cast<std::size_t>(k) * p.stride, p.bytes / kQuantumBytes,
-                   device);
-    }
-    check_quanta(p.out, p.bytes / kQuantumBytes, device);
+// Throws Failure unless a kernel may use the memory of its table of moves.
+template <class Table>
+void check_table(const Table& table, int device) {
+  for (int i = 0; i < table.count; ++i) {
+    const Move& move = table.moves[i];
+    virtual_gpu::check_memory(move.array, move.count * size_of(static_cast<DType>(move.dtype)),
+                              device);
+    const std::size_t bytes = move.count * size_of(table.cast.dtype);
+    const std::size_t quanta = (bytes + kQuantumBytes - 1) / kQuantumBytes;
+    check_quanta(table.bucket + move.at * kQuantumBytes, quanta, device);
   }
 }
 
@@ -60,11 +45,9 @@ void launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, St
   int device = 0;
   FASTDIST_CUDA_CHECK(cudaGetDevice(&device));
   const auto run = [=] {
-    (check_parameter(arguments, device), ...);
-    virtual_gpu::gridDim.x = blocks;
-    for (unsigned block = 0; block < blocks; ++block) {
-      virtual_gpu::blockIdx.x = block;
-      virtual_gpu::run_block(threads, [&] { kernel(arguments...); });
+    (check_table(arguments, device), ...);
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+      for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) kernel(arguments...);
     }
   };
   check(virtual_gpu::enqueue(stream, device, run), "launch of a kernel(");

@@ -41,7 +41,7 @@ struct Driver {
   Result (*pop)(Context*) = entry_of<decltype(pop)>("cuCtxPopCurrent_v2");
   Result (*get_attribute)(void*, int, unsigned long long) =
       entry_of<decltype(get_attribute)>("cuPointerGetAttribute");
-  Result (*get_capture)(StreamHandle, int*, unsigned long long*, CUgraph_st**, const void*,
+  Result (*get_capture)(StreamHandle, int*, CaptureId*, void*, const void*,
                         const void*) = entry_of<decltype(get_capture)>("cuStreamGetCaptureInfo_v2");
 };
 
@@ -102,13 +102,12 @@ std::optional<int> device_of(const void* address) {
   return device;
 }
 
-std::optional<Capture> capture_of(StreamHandle stream) {
+std::optional<CaptureId> capture_of(StreamHandle stream) {
   constexpr Result kImplicit = 906;  // CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
   constexpr int kNone = 0;           // CU_STREAM_CAPTURE_STATUS_NONE
   int status = kNone;
-  Capture capture{};
-  const Result result =
-      driver().get_capture(stream, &status, &capture.id, &capture.graph, nullptr, nullptr);
+  CaptureId capture = 0;
+  const Result result = driver().get_capture(stream, &status, &capture, nullptr, nullptr, nullptr);
   // The default stream while another stream is captured: the default stream is not capturing.
   if (result == kImplicit) return std::nullopt;
   check_driver(result, "cuStreamGetCaptureInfo");

@@ -5,8 +5,6 @@
 
 #include "cuda/stream.h"
 
-struct CUgraph_st;
-
 namespace fastdist::cuda {
 
 // Makes a device's primary context current in this thread, until `pop_context`. Unlike with
@@ -18,13 +16,10 @@ void pop_context() noexcept;
 // cudaPointerGetAttributes, this creates no context on the current device.
 [[nodiscard]] std::optional<int> device_of(const void* address);
 
-// A stream capture in progress. All streams that have joined a capture share it.
-struct Capture {
-  unsigned long long id;  // unique among the process's captures
-  CUgraph_st* graph;
-};
+// A stream capture, unique in the process. All streams that have joined a capture share it.
+using CaptureId = unsigned long long;
 
 // Returns the capture that work on `stream` would join, if any.
-[[nodiscard]] std::optional<Capture> capture_of(StreamHandle stream);
+[[nodiscard]] std::optional<CaptureId> capture_of(StreamHandle stream);
 
 }  // namespace fastdist::cuda

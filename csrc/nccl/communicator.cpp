@@ -56,7 +56,6 @@ NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& si
     use_.emplace(*c_.handle_);
     range_.emplace(name_of(signature.op).data());
     c_.check_usable();  // another thread may have aborted it since
-    cuda::free_left_memory();
     c_.capture_ = cuda::capture_of(stream_of(options));
     if (c_.capture_) {
       c_.handle_->note_capture();
@@ -117,12 +116,12 @@ NcclCommunicator::OutsideGroups::~OutsideGroups() {
 }
 
 Scratch& NcclCommunicator::captured_scratch() {
-  if (const auto known = captured_[capture_->id].lock()) return *known;
-  std::erase_if(captured_, [](const auto& entry) { return entry.second.expired(); });
-  const auto made = std::make_shared<Scratch>(true);
-  cuda::keep_with_graph(*capture_, made);
-  captured_[capture_->id] = made;
-  return *made;
+  std::shared_ptr<Scratch>& captured = captured_[*capture_];
+  if (!captured) {
+    captured = std::make_shared<Scratch>(true);
+    handle_->hold_until_end(captured);  // NCCL ends when no graph with its calls is left
+  }
+  return *captured;
 }
 
 void NcclCommunicator::as_one(const Signature& whole, const CallOptions& options,

@@ -19,7 +19,6 @@
 
 #include "cuda/bucket_plan.h"
 #include "cuda/driver.h"
-#include "cuda/graph_memory.h"
 #include "cuda/kernels.h"
 #include "cuda/range.h"
 #include "nccl/engine.h"
@@ -126,13 +125,13 @@ class NcclCommunicator final : public GpuCommunicator {
   cuda::Event followed_;
   std::shared_ptr<EventPool> events_ = std::make_shared<EventPool>(handle_->device());
   Scratch eager_{false};
-  std::map<unsigned long long, std::weak_ptr<Scratch>> captured_;  // by capture; graphs own them
+  std::map<cuda::CaptureId, std::shared_ptr<Scratch>> captured_;
   Watcher watcher_;
   std::shared_ptr<const Mark> last_;
-  int depth_ = 0;                         // nesting of calls
-  int group_depth_ = 0;                   // number of open NCCL groups
-  bool is_group_ = false;                 // in `as_group`, whose calls are compared one by one
-  std::optional<cuda::Capture> capture_;  // of the current call
+  int depth_ = 0;                           // nesting of calls
+  int group_depth_ = 0;                     // number of open NCCL groups
+  bool is_group_ = false;                   // in `as_group`, whose calls are compared one by one
+  std::optional<cuda::CaptureId> capture_;  // of the current call
 };
 
 // Tells the handle that this thread uses NCCL.

@@ -61,8 +61,8 @@ class NcclMemory {
 // call uses them at a time: a call waits for the end of the previous call, which may be on another
 // stream.
 //
-// Each capture has scratch memory of its own, which its graph keeps: a graph may be replayed while
-// other calls run, and cannot wait for work outside of it.
+// Each capture has scratch memory of its own, until the communicator ends: its graph may be
+// replayed while other calls run, and cannot wait for work outside of it.
 class Scratch {
  public:
   explicit Scratch(bool captured) : captured_(captured) {}

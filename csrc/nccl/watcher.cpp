@@ -41,7 +41,7 @@ EventMark::EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool 
 bool EventMark::uses_arrays() const {
   if (!captured_) return !event_.is_done();
   const auto now = cuda::capture_of(stream_);
-  return now && capture_ && now->id == capture_->id;
+  return now && capture_ && *now == *capture_;
 }
 
 Watcher::Watcher(std::shared_ptr<Handle> handle, const Connection& connection,

@@ -57,7 +57,7 @@ class EventMark final : public Mark {
   cuda::Event event_;
   StreamHandle stream_;
   bool captured_;
-  std::optional<cuda::Capture> capture_;  // that the stream was in
+  std::optional<cuda::CaptureId> capture_;  // that the stream was in
 };
 
 class Watcher {

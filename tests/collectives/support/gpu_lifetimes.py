@@ -183,27 +183,6 @@ def graphs_on_two_streams(r: Rank) -> None:
     r.host.barrier()
 
 
-def graphs_that_come_and_go(r: Rank) -> None:
-    """The memory of a graph's calls goes with it."""
-    a = r.arrays
-    x, y = a.full(1 << 20, 0), a.full(10, 0)
-    r.call("all_reduce", [x, y])
-    used = []
-    for _ in range(8):
-        r.host.barrier()
-        graph = a.graph()
-        with graph.capture():
-            r.call("all_reduce", [x, y])
-        r.host.barrier()
-        graph.launch()
-        a.synchronize()
-        del graph
-        r.call("all_reduce", y)
-        a.synchronize()
-        used.append(a.bytes_in_use(r.device))  # type: ignore[attr-defined]
-    assert used[-1] == used[1], used
-
-
 def outlived(r: Rank) -> None:
     """A communicator ends promptly although graphs with its calls are still alive."""
     a = r.arrays
@@ -376,4 +355,4 @@ PARTS: tuple[Any, ...] = (
     absent,
     aborting,
 )
-VIRTUAL_PARTS = (uncompared, memory_of_one, graphs_that_come_and_go)
+VIRTUAL_PARTS = (uncompared, memory_of_one)

@@ -42,8 +42,8 @@ VIRTUAL_GPU_EXPORT int cuPointerGetAttribute(int* value, int attribute, std::uin
 }
 
 VIRTUAL_GPU_EXPORT int cuStreamGetCaptureInfo_v2(cudaStream_t stream, int* status,
-                                                 unsigned long long* id, cudaGraph_t* graph,
-                                                 const void*, const void*) {
+                                                 unsigned long long* id, void*, const void*,
+                                                 const void*) {
   State& s = state();
   const std::lock_guard lock(s.mutex);
   if (s.lost != cudaSuccess) return s.lost;
@@ -55,7 +55,6 @@ VIRTUAL_GPU_EXPORT int cuStreamGetCaptureInfo_v2(cudaStream_t stream, int* statu
     *status = found->capture->is_valid ? cudaStreamCaptureStatusActive
                                        : cudaStreamCaptureStatusInvalidated;
     *id = found->capture->id;
-    *graph = found->capture->graph.get();
   }
   return cudaSuccess;
 }

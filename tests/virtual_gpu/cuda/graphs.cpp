@@ -90,7 +90,6 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mo
   static unsigned long long captures = 0;  // under the lock
   auto capture = std::make_shared<Capture>();
   capture->id = ++captures;
-  capture->graph = std::make_unique<CUgraph_st>();
   capture->mode = mode;
   capture->thread = std::this_thread::get_id();
   capture->origin = stream;
@@ -115,35 +114,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
   leave(s, capture);
   if (!capture->is_valid) return remember(cudaErrorStreamCaptureInvalidated);
   if (!is_joined(*capture)) return remember(cudaErrorStreamCaptureUnjoined);
-  capture->graph->nodes = capture->nodes;
-  *graph = capture->graph.release();
+  *graph = new CUgraph_st{capture->nodes};
   s.graphs.insert(*graph);
-  return cudaSuccess;
-}
-
-struct CUuserObject_st {
-  std::shared_ptr<void> object;
-};
-
-cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* argument, cudaHostFn_t destroy,
-                                 unsigned count, unsigned) {
-  if (count != 1) return remember(cudaErrorNotSupported);  // no test needs it
-  *object = new CUuserObject_st{{argument, destroy}};
-  return cudaSuccess;
-}
-
-cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
-  delete object;
-  return cudaSuccess;
-}
-
-// The graph takes the caller's only reference.
-cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned count,
-                                      unsigned flags) {
-  if (count != 1 || flags != cudaGraphUserObjectMove) return remember(cudaErrorNotSupported);
-  const std::lock_guard lock(state().mutex);
-  const std::unique_ptr<CUuserObject_st> taken(object);
-  graph->objects.push_back(taken->object);
   return cudaSuccess;
 }
 
@@ -151,8 +123,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
   State& s = state();
   const std::lock_guard lock(s.mutex);
   if (!s.graphs.contains(graph)) return remember(cudaErrorInvalidValue);
-  *exec =
-      new CUgraphExec_st{std::make_shared<const std::vector<Node>>(graph->nodes), graph->objects};
+  *exec = new CUgraphExec_st{std::make_shared<const std::vector<Node>>(graph->nodes)};
   s.execs.insert(*exec);
   return cudaSuccess;
 }
@@ -170,9 +141,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
   for (const Node& node : *exec->nodes) {
     if (node.chain && node.chain->tail) waits.push_back(node.chain->tail);
   }
-  const cudaError_t error = add(
-      s, found, [nodes = exec->nodes, objects = exec->objects] { run_nodes(*nodes); }, nullptr,
-      std::move(waits));
+  const cudaError_t error =
+      add(s, found, [nodes = exec->nodes] { run_nodes(*nodes); }, nullptr, std::move(waits));
   if (error != cudaSuccess) return remember(error);
   exec->tail = found->tail;
   for (const Node& node : *exec->nodes) {
@@ -183,10 +153,8 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   State& s = state();
-  UserObjects ended;  // after the lock
   const std::lock_guard lock(s.mutex);
   if (s.graphs.erase(graph) == 0) return remember(cudaErrorInvalidValue);
-  ended.swap(graph->objects);
   delete graph;
   s.changed.notify_all();
   return cudaSuccess;
@@ -194,10 +162,8 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
   State& s = state();
-  UserObjects ended;  // after the lock
   const std::lock_guard lock(s.mutex);
   if (s.execs.erase(exec) == 0) return remember(cudaErrorInvalidValue);
-  ended.swap(exec->objects);
   delete exec;
   s.changed.notify_all();
   return cudaSuccess;

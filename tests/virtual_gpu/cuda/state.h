@@ -50,18 +50,6 @@ struct Allocation {
   int device;
 };
 
-}  // namespace virtual_gpu
-
-// Kept by graphs and by what was made of them.
-using UserObjects = std::vector<std::shared_ptr<void>>;
-
-struct CUgraph_st {
-  std::vector<virtual_gpu::Node> nodes{};
-  UserObjects objects{};
-};
-
-namespace virtual_gpu {
-
 // A capture, begun on one stream; other streams join by waiting for its events.
 struct Capture {
   cudaStreamCaptureMode mode;
@@ -72,10 +60,13 @@ struct Capture {
   std::map<cudaStream_t, std::set<std::size_t>> tails;  // of each stream in the capture
   std::map<const Chain*, std::size_t> chain_tails;
   unsigned long long id;
-  std::unique_ptr<CUgraph_st> graph;  // until it is given to the user
 };
 
 }  // namespace virtual_gpu
+
+struct CUgraph_st {
+  std::vector<virtual_gpu::Node> nodes;
+};
 
 struct CUstream_st {
   int device;
@@ -97,7 +88,6 @@ struct CUevent_st {
 
 struct CUgraphExec_st {
   std::shared_ptr<const std::vector<virtual_gpu::Node>> nodes;
-  UserObjects objects;
   virtual_gpu::PointPtr tail{};  // end of the previous launch
 };
 

@@ -10,8 +10,6 @@ using cudaStream_t = struct CUstream_st*;
 using cudaEvent_t = struct CUevent_st*;
 using cudaGraph_t = struct CUgraph_st*;
 using cudaGraphExec_t = struct CUgraphExec_st*;
-using cudaUserObject_t = struct CUuserObject_st*;
-using cudaHostFn_t = void (*)(void*);
 
 enum cudaError_t {
   cudaSuccess = 0,
@@ -56,8 +54,6 @@ enum cudaStreamCaptureStatus {
 
 inline constexpr unsigned cudaStreamNonBlocking = 1;
 inline constexpr unsigned cudaEventDisableTiming = 2;
-inline constexpr unsigned cudaUserObjectNoDestructorSync = 1;
-inline constexpr unsigned cudaGraphUserObjectMove = 1;
 
 struct cudaUUID_t {
   char bytes[16];
@@ -117,12 +113,6 @@ VIRTUAL_GPU_EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCap
 VIRTUAL_GPU_EXPORT cudaError_t cudaStreamBeginCapture(cudaStream_t stream,
                                                       cudaStreamCaptureMode mode);
 VIRTUAL_GPU_EXPORT cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph);
-VIRTUAL_GPU_EXPORT cudaError_t cudaUserObjectCreate(cudaUserObject_t* object, void* argument,
-                                                    cudaHostFn_t destroy, unsigned count,
-                                                    unsigned flags);
-VIRTUAL_GPU_EXPORT cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count);
-VIRTUAL_GPU_EXPORT cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object,
-                                                         unsigned count, unsigned flags);
 VIRTUAL_GPU_EXPORT cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
                                                     unsigned long long flags);
 VIRTUAL_GPU_EXPORT cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);

@@ -47,13 +47,6 @@ std::shared_ptr<Gpu> connect_gpu(const py::bytes& id, int rank, int size, int de
     refuse(ErrorCode::kValue, "id must come from new_nccl_id (128 bytes), got ", bytes.size(),
            " bytes");
   }
-  if (size < 1 || rank < 0 || rank >= size) {
-    refuse(ErrorCode::kValue, "rank must be from 0 to ", size - 1, ", got ", rank);
-  }
-  if (connection.checker != nullptr && connection.checker->size() != size) {
-    refuse(ErrorCode::kValue, "host must have the same ranks: expected ", size, ", got ",
-           connection.checker->size());
-  }
   std::memcpy(connection.id.bytes.data(), bytes.data(), bytes.size());
   auto made = without_gil(
       timeout, [&](const CallOptions& options) { return nccl::connect(connection, options); });
@@ -179,9 +172,7 @@ void bind_library(py::module_& m) {
       .def_readonly("path", &Library::path)
       .def_readonly("version", &Library::version)
       .def_property_readonly("version_text",
-                             [](const Library& l) { return nccl::version_text(l.version); })
-      .def_readonly("has", &Library::has)
-      .def_readonly("others", &Library::others);
+                             [](const Library& l) { return nccl::version_text(l.version); });
   m.def(
       "load_nccl",
       [](const std::vector<std::string>& candidates) -> const Library& {

@@ -21,7 +21,6 @@ class HostChecker final : public nccl::Checker {
   explicit HostChecker(py::object hosts)
       : owner_(std::move(hosts)), hosts_(owner_.cast<Endpoint&>()) {}
 
-  [[nodiscard]] int size() const override { return hosts_.communicator().size(); }
   void on_failure(Fail fail) override;
   bool agree(const Signature& signature, bool flag, const CallOptions& options) override;
   void compare_later(const Signature& signature, const CallOptions& options) override;

@@ -47,7 +47,6 @@ class Checker {
   Checker& operator=(const Checker&) = delete;
   virtual ~Checker() = default;
 
-  [[nodiscard]] virtual int size() const = 0;
   // Returns true if `flag` is set on every rank. Every rank must call, with the same signature; on
   // a mismatch all ranks throw kMismatch.
   virtual bool agree(const Signature& signature, bool flag, const CallOptions&) = 0;

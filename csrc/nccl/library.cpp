@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <filesystem>
 #include <fstream>
 #include <mutex>
 #include <optional>
@@ -28,28 +27,18 @@ std::string path_of(void* handle, const std::string& asked) {
   return asked;
 }
 
-std::vector<std::string> loaded_paths() {
-  std::ifstream file("/proc/self/maps");
-  std::stringstream maps;
-  maps << file.rdbuf();
-  return libraries_in(maps.str());
-}
-
 template <class Function>
 void find(void* handle, const char* symbol, Function& function) {
   function = reinterpret_cast<Function>(::dlsym(handle, symbol));
 }
 
-abi::Functions find_functions(void* handle, const std::string& path,
-                              std::vector<std::string>& has) {
+abi::Functions find_functions(void* handle, const std::string& path) {
   abi::Functions f;
   std::string missing;
 #define FASTDIST_NCCL_FIND_REQUIRED(name, symbol, parameters) \
   find(handle, #symbol, f.name);                              \
   if (f.name == nullptr) missing += " " #symbol;
-#define FASTDIST_NCCL_FIND_OPTIONAL(name, symbol, parameters) \
-  find(handle, #symbol, f.name);                              \
-  if (f.name != nullptr) has.emplace_back(#symbol);
+#define FASTDIST_NCCL_FIND_OPTIONAL(name, symbol, parameters) find(handle, #symbol, f.name);
   FASTDIST_NCCL_FUNCTIONS(FASTDIST_NCCL_FIND_REQUIRED, FASTDIST_NCCL_FIND_OPTIONAL)
 #undef FASTDIST_NCCL_FIND_REQUIRED
 #undef FASTDIST_NCCL_FIND_OPTIONAL
@@ -70,13 +59,8 @@ abi::Functions find_functions(void* handle, const std::string& path,
 Library open_library(void* handle, const std::string& asked) {
   Library library;
   library.path = path_of(handle, asked);
-  library.functions = find_functions(handle, library.path, library.has);
+  library.functions = find_functions(handle, library.path);
   (void)library.functions.get_version(&library.version);
-  library.others = loaded_paths();
-  std::erase_if(library.others, [&](const std::string& other) {
-    std::error_code unreadable;  // /proc/self/maps has resolved paths
-    return other == library.path || std::filesystem::equivalent(other, library.path, unreadable);
-  });
   return library;
 }
 
@@ -84,7 +68,9 @@ Library open_library(void* handle, const std::string& asked) {
 void* find_loaded(std::string& asked) {
   asked = kName;
   if (void* handle = ::dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) return handle;
-  for (const std::string& path : loaded_paths()) {
+  std::stringstream maps;
+  maps << std::ifstream("/proc/self/maps").rdbuf();
+  for (const std::string& path : libraries_in(maps.str())) {
     asked = path;
     if (void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD)) return handle;
   }

@@ -15,10 +15,6 @@ inline constexpr int kOldestVersion = 22703;
 struct Library {
   std::string path;
   int version = 0;  // 10000 · major + 100 · minor + patch
-  // NCCL's names of the optional functions that the library has.
-  std::vector<std::string> has;
-  // Other NCCL libraries loaded in this process, which fastdist does not use.
-  std::vector<std::string> others;
   abi::Functions functions;
 };
 

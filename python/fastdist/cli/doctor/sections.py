@@ -109,7 +109,7 @@ def _cuda() -> Fact:
 
 
 def _nccl() -> list[Fact]:
-    """Return the libnccl to use, and its optional functions; nothing if this build has no CUDA."""
+    """Return the libnccl to use; nothing if this build has no CUDA."""
     if not _core.cuda_is_built():
         return []
     try:
@@ -117,13 +117,7 @@ def _nccl() -> list[Fact]:
     except UnsupportedError as error:
         return [Fact("nccl", None, str(error).splitlines()[0], State.ABSENT)]
     text = f"{library.version_text} ({library.path})"
-    facts = [Fact("nccl", library.version_text, text, State.GOOD)]
-    has = ", ".join(library.has) or "nothing beyond 2.27"
-    facts.append(Fact("nccl_functions", has, has))
-    if library.others:
-        others = ", ".join(library.others)
-        facts.append(Fact("nccl_others", others, f"loaded too, and not used: {others}"))
-    return facts
+    return [Fact("nccl", library.version_text, text, State.GOOD)]
 
 
 def machine_section(cgroups: Cgroups | None = None) -> list[Fact]:

@@ -3,10 +3,12 @@
 // a multiple of 16 bytes, or a piece ends within a quantum, its elements are moved one by one; the
 // bucket's side is always aligned.
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstring>
 
 #include "cuda/check.h"
-#include "cuda/formats.cuh"
 #include "cuda/kernels.h"
 #include "cuda/launch.cuh"
 
@@ -120,6 +122,30 @@ __device__ void copy_tile(const Move& move, std::uint32_t item, uint4* bucket,
 }
 
 // --- Casts ------------------------------------------------------------------------------------
+
+__device__ float to_float(float x) { return x; }
+__device__ float to_float(double x) { return static_cast<float>(x); }
+__device__ float to_float(__half x) { return __half2float(x); }
+__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ T from_float(float x);
+template <>
+__device__ float from_float(float x) {
+  return x;
+}
+template <>
+__device__ double from_float(float x) {
+  return x;
+}
+template <>
+__device__ __half from_float(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __nv_bfloat16 from_float(float x) {
+  return __float2bfloat16_rn(x);
+}
 
 template <class Number, int kCount>
 struct alignas(16) Numbers {

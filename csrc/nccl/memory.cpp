@@ -19,8 +19,9 @@ void try_on(int device, const Call& call) noexcept {
   }
 }
 
-}  // namespace
-
+// Must be called on every rank after it has tried to allocate `bytes` of device memory, with its
+// error if that failed. Throws on all ranks if any has failed. `checker` may be null: then only
+// this rank counts.
 void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
                      const CallOptions& options, Checker* checker) {
   const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
@@ -29,6 +30,8 @@ void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
   refuse(ErrorCode::kMemory, bytes, " bytes of device memory could not be allocated",
          failure ? ": " : " on another rank", failure ? failure->what() : "");
 }
+
+}  // namespace
 
 Registration::Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes,
                            const CallOptions& options)

@@ -14,12 +14,6 @@
 
 namespace fastdist::nccl {
 
-// Must be called on every rank after it has tried to allocate `bytes` of device memory, with its
-// error if that failed. Throws on all ranks if any has failed. `checker` may be null: then only
-// this rank counts.
-void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
-                     const CallOptions& options, Checker* checker);
-
 // Memory owned by the caller, registered with NCCL, which can then use it without a copy.
 class Registration {
  public:

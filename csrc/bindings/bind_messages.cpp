@@ -51,22 +51,19 @@ void wait_for_any(Endpoint& endpoint, const Receive& receive, const CallOptions&
   if (receive.is_done()) return;
   BlockingCommunicator& c = endpoint.communicator();
   options.caller->may_block();
-  const TensorView out = receive.out();
-  const Signature call = signature_of(rooted(Op::kRecv, kAnyRank), {&out, 1});
-  if (options.record != nullptr) options.record->announce(call);
+  if (options.record != nullptr) {
+    const TensorView out = receive.out();
+    options.record->announce(signature_of(rooted(Op::kRecv, kAnyRank), {&out, 1}));
+  }
   const auto start = Clock::now();
   auto pause = kShortestPause;
-  const auto read = [&] {
+  while (!receive.is_done()) {
+    const auto lost = c.find_lost();  // before its last messages are read
+    const bool have_closed = have_all_closed(c);
     bool has_read = false;
     for (int p = 0; p < c.size(); ++p) {
       if (p != c.rank()) has_read |= endpoint.inbox(p).read_if_any(options);
     }
-    return has_read;
-  };
-  while (!receive.is_done()) {
-    const auto lost = c.find_lost();  // before its last messages are read
-    const bool have_closed = have_all_closed(c);
-    const bool has_read = read();
     options.caller->check_interrupt();
     c.check_usable();
     if (receive.is_done()) return;
@@ -75,7 +72,6 @@ void wait_for_any(Endpoint& endpoint, const Receive& receive, const CallOptions&
       throw Error(ErrorCode::kTimeout, "no rank has sent such a message in time");
     }
     if (has_read) continue;
-    if (pause == kLongestPause) c.check_senders(call, options, read);
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, kLongestPause);
   }

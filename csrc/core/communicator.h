@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -120,10 +119,6 @@ class BlockingCommunicator : public Communicator {
   [[nodiscard]] virtual std::optional<int> find_lost() const noexcept = 0;
   // Returns true if rank p has closed its communicator. Thread-safe.
   [[nodiscard]] virtual bool has_closed(int p) const noexcept = 0;
-  // Fails if no rank can send: all others wait, and `read` finds no message of theirs. `call` waits
-  // for a message from any of them. Not between machines.
-  virtual void check_senders(const Signature& /*call*/, const CallOptions&,
-                             const std::function<bool()>& /*read*/) {}
   // Allocates memory that calls use with the fewest copies, until `owner` is released.
   [[nodiscard]] virtual std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) = 0;
 };

@@ -54,8 +54,6 @@ class HostCommunicator final : public BlockingCommunicator {
   void check_usable() const override;
   [[nodiscard]] bool has_closed(int p) const noexcept override;
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
-  void check_senders(const Signature& call, const CallOptions& options,
-                     const std::function<bool()>& read) override;
   void close() noexcept override;
   void count_submitted(int change) noexcept override { submitted_.fetch_add(change); }
   [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
@@ -233,9 +231,7 @@ class HostCommunicator final : public BlockingCommunicator {
   void end_wait(Wait& wait) noexcept;
   [[nodiscard]] std::optional<Blocked> blocked(int p) const noexcept;
   [[nodiscard]] std::vector<int> find_deadlock() const;
-  [[nodiscard]] std::vector<std::uint64_t> waits_of_others() const;
-  [[nodiscard]] std::string waits(const Signature* own = nullptr,
-                                  const std::string& site = {}) const;
+  [[nodiscard]] std::string waits() const;
 
   // failures.cpp: detects peers that have left, announces failures and describes them.
   void check_interrupt(const Wait& wait);

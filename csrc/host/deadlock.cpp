@@ -221,43 +221,12 @@ std::vector<int> HostCommunicator::find_deadlock() const {
   return lasts ? chain : std::vector<int>{};
 }
 
-// Returns the numbers of the waits of all other ranks; none if one of them may still act.
-std::vector<std::uint64_t> HostCommunicator::waits_of_others() const {
-  std::vector<std::uint64_t> numbers;
-  for (int p = 0; p < size(); ++p) {
-    if (p == rank_ || has_left(p)) continue;
-    const std::optional<Blocked> wait = blocked(p);
-    if (!wait) return {};
-    numbers.push_back(wait->number);
-  }
-  return numbers;
-}
-
-// A message that was sent before the first reading of the waits is found after it.
-void HostCommunicator::check_senders(const Signature& call, const CallOptions& options,
-                                     const std::function<bool()>& read) {
-  const std::vector<std::uint64_t> waiting = waits_of_others();
-  if (waiting.empty() || submitted_.load(std::memory_order_acquire) != 0) return;
-  const bool is_only_call = machine_->one_process() ? labels_.empty() : options.caller->is_alone();
-  if (!is_only_call || read() || waits_of_others() != waiting) return;
-  std::vector<int> ranks;
-  for (int p = 0; p < size(); ++p) {
-    if (p == rank_ || !has_left(p)) ranks.push_back(label(p));
-  }
-  Wait wait{};
-  wait.begin(options, call, me().control->bell);
-  const std::string detail = waits(&call, options.caller->location());
-  fail({FailureKind::kDeadlock, std::move(ranks), label(rank_), {}, detail}, wait);
-}
-
-// With `own`, this rank's call, which it has not published.
-std::string HostCommunicator::waits(const Signature* own, const std::string& site) const {
+std::string HostCommunicator::waits() const {
   std::vector<WaitOfRank> waits;
   for (int p = 0; p < size(); ++p) {
     const Control& control = *peer(p).control;
     const BlockedWait& wait = control.blocked;
     waits.push_back({.rank = label(p)});
-    if (p == rank_ && own != nullptr) waits.back() = {label(p), *own, std::nullopt, site, false};
     if (wait.number.load(std::memory_order_acquire) == 0) continue;
     waits.back() = {label(p), signature_in(wait),
                     label(static_cast<int>(wait.rank.load(std::memory_order_relaxed))),

@@ -77,6 +77,14 @@ def receive_from_each_other(comm: Communicator) -> None:
     comm.recv(np.ones(3), (comm.rank + 1) % comm.world_size)
 
 
+def receive_a_tag_that_nobody_sends(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.recv(np.ones(3), 1, tag=5)
+    else:
+        comm.send(np.ones(3), 0, tag=6)
+        comm.barrier()
+
+
 def require_error(comm: Communicator, call: Call, names: str) -> None:
     begin = time.monotonic()
     with pytest.raises(CollectiveMismatchError, match="ranks wait for each other") as caught:
@@ -97,48 +105,12 @@ def require_error(comm: Communicator, call: Call, names: str) -> None:
         (reduce_or_receive, 3, "all_reduce ? recv"),  # rank 1 may be late
         (send_to_next, 3, "send send send"),
         (receive_from_each_other, 2, "recv recv"),
+        (receive_a_tag_that_nobody_sends, 2, "recv barrier"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_ranks_that_wait_for_each_other(ranks_of: Any, call: Call, size: int, names: str) -> None:
     ranks_of(size).run(require_error, call, names)
-
-
-def receive_from_any(comm: Communicator) -> None:
-    if comm.rank == 0:
-        comm.recv_any(np.ones(3), tag=5)
-    elif comm.rank == 1:
-        comm.send(np.ones(3), 0, tag=6)
-        comm.recv(np.ones(3), 2)
-    else:
-        comm.barrier()
-
-
-@pytest.mark.parametrize("ranks_class", [ThreadRanks, ProcessRanks])
-def test_a_message_that_no_rank_can_send(ranks_class: Any) -> None:
-    ranks = ranks_class(3)
-    ranks.run(require_error, receive_from_any, "recv recv barrier")
-    ranks.close()
-
-
-def receive_what_comes(comm: Communicator) -> None:
-    """Senders are about to wait for the receiver when they send."""
-    x = np.zeros(3)
-    for turn in range(300):
-        if comm.rank == 0:
-            for _ in range(comm.world_size - 1):
-                comm.recv_any(x, tag=1)
-        else:
-            time.sleep(0.01 * (turn % 50 == 0))
-            comm.send(np.full(3, 1.0 * turn), 0, tag=1)
-        comm.barrier()
-
-
-@pytest.mark.slow
-def test_messages_that_come_late_are_no_deadlock() -> None:
-    ranks = ProcessRanks(3)
-    ranks.run(receive_what_comes)
-    ranks.close()
 
 
 def test_rank_that_comes_as_the_others_fail() -> None:

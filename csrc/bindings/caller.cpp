@@ -119,16 +119,6 @@ void Patience::wait() noexcept {
   }
 }
 
-void log_warning(const std::string& text) noexcept {
-  if (is_finalizing()) return;
-  const py::gil_scoped_acquire gil;
-  try {
-    py::module_::import("logging").attr("getLogger")("fastdist").attr("warning")("%s", text);
-  } catch (...) {
-    return;  // a broken log must not end a call
-  }
-}
-
 std::string PythonCaller::location() const {
   if (location_) return *location_;
   if (is_finalizing()) return "";

@@ -56,9 +56,6 @@ class Patience {
   Clock::duration next_ = std::chrono::seconds(5);
 };
 
-// Writes to the log of Python's package `fastdist`. Takes the GIL.
-void log_warning(const std::string& text) noexcept;
-
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
@@ -92,7 +89,6 @@ class PythonCaller final : public Caller {
     if (released_ == nullptr) released_ = PyEval_SaveThread();
   }
   [[nodiscard]] bool is_alone() const override;
-  void warn(const std::string& text) const override { log_warning(text); }
   // Makes a call. What a signal handler raises meanwhile is thrown when the call has ended, since a
   // call that ends early ends the communicator; but Ctrl-C and other exceptions that should end the
   // program (those not derived from `Exception`) end the call.
@@ -126,7 +122,6 @@ class RecordedCaller final : public Caller {
   [[nodiscard]] std::string location() const override { return location_; }
   [[nodiscard]] std::uint16_t site() const noexcept override { return site_; }
   void check_interrupt() const override { patience_.wait(); }
-  void warn(const std::string& text) const override { log_warning(text); }
 
  private:
   std::string location_;

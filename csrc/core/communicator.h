@@ -36,8 +36,6 @@ class Caller {
   [[nodiscard]] virtual bool is_alone() const { return false; }
   // Returns true if no other thread can make a call of this rank; differs where ranks are threads.
   [[nodiscard]] virtual bool is_only_caller() const { return is_alone(); }
-  // Tells the user of something that does not end the call.
-  virtual void warn(const std::string& text) const { (void)text; }
 };
 
 // How often a rank that waits looks whether others have failed.

@@ -164,7 +164,6 @@ class NetCommunicator final : public BlockingCommunicator {
     Clock::time_point since = Clock::now();
     Clock::time_point asked_at = Clock::now();
     std::uint64_t question = 0;
-    bool has_warned = false;          // about machines that cannot be reached
     std::uint64_t id = 0;             // random; 0 until the rank tells others about the wait
     std::optional<std::string> site;  // see `line_of`
 
@@ -186,7 +185,6 @@ class NetCommunicator final : public BlockingCommunicator {
     }
     void may_block() const override { wait_.caller->may_block(); }
     [[nodiscard]] bool is_alone() const override { return wait_.caller->is_alone(); }
-    void warn(const std::string& text) const override { wait_.caller->warn(text); }
 
    private:
     NetCommunicator& communicator_;
@@ -264,7 +262,7 @@ class NetCommunicator final : public BlockingCommunicator {
   [[noreturn]] void throw_told(const Failure& failure, const Signature& signature);
   [[noreturn]] void fail(const Failure& failure, const Signature& signature);
   void abandon(const Failure& failure) noexcept;
-  void look_for_silence(Wait& wait);
+  void check_silence(const Wait& wait);
   [[nodiscard]] bool is_unreachable(int p, std::chrono::milliseconds silence) const;
   [[nodiscard]] std::vector<LastCall> last_calls() const;
 

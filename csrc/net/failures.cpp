@@ -71,30 +71,18 @@ void NetCommunicator::check_failures(Wait& wait) {
     if (is_here(p) || !them.answers.has_ended() || them.answers.has_closed()) continue;
     if (lasts(them.ended_at)) throw_ended(p, signature);
   }
-  look_for_silence(wait);
+  check_silence(wait);
   check_deadlock(wait);
 }
 
-// Throws if a machine counts as lost; else warns, once per call, of one that has been silent for
-// long.
-void NetCommunicator::look_for_silence(Wait& wait) {
-  constexpr std::chrono::milliseconds kLong{10'000};
-  const bool gives_up = patience_.count() != 0;
-  const auto silence = gives_up ? patience_ : kLong;
-  if (!gives_up && (wait.has_warned || Clock::now() - wait.since < silence)) return;
+// Throws if a machine counts as lost, because it has been silent for too long.
+void NetCommunicator::check_silence(const Wait& wait) {
+  if (patience_.count() == 0) return;
   for (int machine = 0; machine < machines(); ++machine) {
+    if (machine == machine_of(rank_)) continue;
     const std::vector<int>& ranks = ranks_of(machine);
-    const bool is_cut =
-        machine != machine_of(rank_) &&
-        std::all_of(ranks.begin(), ranks.end(), [&](int p) { return is_unreachable(p, silence); });
-    if (!is_cut) continue;
-    if (gives_up) throw_unreachable(ranks.front(), wait);
-    wait.has_warned = true;
-    wait.caller->warn(describe(wait.signature) + " on rank " + std::to_string(rank_) +
-                      " has heard nothing from the machine " +
-                      places_[static_cast<std::size_t>(ranks.front())].ip + " of rank " +
-                      list_ranks(ranks) + " for " + std::to_string(kLong.count() / 1000) +
-                      " s. Its network may be down; the call goes on once it is back.");
+    const auto is_silent = [&](int p) { return is_unreachable(p, patience_); };
+    if (std::all_of(ranks.begin(), ranks.end(), is_silent)) throw_unreachable(ranks.front(), wait);
   }
 }
 

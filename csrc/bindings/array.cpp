@@ -224,20 +224,8 @@ TensorView view_dlpack_object(py::handle object, Access access, const Placement&
 
 // --- all of them -------------------------------------------------------------------------------
 
-// The last array that this thread passed to `gpu_of`, if its type has an exchange table.
-struct Described {
-  PyObject* object = nullptr;  // owned, so no other gets its address
-  dlpack::Tensor tensor;
-
-  void forget() noexcept { Py_CLEAR(object); }
-};
-thread_local Described described;
-
 TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object,
                           const Placement& placement, const char* argument) {
-  if (described.object == object.ptr()) {
-    return view_dlpack(described.tensor, object, placement, argument);
-  }
   dlpack::Tensor tensor;
   if (api.tensor_from_object(object.ptr(), &tensor) != 0) {
     const py::error_already_set error;  // its text has a stack trace after the first line
@@ -351,14 +339,12 @@ int gpu_of(py::handle arrays, py::handle device_of) {
     return found;
   }
   if (const auto* api = exchange_api(type)) {
-    described.forget();
-    if (api->tensor_from_object(object, &described.tensor) != 0) {
+    dlpack::Tensor tensor;
+    if (api->tensor_from_object(object, &tensor) != 0) {
       PyErr_Clear();  // the conversion reports it
       return kOnHost;
     }
-    described.object = Py_NewRef(object);
-    const dlpack::Device device = described.tensor.device;
-    return device.type == dlpack::kCuda ? device.id : kOnHost;
+    return tensor.device.type == dlpack::kCuda ? tensor.device.id : kOnHost;
   }
   // cupy's arrays on GPUs have the methods of a buffer, too.
   const py::handle members(reinterpret_cast<PyObject*>(type));
@@ -381,8 +367,6 @@ std::optional<void*> current_stream(py::handle arrays, int gpu) {
   if (api->current_stream(dlpack::kCuda, gpu, &stream) != 0) throw py::error_already_set();
   return stream;
 }
-
-ForgetDescription::~ForgetDescription() { described.forget(); }
 
 Arrays::Arrays(py::handle object, Access access, const char* argument, const Placement& placement)
     : argument_(argument),

@@ -32,16 +32,6 @@ inline constexpr int kSomeGpu = -1;  // of an empty array whose library does not
 // array; nothing if the library has no C function for that.
 [[nodiscard]] std::optional<void*> current_stream(pybind11::handle arrays, int gpu);
 
-// `gpu_of` keeps the array's description for the conversion that follows. This forgets the
-// description at the end of the call.
-class ForgetDescription {
- public:
-  ForgetDescription() = default;
-  ForgetDescription(const ForgetDescription&) = delete;
-  ForgetDescription& operator=(const ForgetDescription&) = delete;
-  ~ForgetDescription();
-};
-
 // One array or a list of arrays, with the objects that keep the memory valid.
 class Arrays {
  public:

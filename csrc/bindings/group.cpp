@@ -30,7 +30,6 @@ void check_may_be_in_group(const CallArguments& given) {
 
 py::object Group::record(const CallArguments& given) {
   check_may_be_in_group(given);
-  const ForgetDescription forget;
   const int gpu = device_of_.is_none() ? kOnHost : gpu_of(given.first_array(), device_of_);
   Recorded recorded{given, {}, gpu != kOnHost};
   recorded.given.in_group = true;

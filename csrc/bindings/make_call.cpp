@@ -179,7 +179,6 @@ void Router::connect(std::shared_ptr<Gpu> engine) {
 }
 
 py::object Router::make_call(const CallArguments& given) const {
-  const ForgetDescription forget;
   const int gpu = given.op == Op::kBarrier ? kOnHost : gpu_of(given.first_array(), device_of_);
   if (gpu == kOnHost) {
     if (given.stream.is_none()) return bindings::make_call(endpoint_, given);

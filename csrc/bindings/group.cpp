@@ -35,13 +35,7 @@ py::object Group::record(const CallArguments& given) {
   recorded.given.in_group = true;
   if (gpu != kSomeGpu) {  // others are checked when the GPU is known
     const Placement placement = gpu == kOnHost ? Placement{} : Placement{gpu};
-    const Call call(recorded.given, endpoint_.communicator(), placement);
-    if (gpu == kOnHost && is_between_two(given.op)) {
-      for (const TensorView& view : call.inputs()) {
-        (given.op == Op::kSend ? sent_ : received_)
-            .emplace_back(view.data, view.data + view.bytes());
-      }
-    }
+    const Call checked(recorded.given, endpoint_.communicator(), placement);
   }
   recorded.kept = recorded.given.own();
   calls_.push_back(std::move(recorded));
@@ -86,19 +80,7 @@ void Group::run_on_gpu(Gpu& gpu, const py::object& stream) const {
   }
 }
 
-void Group::check_apart() const {
-  for (const auto& [begin, end] : received_) {
-    for (const auto& [first, last] : sent_) {
-      if (begin < last && first < end) {
-        throw Error(ErrorCode::kValue,
-                    "a group receives into memory that it also sends; pass separate arrays");
-      }
-    }
-  }
-}
-
 void Group::run_on_hosts() const {
-  check_apart();
   std::exception_ptr first;
   std::vector<py::object> works;
   // An error waits until the calls before it have ended, an interrupt does not.

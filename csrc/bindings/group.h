@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -40,18 +39,12 @@ class Group {
     bool is_on_gpu;
   };
 
-  using Span = std::pair<const std::byte*, const std::byte*>;
-
-  // Throws if a message is received into memory that another one sends.
-  void check_apart() const;
-
   [[nodiscard]] py::handle longest_timeout() const;
 
   py::object owner_;
   Endpoint& endpoint_;
   py::object device_of_;
   std::vector<Recorded> calls_;
-  std::vector<Span> sent_, received_;  // the memory of messages on the host
 };
 
 }  // namespace fastdist::bindings

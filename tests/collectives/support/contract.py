@@ -95,23 +95,17 @@ def check_calls_as_one(comm: Communicator) -> None:
     with comm.group():
         comm.send(np.full(2, 4.0), comm.rank)
     assert comm.recv(y, comm.rank).tolist() == [4, 4]
-    with pytest.raises(ValueError, match="receives into memory that it also sends"), comm.group():
-        (comm.send(y[:1], after if n > 1 else 0), comm.recv(y, before))
     for other in (np.zeros(3), np.zeros(2, np.float32)):
         with pytest.raises(CollectiveMismatchError, match="do not match"), comm.group():
             (comm.recv(other, comm.rank), comm.send(y, comm.rank))
     if n > 1:
-        y, wrong = (
-            np.full(3, -1),
-            (lambda: comm.send("abc", after), lambda: comm.send(y, comm.rank)),
-        )
-        for call in wrong:
-            with pytest.raises((TypeError, ValueError)), comm.group():
-                (comm.recv(y, before), call())
-            with comm.group():
-                comm.send(np.full(3, comm.rank), after)
-                comm.recv(y, before)  # the one that was refused is not made
-            assert set(y) == {before}
+        y = np.full(3, -1)
+        with pytest.raises(TypeError), comm.group():
+            (comm.recv(y, before), comm.send("abc", after))
+        with comm.group():
+            comm.send(np.full(3, comm.rank), after)
+            comm.recv(y, before)  # the one before is not made, since its group was refused
+        assert set(y) == {before}
     with pytest.raises(ValueError, match="sun"), comm.group():
         (comm.all_reduce(z), comm.all_reduce(z, "sun"), pytest.fail("raises later"))
     for name, call in refused.items():

@@ -8,7 +8,6 @@
 
 #include "core/failure.h"
 #include "core/process.h"
-#include "net/fork_guard.h"
 
 namespace fastdist::net {
 
@@ -27,9 +26,6 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
     machines_[machine].push_back(p);
     Connections& c = connections[static_cast<std::size_t>(p)];
     peers_.push_back(p == rank_ ? nullptr : std::make_unique<Peer>(std::move(c), size()));
-    if (p != rank_) {
-      for (const int fd : peer(p).fds()) guard_from_forks(fd);
-    }
   }
   inner_->set_labels(ranks_of(machine_of(rank_)), size());
   for (const std::vector<int>& ranks : machines_) {
@@ -43,10 +39,6 @@ NetCommunicator::NetCommunicator(std::shared_ptr<host::HostCommunicator> inner, 
 NetCommunicator::~NetCommunicator() {
   if (generation_ == process_generation()) Registry<NetCommunicator>::remove(*this);
   close();
-  for (const auto& peer : peers_) {
-    if (!peer || generation_ != process_generation()) continue;
-    for (const int fd : peer->fds()) unguard_from_forks(fd);
-  }
 }
 
 void NetCommunicator::close() noexcept {

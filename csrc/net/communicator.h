@@ -117,7 +117,6 @@ class NetCommunicator final : public BlockingCommunicator {
           in(std::move(connections.in)),
           answers(out.get(), ranks),
           writer(in.get()) {}
-    [[nodiscard]] std::array<int, 3> fds() const { return {stream.fd(), out.get(), in.get()}; }
     Stream stream;
     FileDescriptor out;  // this rank's sends
     FileDescriptor in;   // the peer's sends

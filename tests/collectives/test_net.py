@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import socket
@@ -252,6 +253,33 @@ def test_a_lost_connection_is_no_death(which: int) -> None:
     for rank, text in enumerate(texts):
         assert "connection" in text
         assert f"rank {rank} has died" not in text
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_children_have_no_connections() -> None:
+    """What has the same number later is no connection."""
+
+    def is_closed_in_child() -> bool:
+        if (pid := os.fork()) == 0:
+            with suppress(Exception):
+                os._exit(Path(f"/proc/self/fd/{number}").is_socket())
+            os._exit(2)
+        return os.waitpid(pid, 0)[1] == 0
+
+    known = connections()
+    with ThreadPoolExecutor() as pool:
+        engines = list(pool.map(lambda make: make(), MachineThreads(((0,), (1,))).makers()))
+    numbers = [fd for inode, fd in connections().items() if inode not in known]
+    assert len(numbers) == 6
+    for number in numbers:
+        assert is_closed_in_child()
+        assert Path(f"/proc/self/fd/{number}").is_socket()
+    del engines
+    gc.collect()
+    with socket.create_server((LOCAL, 0)) as its_socket:
+        os.dup2(its_socket.fileno(), number)
+        assert not is_closed_in_child()
+        os.close(number)
 
 
 def wait_for_the_last(comm: Communicator) -> str:

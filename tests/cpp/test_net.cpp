@@ -2,8 +2,6 @@
 
 #include <arpa/inet.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -18,7 +16,6 @@
 #include "check.h"
 #include "host/kernels.h"
 #include "net/communicator.h"
-#include "net/fork_guard.h"
 #include "world.h"
 
 namespace fastdist::test {
@@ -417,36 +414,6 @@ CASE(a_late_rank_is_named) {
       }
     });
   }
-}
-
-// Calls `body` in a forked child, and returns whether it returned true.
-template <class Body>
-bool in_child(const Body& body) {
-  const pid_t pid = ::fork();
-  if (pid == 0) ::_exit(body() ? 0 : 1);
-  int status = 0;
-  CHECK(::waitpid(pid, &status, 0) == pid);
-  return status == 0;
-}
-
-CASE(forked_children_have_no_connections) {
-  int pair[2];
-  CHECK(::socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-  net::guard_from_forks(pair[0]);
-  const auto is_socket = [&] {
-    struct stat info{};
-    return ::fstat(pair[0], &info) == 0 && S_ISSOCK(info.st_mode);
-  };
-  CHECK(!in_child(is_socket));
-  CHECK(is_socket());
-  CHECK(in_child([&] {  // what a child opens at the number is its own
-    ::dup2(pair[1], pair[0]);
-    return in_child(is_socket);
-  }));
-  net::unguard_from_forks(pair[0]);
-  CHECK(in_child(is_socket));
-  ::close(pair[0]);
-  ::close(pair[1]);
 }
 
 CASE(calls_of_two_threads_are_no_deadlock) {

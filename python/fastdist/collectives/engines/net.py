@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -21,6 +23,26 @@ from fastdist.collectives.rendezvous.connections import (
 )
 from fastdist.errors import ClusterConfigError, LostRankError, PeerFailureError, UnsupportedError
 from fastdist.recorder.machines import Machine
+
+# The file descriptors of the communicators that live in this process.
+_connections: WeakKeyDictionary[_core.NetCommunicator, list[int]] = WeakKeyDictionary()
+
+
+def _leave_connections() -> None:
+    """Close a parent's connections in its forked child.
+
+    A connection lasts as long as any process holds it: peers would not notice that a rank has died
+    while one of its children lives, such as a worker that loads data.
+    """
+    null = os.open(os.devnull, os.O_RDWR)
+    for fds in _connections.values():
+        for fd in fds:
+            os.dup2(null, fd, inheritable=False)  # the number stays taken until the copy's end
+    os.close(null)
+    _connections.clear()
+
+
+os.register_at_fork(after_in_child=_leave_connections)
 
 
 def ranks_of(machines: Sequence[int], number: int) -> list[int]:
@@ -106,6 +128,7 @@ class NetEngine(CompiledEngine):
             self.compiled = _core.NetCommunicator(
                 inner.compiled, rank, places, fds, parent, silence_s, timeout_s
             )
+            _connections[self.compiled] = [fd for own in fds for fd in own if fd >= 0]
         except (LostRankError, OSError) as error:
             if isinstance(error, PeerFailureError) and parent is not None:
                 raise  # a rank of a communicator that worked has failed

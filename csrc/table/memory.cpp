@@ -1,13 +1,9 @@
 #include "table/memory.h"
 
-#include <linux/mempolicy.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
-#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -19,8 +15,6 @@ namespace {
 
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
 constexpr std::size_t kLineBytes = 64;
-// The kernel reads one bit less than this.
-constexpr unsigned long kMaskBits = sizeof(Nodes) * CHAR_BIT + 1;
 
 [[noreturn]] void throw_out_of_memory(std::size_t bytes, const char* what) {
   refuse(ErrorCode::kMemory, "out of memory: ", what, " needs ", bytes, " more bytes");
@@ -39,15 +33,8 @@ Memory map(std::size_t bytes, Pages pages, const char* what) {
                              reinterpret_cast<std::uintptr_t>(begin);
   if (before != 0) munmap(begin, before);
   munmap(begin + before + wanted, kHugePageBytes - before);
-  static const Nodes nodes = nodes_allowed();
-  spread(begin + before, wanted, nodes);
   if (pages == Pages::kHuge) madvise(begin + before, wanted, MADV_HUGEPAGE);
   return Memory(begin + before, MemoryRelease{wanted});
-}
-
-bool has_own_policy() {
-  int mode = MPOL_DEFAULT;
-  return syscall(SYS_get_mempolicy, &mode, nullptr, 0UL, nullptr, 0UL) != 0 || mode != MPOL_DEFAULT;
 }
 
 }  // namespace
@@ -68,19 +55,6 @@ Memory allocate(std::size_t bytes, Pages pages, const char* what) {
   if (data == nullptr) throw_out_of_memory(bytes, what);
   std::memset(data, 0, rounded);
   return Memory(static_cast<std::byte*>(data), MemoryRelease{});
-}
-
-Nodes nodes_allowed() {
-  Nodes nodes{};
-  syscall(SYS_get_mempolicy, nullptr, nodes.data(), kMaskBits, nullptr, MPOL_F_MEMS_ALLOWED);
-  return nodes;
-}
-
-void spread(std::byte* data, std::size_t bytes, const Nodes& nodes) {
-  int count = 0;
-  for (const unsigned long word : nodes) count += std::popcount(word);
-  if (count < 2 || has_own_policy()) return;
-  syscall(SYS_mbind, data, bytes, MPOL_INTERLEAVE, nodes.data(), kMaskBits, 0UL);
 }
 
 // --- rows ---------------------------------------------------------------------------------------

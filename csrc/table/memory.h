@@ -1,7 +1,6 @@
-// Zeroed memory for tables, spread over NUMA nodes.
+// Zeroed memory for tables.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -26,18 +25,6 @@ enum class Pages { kSmall, kHuge };
 // Allocates zeroed memory aligned to cache lines. Large memory is committed page by page when
 // touched. Throws kMemory; `what` names the purpose.
 [[nodiscard]] Memory allocate(std::size_t bytes, Pages pages, const char* what);
-
-// A set of NUMA nodes: one bit per node, as the kernel takes it.
-using Nodes = std::array<unsigned long, 16>;
-
-// Returns the nodes that this process may allocate memory from; none if the kernel does not report
-// them.
-[[nodiscard]] Nodes nodes_allowed();
-
-// Interleaves the uncommitted pages of a range over `nodes`, since threads of any node use any row.
-// Does nothing if there is a single node, if a policy is already set (by numactl or similar), or if
-// a container forbids it.
-void spread(std::byte* data, std::size_t bytes, const Nodes& nodes);
 
 using RowNumber = std::uint32_t;
 inline constexpr std::size_t kMaxRows = std::size_t{1} << 31;

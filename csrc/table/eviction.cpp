@@ -48,8 +48,8 @@ template <class Predicate>
 void RowTable::remove_if(Stripe& stripe, Predicate&& is_unwanted) {
   stripe.index.erase_if([&](const RowIndex::Entry& entry) {
     if (!is_unwanted(entry)) return false;
-    std::memcpy(arena_.row(entry.number()), &stripe.free_row, sizeof(RowNumber));
-    stripe.free_row = entry.number();
+    std::memcpy(arena_.row(entry.row), &stripe.free_row, sizeof(RowNumber));
+    stripe.free_row = entry.row;
     return true;
   });
 }
@@ -103,7 +103,7 @@ std::vector<std::uint64_t> RowTable::ids_of_part(std::size_t number) const {
   const RowIndex& index = stripes_[number].index;
   ids.reserve(index.size());
   index.for_each([&](const RowIndex::Entry& entry) {
-    if (is_present(entry, now)) ids.push_back(striping_.id(entry.key));
+    if (!is_expired(entry, now)) ids.push_back(striping_.id(entry.key));
   });
   return ids;
 }

@@ -21,14 +21,9 @@ class RowIndex {
  public:
   struct Entry {
     std::uint64_t key;
-    RowNumber row;        // 0 for an empty place; kUnwritten is set if the row has memory but no
-                          // values yet, and counts as absent
+    RowNumber row;        // 0 for an empty place
     std::uint32_t stamp;  // the step that last touched the row, if the table has limits
-
-    [[nodiscard]] RowNumber number() const noexcept { return row & ~kUnwritten; }
-    [[nodiscard]] bool is_written() const noexcept { return (row & kUnwritten) == 0; }
   };
-  static constexpr RowNumber kUnwritten = RowNumber{1} << 31;
 
   [[nodiscard]] Entry* find(std::uint64_t key) const noexcept {
     if (size_ == 0) return nullptr;

@@ -153,18 +153,18 @@ std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step)
   RowIndex::Entry* entry = stripe.index.find(key);
   if (entry == nullptr) {
     if (kAccess != Access::kCreate) return nullptr;
-    entry = &insert(stripe, key, step);
-  }
-  std::byte* row = arena_.row(entry->number());
-  if (!is_present(*entry, step)) {
+    stripe.index.reserve_one();
+    const RowNumber number = take_row(stripe);
+    write_initial(arena_.row(number), striping_.id(key));
+    entry = &stripe.index.insert(key, number, step);
+  } else if (is_expired(*entry, step)) {
     if (kAccess != Access::kCreate) return nullptr;
-    write_initial(row, striping_.id(key));
-    entry->row = entry->number();
+    write_initial(arena_.row(entry->row), striping_.id(key));
   }
   // Concurrent calls may have steps in any order.
   const bool is_later = has_limits() && static_cast<std::int32_t>(step - entry->stamp) > 0;
   if (kAccess != Access::kPeek && is_later) entry->stamp = step;
-  return row;
+  return arena_.row(entry->row);
 }
 
 template <RowTable::Access kAccess>
@@ -175,11 +175,6 @@ std::byte* RowTable::find_fixed(std::uint64_t id) {
   write_initial(row, id);
   written_.insert(id);
   return row;
-}
-
-RowIndex::Entry& RowTable::insert(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
-  stripe.index.reserve_one();
-  return stripe.index.insert(key, take_row(stripe) | RowIndex::kUnwritten, step);
 }
 
 RowNumber RowTable::take_row(Stripe& stripe) {
@@ -202,18 +197,6 @@ void RowTable::prefetch_place(std::span<const Item> items, std::size_t i) const 
   const std::uint64_t key = items[i].key;
   if (!striping_.hashed) return written_.prefetch(key);
   stripes_[striping_.stripe(key)].index.prefetch(key);
-}
-
-void RowTable::reserve_rows(std::span<const Item> items, std::uint32_t step) {
-  for (std::size_t i = 0; i < items.size();) {
-    const std::size_t number = striping_.stripe(items[i].key);
-    Stripe& stripe = stripes_[number];
-    const std::lock_guard lock(stripe.mutex);
-    for (; i < items.size() && striping_.stripe(items[i].key) == number; ++i) {
-      prefetch_place(items, i + kPlacesAhead);
-      if (stripe.index.find(items[i].key) == nullptr) insert(stripe, items[i].key, step);
-    }
-  }
 }
 
 void RowTable::write_initial(std::byte* row, std::uint64_t id) {
@@ -255,8 +238,6 @@ void RowTable::push(std::span<const std::uint64_t> ids, std::span<const float> g
   const DistinctIds distinct(striping_, ids);
   std::vector<float> sum(dim());
   std::vector<float> scratch(dim());
-  if (striping_.hashed) reserve_rows(distinct.items(), static_cast<std::uint32_t>(step() + 1));
-
   const std::uint64_t step = step_.fetch_add(1, std::memory_order_relaxed) + 1;
   const Coefficients c = options_.rule.coefficients(step, lr, Gradients::kRows);
   visit<Access::kCreate>(distinct.items(), static_cast<std::uint32_t>(step),
@@ -282,7 +263,6 @@ void RowTable::assign(std::span<const std::uint64_t> ids, std::span<const float>
   if (!slots.empty()) check_count("slots", ids.size(), slot_floats(), slots.size());
   const std::span<const Item> items = by_stripe(striping_, ids);
   const auto now = static_cast<std::uint32_t>(step());
-  if (striping_.hashed) reserve_rows(items, now);
   visit<Access::kCreate>(items, now, [&](const Item& item, std::byte* row) {
     layout_.write(row, values.data() + item.position * dim());
     if (slots.empty()) return;

@@ -52,8 +52,8 @@ class RowTable {
   explicit RowTable(RowTableOptions options);
 
   void pull(std::span<const std::uint64_t> ids, std::span<float> values);
-  // Makes one step, with a gradient per id. Gradients of equal ids are summed first. If there is no
-  // memory for new rows, throws kMemory before any gradient is applied.
+  // Makes one step, with a gradient per id. Gradients of equal ids are summed first. Throws
+  // kMemory if there is no memory for new rows; some of the gradients may be applied then.
   void push(std::span<const std::uint64_t> ids, std::span<const float> gradients,
             std::optional<double> learning_rate);
   // Sets rows and, unless `slots` is empty, their slots; for equal ids, the last one wins. A new
@@ -106,11 +106,7 @@ class RowTable {
   std::byte* find(Stripe& stripe, std::uint64_t key, std::uint32_t step);
   template <Access kAccess>
   std::byte* find_fixed(std::uint64_t id);
-  // Gives every id memory for a row, so that creating the rows cannot fail midway.
-  void reserve_rows(std::span<const Item> items, std::uint32_t step);
   void prefetch_place(std::span<const Item> items, std::size_t i) const;
-  RowIndex::Entry& insert(Stripe& stripe, std::uint64_t key, std::uint32_t step);
-
   RowNumber take_row(Stripe& stripe);
   // Erases the rows for which `is_unwanted(entry)`, and frees their memory.
   template <class Predicate>
@@ -122,9 +118,6 @@ class RowTable {
   void read_initial(std::span<float> values, std::uint64_t id) const;
 
   [[nodiscard]] bool has_limits() const noexcept { return options_.max_rows || options_.max_age; }
-  [[nodiscard]] bool is_present(const RowIndex::Entry& entry, std::uint32_t step) const noexcept {
-    return entry.is_written() && !is_expired(entry, step);
-  }
   [[nodiscard]] bool is_expired(const RowIndex::Entry& entry, std::uint32_t step) const noexcept;
   // Removes expired rows from some stripes, during a push.
   void sweep(std::uint64_t step);

@@ -26,7 +26,6 @@ namespace fastdist::bindings {
 namespace {
 
 using table::DenseVariable;
-using table::RowSnapshot;
 using table::RowTable;
 using table::UpdateRule;
 
@@ -104,7 +103,7 @@ std::vector<std::string> slot_names(const UpdateRule& rule) {
   return names;
 }
 
-std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule,
+std::unique_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule,
                                          std::optional<std::uint64_t> rows,
                                          std::optional<std::size_t> memory_bytes,
                                          const std::tuple<std::string, double, double>& initializer,
@@ -122,40 +121,35 @@ std::shared_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule
   options.max_age = max_age;
   options.storage = table::storage_of(storage);
   const GilRelease release;
-  return std::make_shared<RowTable>(std::move(options));
+  return std::make_unique<RowTable>(std::move(options));
 }
 
-// Returns the next rows of a snapshot as new arrays; raises StopIteration at the end.
-py::tuple next_rows(RowSnapshot& snapshot, std::size_t limit) {
-  const std::size_t dim = snapshot.table().dim();
-  const std::size_t slot_floats = snapshot.table().slot_floats();
-  std::vector<std::uint64_t> ids(limit);
-  py::array_t<float> values({limit, dim});
-  py::array_t<float> slots({limit, slot_floats});
-  const std::span<float> value_span(values.mutable_data(), limit * dim);
-  const std::span<float> slot_span(slots.mutable_data(), limit * slot_floats);
+// Returns the ids, values and slots of a part's rows as new arrays.
+py::tuple read_part(RowTable& table, std::size_t part) {
+  if (part >= table.parts()) {
+    refuse(ErrorCode::kIndex, "part ", part, ", the table has ", table.parts());
+  }
+  std::vector<std::uint64_t> ids;
+  {
+    const GilRelease release;
+    ids = table.ids_of_part(part);
+  }
+  py::array_t<float> values({ids.size(), table.dim()});
+  py::array_t<float> slots({ids.size(), table.slot_floats()});
+  const std::span<float> value_span(values.mutable_data(), ids.size() * table.dim());
+  const std::span<float> slot_span(slots.mutable_data(), ids.size() * table.slot_floats());
   std::size_t rows = 0;
   {
     const GilRelease release;
-    rows = snapshot.next(ids, value_span, slot_span);
+    rows = table.read_present(ids, value_span, slot_span);
   }
-  if (rows == 0) throw py::stop_iteration();
   const py::slice present(py::int_(0), py::int_(rows), py::none());
   return py::make_tuple(py::array_t<std::uint64_t>(rows, ids.data()), values[present],
                         slots[present]);
 }
 
-struct Snapshot {
-  RowSnapshot rows;
-  std::size_t piece_rows;
-};
-
 void bind_row_table(py::module_& m) {
-  py::class_<Snapshot>(m, "RowSnapshot")
-      .def("__iter__", [](py::object self) { return self; })
-      .def("__next__", [](Snapshot& s) { return next_rows(s.rows, s.piece_rows); });
-
-  py::class_<RowTable, std::shared_ptr<RowTable>>(m, "RowTable")
+  py::class_<RowTable>(m, "RowTable")
       .def(py::init(&make_row_table), py::arg("dim"), py::arg("rule"), py::kw_only(),
            py::arg("rows") = py::none(), py::arg("memory_bytes") = py::none(),
            py::arg("initializer") = py::make_tuple("constant", 0., 0.), py::arg("seed") = 0,
@@ -187,15 +181,10 @@ void bind_row_table(py::module_& m) {
             t.assign(to.span(), from.span(), span_of(state));
           },
           py::arg("ids"), py::arg("values"), py::arg("slots") = py::none())
-      .def(
-          "snapshot",
-          [](std::shared_ptr<RowTable> t, std::size_t piece_rows) {
-            if (piece_rows == 0) throw Error(ErrorCode::kValue, "piece_rows must be 1 or more");
-            return Snapshot{RowSnapshot(std::move(t)), piece_rows};
-          },
-          py::arg("piece_rows") = 65536)
+      .def("read_part", &read_part)
       .def("__len__", &RowTable::size)
       .def("clear", &RowTable::clear, py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("parts", &RowTable::parts)
       .def_property_readonly("dim", &RowTable::dim)
       .def_property_readonly("slots", [](const RowTable& t) { return slot_names(t.rule()); })
       .def_property_readonly("slot_floats", &RowTable::slot_floats)

@@ -4,7 +4,6 @@
 #include <array>
 #include <bit>
 #include <cstring>
-#include <thread>
 
 #include "core/error.h"
 
@@ -270,15 +269,14 @@ void RowTable::assign(std::span<const std::uint64_t> ids, std::span<const float>
   });
 }
 
-std::size_t RowTable::read_present(std::span<const std::uint64_t> ids,
-                                   std::span<std::uint64_t> present, std::span<float> values,
+std::size_t RowTable::read_present(std::span<std::uint64_t> ids, std::span<float> values,
                                    std::span<float> slots) {
   std::size_t count = 0;
   const std::span<const Item> items = by_stripe(striping_, ids);
   visit<Access::kPeek>(
       items, static_cast<std::uint32_t>(step()), [&](const Item& item, std::byte* row) {
         if (row == nullptr) return;
-        present[count] = striping_.id(item.key);
+        ids[count] = striping_.id(item.key);
         layout_.read(values.data() + count * dim(), row);
         std::copy_n(layout_.slots(row), slot_floats(), slots.data() + count * slot_floats());
         ++count;
@@ -317,35 +315,6 @@ std::size_t RowTable::bytes() const {
     total += stripes_[s].index.bytes();
   }
   return total;
-}
-
-// --- snapshots ----------------------------------------------------------------------------------
-
-namespace {
-
-// This many rows are copied in a few tens of microseconds.
-constexpr std::size_t kPieceRows = 256;
-
-}  // namespace
-
-std::size_t RowSnapshot::next(std::span<std::uint64_t> ids, std::span<float> values,
-                              std::span<float> slots) {
-  const std::lock_guard lock(*mutex_);
-  std::size_t rows = 0;
-  while (rows < ids.size()) {
-    if (listed_.empty()) {
-      if (part_ == table_->parts()) break;
-      listed_ = table_->ids_of_part(part_++);
-      continue;
-    }
-    const std::size_t count = std::min({kPieceRows, listed_.size(), ids.size() - rows});
-    const std::span piece = std::span(listed_).last(count);
-    rows += table_->read_present(piece, ids.subspan(rows), values.subspan(rows * table_->dim()),
-                                 slots.subspan(rows * table_->slot_floats()));
-    listed_.resize(listed_.size() - count);
-    std::this_thread::yield();  // mutexes are not fair; let other threads lock the stripes
-  }
-  return rows;
 }
 
 }  // namespace fastdist::table

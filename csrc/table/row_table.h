@@ -81,13 +81,13 @@ class RowTable {
   // have get their initial values again.
   void clear();
 
-  // For snapshots: `ids_of_part` lists the ids that a part of the table holds now. `read_present`
-  // reads those of `ids` that are present into the beginnings of the arrays and returns their
-  // number. Neither touches rows.
+  // For checkpoints: `ids_of_part` lists the ids that a part of the table holds now. `read_present`
+  // reads those of `ids` that are still present into the beginnings of the arrays, which are
+  // `ids` too, and returns their number. Neither touches rows.
   [[nodiscard]] std::size_t parts() const noexcept { return striping_.count; }
   [[nodiscard]] std::vector<std::uint64_t> ids_of_part(std::size_t part) const;
-  std::size_t read_present(std::span<const std::uint64_t> ids, std::span<std::uint64_t> present,
-                           std::span<float> values, std::span<float> slots);
+  std::size_t read_present(std::span<std::uint64_t> ids, std::span<float> values,
+                           std::span<float> slots);
 
  private:
   struct alignas(64) Stripe {
@@ -136,26 +136,6 @@ class RowTable {
   RowArena arena_;
   WrittenRows written_;  // of a fixed table
   std::unique_ptr<Stripe[]> stripes_;
-};
-
-// Every row that is in the table from beginning to end is read exactly once, atomically, at some
-// moment in between. Rows that are added or removed meanwhile may or may not be read. The table is
-// locked only while a few rows are copied, or the ids of a part are listed. Thread-safe.
-class RowSnapshot {
- public:
-  explicit RowSnapshot(std::shared_ptr<RowTable> table) : table_(std::move(table)) {}
-
-  // Fills the beginnings of the arrays with up to ids.size() rows and returns their number; 0 at
-  // the end.
-  std::size_t next(std::span<std::uint64_t> ids, std::span<float> values, std::span<float> slots);
-
-  [[nodiscard]] const RowTable& table() const noexcept { return *table_; }
-
- private:
-  std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // guards the position
-  std::shared_ptr<RowTable> table_;
-  std::size_t part_ = 0;               // the next part
-  std::vector<std::uint64_t> listed_;  // remaining ids of the previous part
 };
 
 }  // namespace fastdist::table

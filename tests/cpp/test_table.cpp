@@ -274,10 +274,10 @@ CASE(rows_stay_whole_while_all_is_done_at_once) {
       table->assign(ids, equal_in_rows(random, 50), equal_in_rows(random, 50));
     };
     const Work snapshot = [&](std::mt19937&) {
-      RowSnapshot rows(table);
-      Ids ids(64);
-      Floats values(64 * kDim), slots(64 * kDim);
-      while (const std::size_t count = rows.next(ids, values, slots)) {
+      for (std::size_t part = 0; part < table->parts(); ++part) {
+        Ids ids = table->ids_of_part(part);
+        Floats values(ids.size() * kDim), slots(ids.size() * kDim);
+        const std::size_t count = table->read_present(ids, values, slots);
         check_whole(std::span(values).first(count * kDim), kDim);
         check_whole(std::span(slots).first(count * kDim), kDim);
       }
@@ -340,7 +340,7 @@ CASE(a_hashed_table_can_be_cleared_and_used_again) {
   CHECK(table.bytes() <= 2 * bytes);  // the memory of removed rows is used again
 }
 
-CASE(a_snapshot_has_every_row_that_stays) {
+CASE(the_parts_have_every_row_that_stays) {
   for (const bool fixed : {false, true}) {
     RowTableOptions o = options();
     if (fixed) {
@@ -360,11 +360,11 @@ CASE(a_snapshot_has_every_row_that_stays) {
       }
     };
     const Work snapshot = [&](std::mt19937&) {
-      RowSnapshot rows(table);
       std::vector<int> seen(9000);
-      Ids ids(500);
-      Floats values(500 * kDim);
-      while (const std::size_t count = rows.next(ids, values, {})) {
+      for (std::size_t part = 0; part < table->parts(); ++part) {
+        Ids ids = table->ids_of_part(part);
+        Floats values(ids.size() * kDim);
+        const std::size_t count = table->read_present(ids, values, {});
         for (const std::uint64_t id : std::span(ids).first(count)) ++seen[id];
       }
       CHECK(std::all_of(seen.begin(), seen.begin() + 3000, [](int n) { return n == 1; }));

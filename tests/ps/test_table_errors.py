@@ -91,7 +91,7 @@ def test_wrong_tables(options: Given, message: str) -> None:
             ValueError,
             "slots must hold 2 × 3 elements, got 3",
         ),
-        ("snapshot", (0,), ValueError, "piece_rows must be 1 or more"),
+        ("read_part", (128,), IndexError, "part 128, the table has 128"),
     ],
     ids=str,
 )

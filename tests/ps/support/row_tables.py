@@ -33,9 +33,13 @@ def push_all(
     variable.push(0, gradient, lr)
 
 
+def parts_of(table: _core.RowTable) -> list[tuple[Any, ...]]:
+    return [table.read_part(part) for part in range(table.parts)]
+
+
 def slots_of(table: _core.RowTable, ids: Any) -> Floats:
     ids = np.asarray(ids)
-    pieces = list(table.snapshot())
+    pieces = parts_of(table)
     present = np.concatenate([piece[0] for piece in pieces])
     slots = np.concatenate([piece[2] for piece in pieces])
     order = np.argsort(present)
@@ -47,7 +51,7 @@ def slots_of(table: _core.RowTable, ids: Any) -> Floats:
 
 def present(table: _core.RowTable) -> set[int]:
     """The ids of the rows that the table holds."""
-    return {int(row) for ids, _, _ in table.snapshot() for row in ids}
+    return {int(row) for ids, _, _ in parts_of(table) for row in ids}
 
 
 def filled(values: Floats, rule: _core.UpdateRule = SGD, **options: Any) -> _core.RowTable:

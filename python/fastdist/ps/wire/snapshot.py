@@ -1,13 +1,12 @@
 """One server's objects as safetensors files, which any number of servers can read.
 
-A dense variable is one file, a table one per `_FILE_ROWS` rows that have been created. Each file
+A dense variable is one file, a table one per `_FILE_ROWS` rows or more that exist. Each file
 has the tensors `values` and `slots`, for tables also `ids`; its metadata says which rows of which
 object it holds.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import zlib
@@ -112,11 +111,13 @@ def _contents(spec: Spec, stored: Any) -> Iterator[tuple[int, dict[str, Array]]]
         slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)
         yield stored.read_state(values, slots), {"values": values, "slots": slots}
         return
-    empty = np.empty((0, stored.dim), np.float32), np.empty((0, stored.slot_floats), np.float32)
-    nothing = np.empty(0, np.uint64), *empty
-    pieces = stored.snapshot(piece_rows=min(_FILE_ROWS, max(1, len(stored))))
-    for ids, values, slots in itertools.chain([next(pieces, nothing)], pieces):
-        yield stored.step, {"ids": ids.view(np.int64), "values": values, "slots": slots}
+    pieces: list[tuple[Array, ...]] = []
+    for part in range(stored.parts):
+        pieces.append(stored.read_part(part))
+        if part + 1 == stored.parts or sum(ids.size for ids, *_ in pieces) >= _FILE_ROWS:
+            ids, values, slots = (np.concatenate(each) for each in zip(*pieces, strict=True))
+            yield stored.step, {"ids": ids.view(np.int64), "values": values, "slots": slots}
+            pieces.clear()
 
 
 def _open(path: Path) -> _SnapshotFile:

@@ -33,8 +33,9 @@ class Worker:
         self.rows = ShardedRows(client, RowsSpec("rows", 2, SGD), placement.place((2, 2), 4))
 
     def push(self, value: float, ids: list[int], round: int) -> None:
-        self.client.begin_change(self.dense.change(np.full((4, 3), value)), round)
-        self.client.begin_change(self.rows.change(ids, np.full((len(ids), 2), value)), round)
+        rows = self.rows.change(ids, np.full((len(ids), 2), value))
+        items = [*self.dense.change(np.full((4, 3), value)), *rows]
+        self.client.wait_all(self.client.begin_change(items, round))
 
     def commit(self, round: int, weight: float = 1.0, lr: float | None = None) -> bool:
         things = [(self.dense, lr), (self.rows, lr)]
@@ -134,9 +135,6 @@ def test_a_round_is_one_push_of_the_mean(stack: ExitStack, servers: list[Server]
     one, two = workers(stack, servers, 2)
     one.push(1.0, [1, 2, 3, 4], round=7)
     two.push(4.0, [3, 4, 4], round=7)
-    for worker in (one, two):
-        for server in SERVERS:
-            worker.client.wait_for_round(server, 7)
     assert one.values([1, 2, 3, 4]) == (0, [0, 0, 0, 0])
     assert two.commit(7, weight=4.0, lr=2.0) is True
     assert one.values([1, 2, 3, 4]) == (-2.5, [-0.5, -0.5, -2.5, -4.5])
@@ -182,7 +180,6 @@ def test_discarded_rounds(stack: ExitStack, servers: list[Server]) -> None:
 def test_a_commit_sent_again_counts_once(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     worker.push(1.0, [1], round=1)
-    worker.client.wait_for_round(0, 1)
     server, number, _ = worker.dense.parts()[0]
     body = f'{{"weight": 1, "objects": [[{number}, null]]}}'.encode()
     ticket = worker.client.submit(server, Op.COMMIT, 0, [body], round=1)
@@ -228,17 +225,18 @@ def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
     assert (thing.pull() == -2).all()
 
 
-def test_commit_raises_errors_of_pushes(stack: ExitStack, servers: list[Server]) -> None:
+def test_gradients_of_wrong_sizes(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     server, number, _ = worker.dense.parts()[0]
-    worker.client.begin_change([Item(server, number, np.ones(50, np.float32))], round=1)
+    too_long = [Item(server, number, np.ones(50, np.float32))]
     with pytest.raises(ValueError, match="50 elements from 0 on, the variable has"):
-        worker.commit(1)
+        worker.client.wait_all(worker.client.begin_change(too_long, round=1))
     assert (worker.dense.pull() == 0).all()
     worker.push(1.0, [1], round=1)
     assert worker.commit(1) is True  # nothing was staged
     for size in (6, 1):
-        worker.client.begin_change([Item(server, number, np.ones(size, np.float32))], round=2)
+        item = Item(server, number, np.ones(size, np.float32))
+        worker.client.wait_all(worker.client.begin_change([item], round=2))
     with pytest.raises(ValueError, match="gradients of 6 and 1 elements"):
         worker.commit(2)
 

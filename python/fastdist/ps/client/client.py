@@ -167,16 +167,6 @@ class Client:
                 ticket.abandon()
             raise
 
-    def wait_for_round(self, server: int, round: int) -> None:
-        """Wait until a server has everything that this client has sent for a round.
-
-        Raises:
-            Exception: see `wait`.
-        """
-        for ticket in list(self._in_flight[server].values()):
-            if ticket.header.round == round:
-                self.wait(ticket)
-
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
             raise FastdistError("this client is another process's: make one after the fork")

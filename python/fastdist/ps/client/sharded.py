@@ -255,16 +255,14 @@ def commit_round(
 ) -> bool:
     """Apply the sum of all clients' pushes of a round, over `weight`, to each thing, as one push.
 
-    Waits until servers have this client's pushes. Other clients must have waited for theirs, and
-    one client commits for all. A job uses the number of a round, which is not 0, once. A learning
-    rate of None is the update rule's own. Returns False if the round was discarded.
+    All clients must have waited for their pushes, and one client commits for all. A job uses the
+    number of a round, which is not 0, once. A learning rate of None is the update rule's own.
+    Returns False if the round was discarded.
     """
     by_server: dict[int, list[tuple[int, float | None]]] = {}
     for thing, lr in things:
         for server, number, _ in thing.parts():
             by_server.setdefault(server, []).append((number, lr))
-    for server in by_server:
-        client.wait_for_round(server, round)
     tickets = []
     for server, objects in by_server.items():
         body = json.dumps({"weight": weight, "objects": objects}).encode()

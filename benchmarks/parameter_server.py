@@ -252,6 +252,26 @@ class Work:
         return row
 
 
+def pull_rows(client: Client, table: int, ids: Any) -> Any:
+    rows = np.empty((ids.size, DIM), np.float32)
+    client.wait_all(client.begin_read([Item(0, table, rows, ids)]))
+    return rows
+
+
+def push_rows(client: Client, table: int, ids: Any, gradients: Any) -> None:
+    client.wait_all(client.begin_change([Item(0, table, gradients, ids)]))
+
+
+def pull_dense(client: Client, number: int) -> Any:
+    value = np.empty(DENSE, np.float32)
+    client.wait_all(client.begin_read(Item(0, number, value).cut()))
+    return value
+
+
+def push_dense(client: Client, number: int, gradient: Any) -> None:
+    client.wait_all(client.begin_change(Item(0, number, gradient).cut()))
+
+
 def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]:
     """Lookups, and lookups with updates, of a fixed table on both servers."""
     table = client.create(0, RowsSpec("rows", DIM, SGD, rows=rows))
@@ -262,8 +282,8 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
         return ids, rng.standard_normal((BATCH, DIM), np.float32)
 
     def ours(ids: Any, gradients: Any) -> None:
-        client.pull_rows(0, table, ids, DIM)
-        client.push_rows(0, table, ids, gradients)
+        pull_rows(client, table, ids)
+        push_rows(client, table, ids, gradients)
 
     def theirs(ids: Any, gradients: Any) -> None:
         rpc.rpc_sync("server", lookup, ("rows", torch.from_numpy(ids)))
@@ -300,11 +320,11 @@ def rows_work(client: Client, rows: int, rng: np.random.Generator) -> list[Work]
     ids, gradients = data()
     for call in (ours, theirs):
         call(ids, gradients)
-    got = client.pull_rows(0, table, ids, DIM)
+    got = pull_rows(client, table, ids)
     wanted = rpc.rpc_sync("server", lookup, ("rows", torch.from_numpy(ids))).numpy()
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
     ways = {
-        "fastdist": lambda ids, _: client.pull_rows(0, table, ids, DIM),
+        "fastdist": lambda ids, _: pull_rows(client, table, ids),
         "rpc": lambda ids, _: rpc.rpc_sync("server", lookup, ("rows", torch.from_numpy(ids))),
     }
     return [
@@ -334,17 +354,17 @@ def hashed_work(client: Client, rows: int, rng: np.random.Generator) -> list[Wor
     filled_s = time.perf_counter() - begin
     print(f"filled {rows} rows at {rows / filled_s / 1e6:.2f} M rows/s", file=sys.stderr)
     some = known[rng.integers(0, rows, BATCH)]
-    assert (client.pull_rows(0, table, some, DIM) == 1).all()
+    assert (pull_rows(client, table, some) == 1).all()
 
     def data() -> tuple[Any, Any]:
         ids = known[rng.integers(0, rows, BATCH)]
         return ids, rng.standard_normal((BATCH, DIM), np.float32)
 
     def both(ids: Any, gradients: Any) -> None:
-        client.pull_rows(0, table, ids, DIM)
-        client.push_rows(0, table, ids, gradients)
+        pull_rows(client, table, ids)
+        push_rows(client, table, ids, gradients)
 
-    pulls = {"fastdist": lambda ids, _: client.pull_rows(0, table, ids, DIM)}
+    pulls = {"fastdist": lambda ids, _: pull_rows(client, table, ids)}
     return [
         Work("hashed lookups", pulls, data),
         Work("hashed lookups and updates", {"fastdist": both}, data),
@@ -368,17 +388,17 @@ def dense_work(client: Client, rng: np.random.Generator) -> list[Work]:
             client.wait(ticket)
 
     pulls = {
-        "fastdist": lambda _: client.pull(0, number, (DENSE,)),
+        "fastdist": lambda _: pull_dense(client, number),
         "rpc": lambda _: rpc.rpc_sync("server", pull, ("dense",)),
     }
     pushes = {
-        "fastdist": lambda g: client.push(0, number, g),
+        "fastdist": lambda g: push_dense(client, number, g),
         "rpc": lambda g: rpc.rpc_sync("server", push, ("dense", torch.from_numpy(g))),
     }
     for call in pushes.values():
         call(*data())
     data()
-    assert client.pull(0, number, (DENSE,))[-1] == -0.5 * gradient[-1]
+    assert pull_dense(client, number)[-1] == -0.5 * gradient[-1]
     pull_into(None)
     assert value[-1] == -0.5 * gradient[-1]
     return [

@@ -21,7 +21,7 @@ from fastdist.ps.client.partition import RoundRobin
 from fastdist.ps.server import service
 from fastdist.ps.wire.protocol import PART_SIZE, Op
 from launched import wait_until
-from sharded_things import ShardedRows, ShardedVariable
+from sharded_things import ShardedRows, ShardedVariable, pull, push
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVE = (
@@ -74,7 +74,7 @@ def test_a_killed_server_is_noticed_soon(server: Process) -> None:
             assert 2 < time.monotonic() - begin < 5
             assert at.value.ranks == (0,)
             (ticket,) = client.begin_read([Item(0, w, np.zeros(2, np.float32))])
-        client.push(1, other, np.ones(2))
+        push(client, 1, other, np.ones(2))
         again = Process(server.address)
         (ticket,) = client.begin_read([Item(0, w, np.zeros(2, np.float32))])  # the start takes time
         try:
@@ -145,7 +145,7 @@ def test_a_server_that_is_slow_is_waited_for(server: Process) -> None:
         time.sleep(5)
         server.go_on()
         client.wait(ticket)
-        assert (client.pull(0, w, (2,)) == -1).all()
+        assert (pull(client, 0, w, (2,)) == -1).all()
 
 
 @pytest.mark.slow
@@ -160,13 +160,13 @@ def test_a_server_that_is_stopped_is_given_up(tmp_path: Path, address: str) -> N
             server.stop()
             begin = time.monotonic()
             with pytest.raises(UnavailableError, match=r"CHANGE for .* but the connection holds"):
-                client.push(0, w, np.ones(size, np.float32))
+                push(client, 0, w, np.ones(size, np.float32))
             with pytest.raises(UnavailableError, match=r"HELLO for .* but the connection holds"):
                 client.hello(0)
             assert time.monotonic() - begin < 10
             server.go_on()
             # What was given up may be applied, each part of it once.
-            assert set(np.unique(client.pull(0, w, (size,)))) <= {-1.0, 0.0}
+            assert set(np.unique(pull(client, 0, w, (size,)))) <= {-1.0, 0.0}
             client.hello(0)
     finally:
         server.go_on()
@@ -199,7 +199,7 @@ def test_a_server_that_cannot_go_on_ends(monkeypatch: pytest.MonkeyPatch) -> Non
         number = client.create(0, DenseSpec("w", (5,), SGD), np.ones(5))
         monkeypatch.setattr(Listener, "send", fail)
         with pytest.raises(UnavailableError):
-            client.pull(0, number, (5,))
+            pull(client, 0, number, (5,))
         assert server.ended.wait(5)
         assert isinstance(server.failure, MemoryError)
 

@@ -35,6 +35,7 @@ from fastdist.ps.wire.protocol import PART_SIZE, Header, Op
 from fastdist.ps.wire.snapshot import Part
 from launched import wait_until
 from raw_link import RawClient, RawServer
+from sharded_things import pull, push
 from unreliable import Unreliable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -218,8 +219,8 @@ def test_changed_bytes_break_the_connection() -> None:
             spec = DenseSpec("w", (20_000,), SGD)
             number = client.create(0, spec, np.zeros(20_000))
             for step in range(1, 9):
-                client.push(0, number, np.full(20_000, -1.0))
-                assert (client.pull(0, number, (20_000,)) == step).all()
+                push(client, 0, number, np.full(20_000, -1.0))
+                assert (pull(client, 0, number, (20_000,)) == step).all()
         way.close()
         assert way.broken > 3
 
@@ -419,15 +420,15 @@ def test_a_forked_process_does_not_share_a_client(server: Server) -> None:
         child = os.fork()
         if child == 0:
             try:
-                client.push(0, number, np.ones(2))
+                push(client, 0, number, np.ones(2))
             except FastdistError as error:
                 is_told = "make one after the fork" in str(error)
                 client.close()
                 os._exit(not is_told)
             os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
-        client.push(0, number, -np.ones(2))
-        assert (client.pull(0, number, (2,)) == 1).all()
+        push(client, 0, number, -np.ones(2))
+        assert (pull(client, 0, number, (2,)) == 1).all()
 
 
 @pytest.mark.filterwarnings("ignore:This process")  # has threads
@@ -515,7 +516,7 @@ def test_values_on_their_way_do_not_change(server: Server, change: str) -> None:
             slow.send(header.pack(), names_of([item]))
         wait_until(lambda: server.stats()["requests"] == 41)
         if change == "push":
-            client.push(0, number, np.ones(size, np.float32))
+            push(client, 0, number, np.ones(size, np.float32))
         elif change == "reset":
             client.reset(0)
             client.create(0, spec, np.zeros(size, np.float32))
@@ -527,7 +528,7 @@ def test_values_on_their_way_do_not_change(server: Server, change: str) -> None:
             if change == "close" and i == 20:
                 break  # the client is gone before it has taken all
         if change == "push":
-            np.testing.assert_array_equal(client.pull(0, number, (size,)), initial - 1)
+            np.testing.assert_array_equal(pull(client, 0, number, (size,)), initial - 1)
 
 
 def test_values_are_not_lent_while_another_thread_changes_them(
@@ -548,7 +549,7 @@ def test_values_are_not_lent_while_another_thread_changes_them(
 
     def is_lent() -> bool:
         taken.clear()
-        client.pull(0, number, (PART_SIZE,))
+        pull(client, 0, number, (PART_SIZE,))
         return not taken
 
     monkeypatch.setattr(service, "save", slow)
@@ -559,7 +560,7 @@ def test_values_are_not_lent_while_another_thread_changes_them(
         about = {"part": asdict(Part("w", 0, 5)), "stem": str(tmp_path / "x")}
         ticket = client.submit(0, Op.SAVE, number, [json.dumps(about).encode()])
         has_begun.wait(20)
-        client.pull(0, number, (PART_SIZE,))
+        pull(client, 0, number, (PART_SIZE,))
         assert taken == [8 + 4 * PART_SIZE]
         may_end.set()
         client.wait(ticket)
@@ -590,8 +591,8 @@ def test_a_request_for_which_the_server_has_no_memory() -> None:
             large = np.ones(60 << 20, np.float32)
             with pytest.raises(MemoryError, match=r"no memory for the frames of CREATE \(server 0"):
                 client.create(0, DenseSpec("large", large.shape, SGD), large)
-            client.push(0, small, np.ones(4))
-            assert (client.pull(0, small, (4,)) == 0).all()
+            push(client, 0, small, np.ones(4))
+            assert (pull(client, 0, small, (4,)) == 0).all()
             assert not client._new
             assert client._connections[0].lost_at is None
         process.stdin.close()

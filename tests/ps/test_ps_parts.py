@@ -16,7 +16,7 @@ from fastdist.ps.wire.protocol import IDS, PART_SIZE, UNKNOWN_STEP, Entry, Op, p
 from hypothesis import given
 from hypothesis import strategies as st
 from row_tables import push_all
-from sharded_things import ShardedVariable
+from sharded_things import ShardedVariable, pull, push
 
 SIZE = 2 * PART_SIZE + 77
 ADAM = RuleSpec("Adam", {"lr": 0.1})
@@ -110,14 +110,14 @@ def test_invalid_parts(stack: ExitStack, server: Server) -> None:
             ValueError, match=f"'w': a range from 7 on, not a multiple of {PART_SIZE}"
         ):
             client.wait(client.submit(0, op, 0, [names, np.ones(10, np.float32)], round=round_))
-        assert not client.pull(0, other.object, (5,)).any()
+        assert not pull(client, 0, other.object, (5,)).any()
     with pytest.raises(ValueError, match="'t' is a RowsSpec, expected a DenseSpec"):
         ask(Op.READ, rows, 0, 2)
     with pytest.raises(ValueError, match="'w' is a DenseSpec, expected a RowsSpec"):
         ask(Op.READ, number, IDS, 0)
     with pytest.raises((ValueError, UnavailableError)):
-        client.push(0, number, np.zeros(SIZE + 1))
-    assert not client.pull(0, number, (SIZE,)).any()
+        push(client, 0, number, np.zeros(SIZE + 1))
+    assert not pull(client, 0, number, (SIZE,)).any()
 
 
 def test_a_part_of_a_variable() -> None:

@@ -16,7 +16,7 @@ from fastdist.ps.client.sharded import commit_round, discard_rounds, items_of, p
 from fastdist.ps.server.changes import DISCARDED, Rounds
 from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
 from raw_link import RawServer
-from sharded_things import ShardedRows, ShardedVariable
+from sharded_things import ShardedRows, ShardedVariable, pull
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SERVERS = (0, 1)
@@ -293,7 +293,7 @@ def test_a_reply_that_a_failed_pull_has_begun_to_receive(monkeypatch: pytest.Mon
         monkeypatch.undo()
         assert (out[1] == 1).any()  # it has begun
         kept = out.copy()
-        np.testing.assert_array_equal(client.pull(1, numbers[1], (size,)), np.ones(size))
+        np.testing.assert_array_equal(pull(client, 1, numbers[1], (size,)), np.ones(size))
         np.testing.assert_array_equal(out, kept)
 
 

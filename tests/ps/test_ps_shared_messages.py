@@ -21,7 +21,7 @@ from fastdist.ps.wire.protocol import (
     Op,
     pack_names,
 )
-from sharded_things import ShardedRows, ShardedVariable
+from sharded_things import ShardedRows, ShardedVariable, pull, pull_rows
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
 SHAPES = [(), (3,), (7, 5), (0,), (SMALL_SIZE,), (SMALL_SIZE + 2,), (2, PART_SIZE)]
@@ -123,7 +123,7 @@ def test_a_repeated_change_brings_values_again(client: Client, servers: list[Ser
     (ticket,) = client.begin_change(items, then_read=[Item(server, number, values[:2])])
     client._send(ticket)
     client.wait(ticket)
-    assert (client.pull(server, number, (2,)) == 0).all()
+    assert (pull(client, server, number, (2,)) == 0).all()
     assert (values[:2] == 0).all()
     assert servers[server].stats()["repeated"] == 1
 
@@ -143,7 +143,7 @@ def test_nothing_changes_where_the_values_cannot_be_read(
     )
     with pytest.raises(error):
         client.wait(ticket)
-    assert (client.pull_rows(0, table, [0], 2) == 0).all()
+    assert (pull_rows(client, 0, table, [0], 2) == 0).all()
 
 
 def test_many_values_take_several_messages(client: Client, servers: list[Server]) -> None:
@@ -251,12 +251,14 @@ def test_messages_read_few_elements(client: Client) -> None:
     for op in (Op.READ, Op.CHANGE):
         with pytest.raises(ValueError, match=f"{PART_SIZE + 1} objects in a message"):
             ask(op, "empty", PART_SIZE + 1)
-        assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == 0).all()
+        assert (pull(client, 0, numbers["small"], (SMALL_SIZE,)) == 0).all()
     ask(Op.CHANGE, "small", PART_SIZE // SMALL_SIZE)
-    assert (client.pull(0, numbers["small"], (SMALL_SIZE,)) == -32).all()
+    assert (pull(client, 0, numbers["small"], (SMALL_SIZE,)) == -32).all()
 
 
-def pull_rows(client: Client, tables: list[ShardedRows], ids: list[np.ndarray]) -> Sequence[Lookup]:
+def pull_tables(
+    client: Client, tables: list[ShardedRows], ids: list[np.ndarray]
+) -> Sequence[Lookup]:
     lookups = [table.lookup(own) for table, own in zip(tables, ids, strict=True)]
     return pull_together(client, lookups)
 
@@ -281,7 +283,7 @@ def test_tables_share_messages(client: Client, servers: list[Server], wire: str)
     ids = [random.integers(0, 10, 9) for _ in tables]
     ids[1][:] = 3  # all on one server
     before = [server.stats()["requests"] for server in servers]
-    pulled = pull_rows(client, tables, ids)
+    pulled = pull_tables(client, tables, ids)
     changes = [variable.change(np.ones(3))]
     for table, own, got in zip(tables, ids, pulled, strict=True):
         assert got.value.shape == (9, table.spec.dim)
@@ -290,7 +292,7 @@ def test_tables_share_messages(client: Client, servers: list[Server], wire: str)
     client.wait_all(client.begin_change(joined(changes)))
     took = [server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)]
     assert took == [2, 2]
-    again = pull_rows(client, alone, ids)
+    again = pull_tables(client, alone, ids)
     for table, own, got in zip(tables, ids, again, strict=True):
         times = np.array([(own == id_).sum() for id_ in own])[:, None]
         np.testing.assert_allclose(got.value, np.broadcast_to(-0.5 * times, got.value.shape), 0.02)
@@ -307,7 +309,7 @@ def test_ids_beyond_a_table_change_nothing(client: Client) -> None:
     (ticket,) = client.begin_change(items)
     with pytest.raises(IndexError, match="'second': id 5, the table has 5 rows"):
         client.wait(ticket)
-    assert (client.pull_rows(0, first, [4], 2) == 0).all()
+    assert (pull_rows(client, 0, first, [4], 2) == 0).all()
 
 
 def test_many_rows_take_several_messages(client: Client, servers: list[Server]) -> None:
@@ -330,7 +332,7 @@ def test_the_padding_of_replies_is_zero(client: Client) -> None:
     entries = [Entry(number, UNKNOWN_STEP, np.nan, 3, 0) for number in numbers]
     table = client.create(0, RowsSpec("t", 64, SGD, initializer=("constant", 1.7, 0.0)))
     for _ in range(5):
-        client.pull_rows(0, table, np.arange(9), 64)
+        pull_rows(client, 0, table, np.arange(9), 64)
         reply = bytes(client.wait(client.submit(0, Op.READ, 0, [pack_names(entries, [])])))
         assert len(reply) == 2 * 8 + 2 * 8
         assert reply[22:24] == reply[30:32] == bytes(2)

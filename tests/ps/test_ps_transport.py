@@ -30,6 +30,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launched import wait_until
 from raw_link import RawClient
+from sharded_things import pull, pull_rows, push, push_rows
 from unreliable import Unreliable
 
 SGD = RuleSpec("SGD", {"lr": 1.0})
@@ -62,22 +63,22 @@ def test_variables_and_rows(address: str | None) -> None:
                 initial = np.arange(6, dtype=np.float32).reshape(2, 3) + server
                 dense = client.create(server, DenseSpec("w", (2, 3), SGD), initial)
                 assert client.create(server, DenseSpec("w", (2, 3), SGD)) == dense
-                assert (client.pull(server, dense, (2, 3)) == initial).all()
-                client.push(server, dense, np.ones((2, 3)))
-                client.push(server, dense, np.ones((2, 3)), lr=0.5)
-                assert (client.pull(server, dense, (2, 3)) == initial - 1.5).all()
+                assert (pull(client, server, dense, (2, 3)) == initial).all()
+                push(client, server, dense, np.ones((2, 3)))
+                push(client, server, dense, np.ones((2, 3)), lr=0.5)
+                assert (pull(client, server, dense, (2, 3)) == initial - 1.5).all()
                 assign(client, Item(server, dense, np.zeros(6, np.float32)))
-                assert (client.pull(server, dense, (2, 3)) == 0).all()
+                assert (pull(client, server, dense, (2, 3)) == 0).all()
 
                 rows = client.create(server, ROWS)
                 ids = [2**63 - 1, -5, 2**40]
-                assert (client.pull_rows(server, rows, ids, 4) == 0).all()
+                assert (pull_rows(client, server, rows, ids, 4) == 0).all()
                 values = np.arange(12, dtype=np.float32).reshape(3, 4)
                 assign(client, Item(server, rows, values, np.array(ids)))
-                client.push_rows(server, rows, [ids[0], ids[0], ids[2]], np.ones((3, 4)))
+                push_rows(client, server, rows, [ids[0], ids[0], ids[2]], np.ones((3, 4)))
                 expected = values - np.array([[2], [0], [1]])
-                assert (client.pull_rows(server, rows, ids, 4) == expected).all()
-                assert client.pull_rows(server, rows, np.zeros(0, np.int64), 4).shape == (0, 4)
+                assert (pull_rows(client, server, rows, ids, 4) == expected).all()
+                assert pull_rows(client, server, rows, np.zeros(0, np.int64), 4).shape == (0, 4)
                 stats = client.stats(server)["objects"]
                 assert [entry["name"] for entry in stats] == ["w", "rows"]
                 assert stats[1]["rows"] == 3
@@ -95,7 +96,7 @@ def test_many_clients_at_once(server: Server, clients: int, pushes: int) -> None
             rows = client.create(0, ROWS)
             tickets = []
             for _ in range(pushes):
-                client.push_rows(0, rows, rng.permutation(ids), -np.ones((500, 4)))
+                push_rows(client, 0, rows, rng.permutation(ids), -np.ones((500, 4)))
                 values = np.empty((500, 4), np.float32)
                 (ticket,) = client.begin_read([Item(0, rows, values, ids)])
                 tickets.append((ticket, values))
@@ -107,7 +108,7 @@ def test_many_clients_at_once(server: Server, clients: int, pushes: int) -> None
     for thread in threads:
         thread.finish()
     with Client([server.address]) as client:
-        assert (client.pull_rows(0, client.create(0, ROWS), ids, 4) == clients * pushes).all()
+        assert (pull_rows(client, 0, client.create(0, ROWS), ids, 4) == clients * pushes).all()
 
 
 class CheckedThread(threading.Thread):
@@ -153,7 +154,7 @@ def test_a_repeated_push_is_applied_once(server: Server, client: Client) -> None
         forgotten = Header(Op.CHANGE, 2, b"c" * 16, rows, floor=1)
         plain.send(forgotten.pack(), *frames)
         plain.receive()
-    assert (client.pull_rows(0, rows, [7], 4) == -3).all()
+    assert (pull_rows(client, 0, rows, [7], 4) == -3).all()
     assert server.stats()["repeated"] == 5
 
 
@@ -166,7 +167,7 @@ def test_nothing_is_lost_or_doubled_when_connections_break(server: Server) -> No
         items = [Item(0, rows, gradients, ids) for _ in range(300)]
         for tickets in [client.begin_change([item]) for item in items]:
             client.wait(tickets[0])
-        assert (client.pull_rows(0, rows, ids, 4) == 300).all()
+        assert (pull_rows(client, 0, rows, ids, 4) == 300).all()
     way.close()
     assert way.broken > 10
     assert server.stats()["repeated"] > 0
@@ -208,7 +209,7 @@ def test_a_server_that_is_lost_and_comes_back() -> None:
         server.close()
         begin = time.monotonic()
         with pytest.raises(UnavailableError, match=r"server 0 at tcp://.*has not answered CHANGE"):
-            client.push(0, dense, np.ones(2))
+            push(client, 0, dense, np.ones(2))
         assert time.monotonic() - begin < 20
         ticket = client.submit(0, Op.HELLO, timeout_s=20)
         with Server(server.address):
@@ -216,9 +217,9 @@ def test_a_server_that_is_lost_and_comes_back() -> None:
             again = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
             for _ in range(2):
                 with pytest.raises(UnavailableError, match="was restarted") as caught:
-                    client.pull(0, dense, (2,))
+                    pull(client, 0, dense, (2,))
                 assert caught.value.ranks == (0,)
-            assert (client.pull(0, again, (2,)) == 0).all()
+            assert (pull(client, 0, again, (2,)) == 0).all()
 
 
 def test_a_late_reply_is_accepted(server: Server) -> None:
@@ -378,13 +379,17 @@ def test_errors_come_back(server: Server, client: Client) -> None:
     fixed = client.create(0, RowsSpec("fixed", 4, SGD, rows=10))
     ids, values = np.array([1, 2]), np.zeros((2, 4), np.float32)
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ValueError, "object 9 does not exist", lambda: client.pull(0, dense + 9, (2,))),
-        (ValueError, "is a DenseSpec", lambda: client.pull_rows(0, dense, ids, 4)),
-        (ValueError, "is a RowsSpec", lambda: client.push(0, rows, np.zeros(2))),
-        (ValueError, r"shape \(2, 4\), got 16", lambda: client.push_rows(0, rows, ids, values[:1])),
-        (ValueError, "3 elements from 0 on", lambda: client.push(0, dense, np.zeros(3))),
-        (IndexError, "10", lambda: client.pull_rows(0, fixed, [3, 10], 4)),
-        (TypeError, "must be integers", lambda: client.pull_rows(0, rows, [0.5], 4)),
+        (ValueError, "object 9 does not exist", lambda: pull(client, 0, dense + 9, (2,))),
+        (ValueError, "is a DenseSpec", lambda: pull_rows(client, 0, dense, ids, 4)),
+        (ValueError, "is a RowsSpec", lambda: push(client, 0, rows, np.zeros(2))),
+        (
+            ValueError,
+            r"shape \(2, 4\), got 16",
+            lambda: push_rows(client, 0, rows, ids, values[:1]),
+        ),
+        (ValueError, "3 elements from 0 on", lambda: push(client, 0, dense, np.zeros(3))),
+        (IndexError, "10", lambda: pull_rows(client, 0, fixed, [3, 10], 4)),
+        (TypeError, "must be integers", lambda: pull_rows(client, 0, rows, [0.5], 4)),
         (ValueError, "exists as", lambda: client.create(0, RowsSpec("rows", 5, SGD))),
         (ValueError, "no initial", lambda: client.create(0, DenseSpec("x", (2,), SGD))),
         (ValueError, "got int4", lambda: client.create(0, RowsSpec("i", 2, SGD, wire="int4"))),
@@ -398,7 +403,7 @@ def test_errors_come_back(server: Server, client: Client) -> None:
     for kind, message, call in cases:
         with pytest.raises(kind, match=message):
             call()
-    assert (client.pull(0, dense, (2,)) == 0).all()
+    assert (pull(client, 0, dense, (2,)) == 0).all()
     assert server.stats()["malformed"] == 0
 
 
@@ -458,7 +463,7 @@ def test_garbage(server: Server, client: Client, seconds: float) -> None:
     assert server.stats()["malformed"] > 100
     assert resident_bytes() - before < 30 << 20
     assign(client, Item(0, dense, np.ones(2, np.float32)))
-    assert (client.pull(0, dense, (2,)) == 1).all()
+    assert (pull(client, 0, dense, (2,)) == 1).all()
 
 
 def fuzz(
@@ -483,7 +488,7 @@ def fuzz(
                 pass
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as s:
                 s.sendall(rng.randbytes(rng.randrange(1, 2000)))
-            assert client.pull(0, dense, (2,)).shape == (2,)
+            assert pull(client, 0, dense, (2,)).shape == (2,)
     return count
 
 
@@ -524,9 +529,9 @@ def test_a_message_beyond_the_limit() -> None:
         with Client([server.address], timeout_s=3) as client:
             dense = client.create(0, DenseSpec("w", (2,), SGD), np.ones(2))
             with pytest.raises(UnavailableError):
-                client.push(0, dense, np.zeros(1 << 20))
+                push(client, 0, dense, np.zeros(1 << 20))
         with Client([server.address], timeout_s=5) as client:
-            assert (client.pull(0, dense, (2,)) == 1).all()
+            assert (pull(client, 0, dense, (2,)) == 1).all()
 
 
 WITHOUT_CRYPTOGRAPHY = """

@@ -12,7 +12,7 @@ import numpy as np
 from fastdist.ps import Client, DenseSpec, RowsSpec, RuleSpec
 from fastdist.ps.client.partition import Piece
 from fastdist.ps.client.sharded import pull_together
-from sharded_things import ShardedVariable
+from sharded_things import ShardedVariable, push_rows
 
 RULE = RuleSpec("SGD", {"lr": 0.5})
 BIAS = DenseSpec("bias", (3,), RULE)
@@ -83,5 +83,5 @@ def fill(address: str) -> None:
         client.wait_all(client.begin_change(bias.change(np.ones(3, np.float32), steps=steps)))
         client.wait_all(client.begin_change(bias.change(np.ones(3, np.float32), steps=steps)))
         words = client.create(0, WORDS)
-        client.push_rows(0, words, np.arange(5), np.ones((5, 4), np.float32))
+        push_rows(client, 0, words, np.arange(5), np.ones((5, 4), np.float32))
         np.testing.assert_array_equal(bias.pull(), np.full(3, -1.5, np.float32))

@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 import fastdist._core as _core
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.link.connections import Connections
@@ -20,7 +18,6 @@ from fastdist.link.stream import NO_MEMORY
 from fastdist.ps.client.items import Destination, Item, Ticket, messages_of, names_of, values_of
 from fastdist.ps.wire.process import keep_freed_memory
 from fastdist.ps.wire.protocol import (
-    Array,
     Header,
     Op,
     ProtocolError,
@@ -29,7 +26,6 @@ from fastdist.ps.wire.protocol import (
     error_of,
     message_bytes,
     to_floats,
-    to_ids,
 )
 from fastdist.ps.wire.specs import Spec, to_json
 from fastdist.recorder.recording import open_requests, report_wait
@@ -405,28 +401,3 @@ class Client:
             server, to = group[0].server, Destination(group)
             tickets.append(self.submit(server, Op.READ, 0, [names_of(group)], destination=to))
         return tickets
-
-    def pull(self, server: int, number: int, shape: Sequence[int]) -> Array:
-        """Return a dense variable's value: float32."""
-        out = np.empty(shape, np.float32)
-        self.wait_all(self.begin_read(Item(server, number, out).cut()))
-        return out
-
-    def push(self, server: int, number: int, gradient: Any, lr: float | None = None) -> None:
-        """Apply a gradient, float32, to a dense variable."""
-        item = Item(server, number, to_floats(gradient), lr=lr)
-        self.wait_all(self.begin_change(item.cut()))
-
-    def pull_rows(self, server: int, number: int, ids: Any, dim: int) -> Array:
-        """Return rows of a table: float32 [ids, dim]."""
-        own = to_ids(ids)
-        out = np.empty((own.size, dim), np.float32)
-        self.wait_all(self.begin_read(Item(server, number, out, own).cut()))
-        return out
-
-    def push_rows(
-        self, server: int, number: int, ids: Any, gradients: Any, lr: float | None = None
-    ) -> None:
-        """Apply gradients, float32 [ids, dim], to rows; gradients of equal ids are added up."""
-        item = Item(server, number, to_floats(gradients), to_ids(ids), lr=lr)
-        self.wait_all(self.begin_change([item]))

@@ -79,7 +79,7 @@ class TestServer:
         for _ in range(2):  # the second job counts its rounds from 1 again
             with Client([first["address"]], timeout_s=10) as client:
                 client.reset(0)
-                assert client.hello(0)["objects"] == []
+                assert client.stats(0)["objects"] == []
                 bias = ShardedVariable(client, BIAS, [Piece(0, 0, 3)], np.zeros(3, np.float32))
                 (pulled,) = pull_together(client, [bias.lookup()])
                 client.wait_all(
@@ -108,7 +108,7 @@ class TestSecret:
             Client([first["address"]], timeout_s=1) as client,
             pytest.raises(UnavailableError, match="its secret"),
         ):
-            client.hello(0)
+            client.stats(0)
         monkeypatch.setenv("FASTDIST_SECRET", "of this server alone")
         fill(first["address"])
         assert end(process, signal.SIGTERM) == (0, b"")

@@ -302,8 +302,8 @@ def test_a_slow_save_is_waited_for_and_done_once(
     saving.start()
     with Client([server.address]) as other:
         while not calls:
-            other.hello(0)
-        other.hello(0)
+            other.stats(0)
+        other.stats(0)
         assert saving.is_alive()
     may_end.set()
     saving.join()

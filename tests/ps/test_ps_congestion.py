@@ -104,7 +104,7 @@ def test_large_messages_are_given_time() -> None:
 def test_a_refused_request_is_sent_again_when_a_reply_arrives(by_hand: RawServer) -> None:
     with Client([by_hand.address], timeout_s=20, retry_s=1000) as client:
         by_hand.connect(client)
-        first, second = client.submit(0, Op.HELLO), client.submit(0, Op.STATS)
+        first, second = client.submit(0, Op.STATS), client.submit(0, Op.STATS)
         requests = [by_hand.receive() for _ in range(2)]
         by_hand.reply(requests[1], status=Status.BUSY)
         by_hand.reply(requests[0])
@@ -218,5 +218,5 @@ def test_a_server_that_lets_nobody_in_may_be_overloaded() -> None:
         address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
         with Client([address], timeout_s=0.2) as client:
             with pytest.raises(UnavailableError, match="or is it overloaded") as caught:
-                client.hello(0)
+                client.stats(0)
             assert "keys" not in str(caught.value)

@@ -161,13 +161,13 @@ def test_a_server_that_is_stopped_is_given_up(tmp_path: Path, address: str) -> N
             begin = time.monotonic()
             with pytest.raises(UnavailableError, match=r"CHANGE for .* but the connection holds"):
                 push(client, 0, w, np.ones(size, np.float32))
-            with pytest.raises(UnavailableError, match=r"HELLO for .* but the connection holds"):
-                client.hello(0)
+            with pytest.raises(UnavailableError, match=r"STATS for .* but the connection holds"):
+                client.stats(0)
             assert time.monotonic() - begin < 10
             server.go_on()
             # What was given up may be applied, each part of it once.
             assert set(np.unique(pull(client, 0, w, (size,)))) <= {-1.0, 0.0}
-            client.hello(0)
+            client.stats(0)
     finally:
         server.go_on()
         server.end()
@@ -175,9 +175,9 @@ def test_a_server_that_is_stopped_is_given_up(tmp_path: Path, address: str) -> N
 
 def test_a_restart_within_the_grace_is_answered_at_once(server: Process) -> None:
     with Client([server.address], retry_s=20) as client:
-        client.hello(0)
+        client.stats(0)
         server.stop()
-        ticket = client.submit(0, Op.HELLO)
+        ticket = client.submit(0, Op.STATS)
         server.end()
         again = Process(server.address)
         begin = time.monotonic()

@@ -205,7 +205,7 @@ def test_strangers_do_not_keep_others_out() -> None:
             with contextlib.suppress(OSError):
                 stranger.sendall(rng.randbytes(rng.randrange(200)) if i % 2 else b"FDLINK1>\x01")
         with Client([server.address], timeout_s=20, grace_s=20) as client:
-            assert client.hello(0)["objects"] == []
+            assert client.stats(0)["objects"] == []
         assert len(server._listener._streams) <= _MAX_STRANGERS + 1
         assert server.stats()["requests"] == 1
 
@@ -271,7 +271,7 @@ def test_a_client_that_takes_no_replies_is_not_heard(
 ) -> None:
     monkeypatch.setattr("fastdist.link.addresses._STUCK_MS", 100_000)  # else it may be gone
     port = int(server.address.rsplit(":", 1)[1])
-    header = Header(Op.HELLO, 1, b"c" * 16).pack()
+    header = Header(Op.STATS, 1, b"c" * 16).pack()
     prefix = np.array([1, len(header), *[0] * 5]).tobytes()
     with socket.create_connection(("127.0.0.1", port)) as deaf:
         deaf.settimeout(1)
@@ -284,7 +284,7 @@ def test_a_client_that_takes_no_replies_is_not_heard(
             time.sleep(0.5)
         assert before < 200_000
         with Client([server.address]) as client:
-            client.hello(0)
+            client.stats(0)
         assert server.stats()["requests"] == before + 1
         deaf.settimeout(20)
         while server.stats()["requests"] == before + 1:  # it is heard again once it takes them
@@ -348,7 +348,7 @@ def test_arriving_messages_have_a_limit() -> None:
         assert second.send() < 15_000_000  # what the kernel takes
         assert third.send() < 15_000_000
         with Client([server.address]) as client:  # small messages pass
-            client.hello(0)
+            client.stats(0)
         assert first.send() == 1
         assert first.is_answered()
         for each in (second, third):  # in their order
@@ -442,7 +442,7 @@ def test_a_forked_process_leaves_the_socket() -> None:
             sys.exit(0)  # runs what is to be run at the exit
         assert os.wait()[1] == 0
         with ps.Client([server.address], timeout_s=5) as client:
-            client.hello(0)
+            client.stats(0)
         print(os.path.dirname(server.address.removeprefix("ipc://")))
     """
     done = subprocess.run(
@@ -459,7 +459,7 @@ def test_all_addresses(host: str) -> None:
     with Server("tcp://*:*") as server:
         port = server.address.rsplit(":", 1)[1]
         with Client([f"tcp://{host}:{port}"], timeout_s=5) as client:
-            client.hello(0)
+            client.stats(0)
 
 
 @pytest.mark.filterwarnings("ignore:This process")  # has threads

@@ -302,7 +302,7 @@ def test_frames_beyond_the_limit(stack: ExitStack, servers: list[Server]) -> Non
     shape = (1 << 29,)
     with pytest.raises(ValueError, match=r"CREATE with 2147483648 bytes at once.* partitioner"):
         client.create(0, DenseSpec("w", shape, SGD), np.zeros(shape, np.float32))
-    assert client.hello(0)["objects"] == []
+    assert client.stats(0)["objects"] == []
 
 
 def test_a_restarted_server_knows_no_rounds() -> None:

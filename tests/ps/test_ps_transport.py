@@ -82,7 +82,7 @@ def test_variables_and_rows(address: str | None) -> None:
                 stats = client.stats(server)["objects"]
                 assert [entry["name"] for entry in stats] == ["w", "rows"]
                 assert stats[1]["rows"] == 3
-                assert len(client.hello(server)["objects"]) == 2
+                assert len(client.stats(server)["objects"]) == 2
 
 
 @pytest.mark.parametrize(("clients", "pushes"), [(6, 40), (40, 6)])
@@ -211,7 +211,7 @@ def test_a_server_that_is_lost_and_comes_back() -> None:
         with pytest.raises(UnavailableError, match=r"server 0 at tcp://.*has not answered CHANGE"):
             push(client, 0, dense, np.ones(2))
         assert time.monotonic() - begin < 20
-        ticket = client.submit(0, Op.HELLO, timeout_s=20)
+        ticket = client.submit(0, Op.STATS, timeout_s=20)
         with Server(server.address):
             assert b"objects" in bytes(client.wait(ticket))
             again = client.create(0, DenseSpec("w", (2,), SGD), np.zeros(2))
@@ -224,8 +224,8 @@ def test_a_server_that_is_lost_and_comes_back() -> None:
 
 def test_a_late_reply_is_accepted(server: Server) -> None:
     with Client([server.address], timeout_s=0.3, retry_s=0.1) as client:
-        client.hello(0)
-        ticket = client.submit(0, Op.HELLO)
+        client.stats(0)
+        ticket = client.submit(0, Op.STATS)
         wait_until(lambda: server.stats()["requests"] == 2)
         time.sleep(0.6)
         assert b"objects" in bytes(client.wait(ticket))
@@ -235,20 +235,20 @@ def test_a_connection_that_a_proxy_has_forgotten_is_made_anew(server: Server) ->
     without_end = (1 << 40, 1 << 41)
     way = Unreliable(server.address, without_end, without_end)
     with Client([way.address], timeout_s=2) as client:
-        client.hello(0)
-        tickets = [client.submit(0, Op.HELLO) for _ in range(3)]
+        client.stats(0)
+        tickets = [client.submit(0, Op.STATS) for _ in range(3)]
         client.wait(tickets[-1])
         way.forgets += 1  # both ends think that the connection holds
         begin = time.monotonic()
         for _ in range(3):
-            client.hello(0)
+            client.stats(0)
         assert 0.9 < time.monotonic() - begin < 1.9
     way.close()
 
 
 def test_the_window_limits_requests_in_flight(server: Server) -> None:
     with Client([server.address], window=4) as client:
-        tickets = [client.submit(0, Op.HELLO) for _ in range(50)]
+        tickets = [client.submit(0, Op.STATS) for _ in range(50)]
         assert sum(not ticket.is_done for ticket in tickets) <= 4
         for ticket in tickets:
             client.wait(ticket)
@@ -269,16 +269,16 @@ def test_clients_without_the_secret_are_rejected(
             patch.setenv(setting, value)
             client = Client([server.address], timeout_s=3)
         with client, pytest.raises(UnavailableError, match="does this client have its secret"):
-            client.hello(0)
+            client.stats(0)
         with Client([server.address], timeout_s=5) as client:
-            client.hello(0)
+            client.stats(0)
         assert server.stats()["requests"] == 1
 
 
 @pytest.mark.usefixtures("insecure")
 def test_without_a_secret() -> None:
     with Server("tcp://127.0.0.1:*") as server, Client([server.address], timeout_s=5) as client:
-        assert client.hello(0)["objects"] == []
+        assert client.stats(0)["objects"] == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user's process")
@@ -309,7 +309,7 @@ def test_another_users_program_at_a_path_hears_nothing(tmp_path: Path) -> None:
             Client([f"ipc://{path}"], timeout_s=1, grace_s=0.5) as client,
             pytest.raises(UnavailableError, match="a fastdist parameter server of this user"),
         ):
-            client.hello(0)
+            client.stats(0)
         wait_until(lambda: heard.read_bytes() != b"")
         assert set(heard.read_text().split()) == {"closed"}
     finally:
@@ -333,7 +333,7 @@ def test_a_server_may_appear_on_a_foreign_port() -> None:
 
             answering = threading.Thread(target=answer)
             answering.start()
-            assert "objects" in client.hello(0)
+            assert "objects" in client.stats(0)
             answering.join()
             servers[0].close()
 
@@ -353,11 +353,11 @@ def test_two_servers_at_one_path(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=r"server: another process listens there"):
             Server(address)
         with Client([address]) as client:
-            client.hello(0)
+            client.stats(0)
     with socket.socket(socket.AF_UNIX) as left:  # by a process that was killed
         left.bind(f"{tmp_path}/server")
     with Server(address), Client([address]) as client:
-        client.hello(0)
+        client.stats(0)
 
 
 # --- harmful input ----------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_specs_round_trip() -> None:
 
 
 def test_another_version(server: Server, client: Client) -> None:
-    header = bytearray(Header(Op.HELLO, 1, b"c" * 16).pack())
+    header = bytearray(Header(Op.STATS, 1, b"c" * 16).pack())
     for version, size in ((VERSION + 1, len(header)), (1, 48), (2, 200)):
         header[4] = version
         with RawClient(server.address) as plain:
@@ -447,7 +447,7 @@ def test_another_version(server: Server, client: Client) -> None:
             f"the server speaks version {VERSION} of the protocol, the client version {version}"
         )
         assert expected.encode() in text
-    client.hello(0)
+    client.stats(0)
 
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(10, marks=pytest.mark.slow)])
@@ -539,7 +539,7 @@ import sys
 sys.modules["cryptography"] = None
 from fastdist import ps
 with ps.Server() as server, ps.Client([server.address]) as client:
-    client.hello(0)
+    client.stats(0)
 for use in (lambda: ps.Server("tcp://127.0.0.1:*"), lambda: ps.Client(["tcp://127.0.0.1:1"])):
     try:
         use()
@@ -557,7 +557,7 @@ def test_only_tcp_needs_cryptography() -> None:
 def test_a_server_rejects_invalid_objects(client: Client) -> None:
     with pytest.raises((ValueError, MemoryError, FastdistError)):
         client.create(0, RowsSpec("huge", 1 << 40, SGD, rows=1 << 40))
-    client.hello(0)
+    client.stats(0)
 
 
 @pytest.mark.parametrize("make", ["file", "link", "folder", "fifo"])

@@ -16,7 +16,7 @@ with strategy.scope():
 
 def read() -> None:
     while True:
-        strategy.client.hello(0)
+        strategy.client.stats(0)
 
 
 if strategy.is_chief:

@@ -81,7 +81,7 @@ def test_a_server_that_is_stopped_and_then_killed(job: Job, tmp_path: Path) -> N
     found = until(Kind.STOPPED)
     assert found.ranks == (3,)
     said = "parameter server 0 is stopped by a signal (SIGSTOP); chief waits for its "
-    assert found.sentence.startswith(said + "reply to HELLO at stalled_task.py:19 in read, for ")
+    assert found.sentence.startswith(said + "reply to STATS at stalled_task.py:19 in read, for ")
     wait_until(lambda: said in (tmp_path / "out").read_text())  # the chief logs it unasked
     os.kill(job.ranks[3].records.pid, signal.SIGKILL)
     found = until(Kind.DEAD)
@@ -95,7 +95,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(observation, "stacks_of", lambda *_: ({}, {}))
     monkeypatch.setattr(servers, "_OVERDUE_S", 0.0)
     tmp_path.chmod(0o700)
-    write_records(tmp_path, 0, 3, running=True, signature=64 + 3, task=b"chief")
+    write_records(tmp_path, 0, 3, running=True, signature=64 + 2, task=b"chief")
     write_records(tmp_path, 2, 3, range(0), task=b"parameter server 0")
     monkeypatch.setattr(observation.ObservedRank, "cpu_share", 0.0)
     found = diagnose(jobs_here()[0][0], 0.01)
@@ -116,7 +116,7 @@ def test_a_server_that_cannot_be_seen(tmp_path: Path, monkeypatch: pytest.Monkey
     tmp_path.chmod(0o700)
     for worker in range(2):
         task = b"worker %d" % worker
-        write_records(tmp_path, 1 + worker, 3, running=True, signature=64 + 4, task=task)
+        write_records(tmp_path, 1 + worker, 3, running=True, signature=64 + 3, task=task)
     found = diagnose(jobs_here()[0][0], 0.01)
     assert found.kind is Kind.SLOW
     said = "slow, not stuck: worker 0 and worker 1 wait for parameter server 0's reply to CHANGE at"

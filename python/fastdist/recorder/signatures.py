@@ -18,7 +18,7 @@ DTYPES = (
 )
 _REDUCE_OPS = ("sum", "mean", "prod", "min", "max", "and", "or", "xor")
 REQUESTS = (
-    *("HELLO", "CREATE", "READ", "CHANGE", "ASSIGN", "STATS", "SAVE", "RESTORE", "COMMIT"),
+    *("CREATE", "READ", "CHANGE", "ASSIGN", "STATS", "SAVE", "RESTORE", "COMMIT"),
     *("DISCARD", "RESET", "END"),
 )
 """Requests to parameter servers, as ps/wire/protocol.py numbers them, from 1."""

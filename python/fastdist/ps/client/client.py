@@ -336,10 +336,6 @@ class Client:
             frames.append(to_floats(initial))
         return int(self._ask(server, Op.CREATE, frames))
 
-    def hello(self, server: int) -> dict[str, Any]:
-        """Return the server's protocol version, and the specs of everything that it keeps."""
-        return dict(self._ask(server, Op.HELLO))
-
     def stats(self, server: int) -> dict[str, Any]:
         """See `Server.stats`."""
         return dict(self._ask(server, Op.STATS))

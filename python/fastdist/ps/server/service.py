@@ -25,7 +25,6 @@ from fastdist.ps.wire.protocol import (
     MAX_META_BYTES,
     PART_SIZE,
     UNKNOWN_STEP,
-    VERSION,
     Array,
     BusyError,
     Entry,
@@ -43,7 +42,7 @@ from fastdist.ps.wire.protocol import (
     unpack_values,
 )
 from fastdist.ps.wire.snapshot import Part, require_checksums, restore, save
-from fastdist.ps.wire.specs import RowsSpec, Spec, from_json, to_json
+from fastdist.ps.wire.specs import RowsSpec, Spec, from_json
 
 _LENT_BYTES = 1 << 18
 _MAX_LR = float(np.finfo(np.float32).max)
@@ -144,10 +143,7 @@ class Service:
         if op is Op.READ:
             return _reply(header), self._read_values(header, self._wanted(frames[0]), buffers)
         answer: Any = {}
-        if op is Op.HELLO:
-            objects = [json.loads(to_json(spec)) for _, spec, _ in self._registry.all()]
-            answer = {"version": VERSION, "objects": objects}
-        elif op is Op.STATS:
+        if op is Op.STATS:
             answer = self.stats()
         elif op is Op.CREATE:
             answer = self._create(frames)

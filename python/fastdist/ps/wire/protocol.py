@@ -21,7 +21,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.errors import FastdistError, UnavailableError
 
-VERSION = 10
+VERSION = 11
 MAX_META_BYTES = 64 << 10
 MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
 MAX_FRAME_BYTES = 2**31 - 1
@@ -57,18 +57,17 @@ class Op(enum.IntEnum):
         op._value_, op.frames = value, frames
         return op
 
-    HELLO = 1, 0
-    CREATE = 2, 1, 2  # a spec, and a dense variable's initial value
-    READ = 3, 1  # entries and ids
-    CHANGE = 4, 2, 3  # entries and ids; gradients; entries and ids to read afterwards, if any
-    ASSIGN = 5, 2  # entries and ids; values
-    STATS = 6, 0
-    SAVE = 7, 1  # JSON: part, common beginning of the files' paths
-    RESTORE = 8, 1  # JSON: part, directory, names of files
-    COMMIT = 9, 1  # JSON: weight, objects
-    DISCARD = 10, 1  # JSON: a list of rounds
-    RESET = 11, 0
-    END = 12, 0
+    CREATE = 1, 1, 2  # a spec, and a dense variable's initial value
+    READ = 2, 1  # entries and ids
+    CHANGE = 3, 2, 3  # entries and ids; gradients; entries and ids to read afterwards, if any
+    ASSIGN = 4, 2  # entries and ids; values
+    STATS = 5, 0
+    SAVE = 6, 1  # JSON: part, common beginning of the files' paths
+    RESTORE = 7, 1  # JSON: part, directory, names of files
+    COMMIT = 8, 1  # JSON: weight, objects
+    DISCARD = 9, 1  # JSON: a list of rounds
+    RESET = 10, 0
+    END = 11, 0
 
 
 # Requests that are applied once, however often they arrive.

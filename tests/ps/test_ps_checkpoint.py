@@ -392,16 +392,3 @@ def test_many_files_in_a_long_path(stack: ExitStack, tmp_path: Path) -> None:
     whole = ShardedVariable(client, spec, pieces, np.zeros((1500, 2)))
     restore_checkpoint(client, directory, [whole])
     np.testing.assert_array_equal(whole.pull(), value)
-
-
-def test_more_files_than_can_be_named(
-    stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint that could not be restored is not saved."""
-    job = Job(stack, 2, 4)
-    save_checkpoint(job.client, tmp_path, job.things)
-    names = names_in(tmp_path)
-    monkeypatch.setattr("fastdist.ps.client.checkpoint._MAX_NAMES_BYTES", 150)
-    with pytest.raises(ValueError, match="'w0' is in 4 files, too many to restore"):
-        save_checkpoint(job.client, tmp_path, job.things)
-    assert names_in(tmp_path) == names

@@ -14,15 +14,13 @@ from fastdist.errors import DamagedCheckpointError
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Ticket
 from fastdist.ps.client.sharded import Sharded, ShardedRows
-from fastdist.ps.wire.protocol import MAX_LONG_META_BYTES, MAX_META_BYTES, Op
+from fastdist.ps.wire.protocol import Op
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
 
 _TIMEOUT_S = 3600.0  # for one server to write or read its share of a table
 # In the user's directory, which may have other files.
 _FOLDER = "servers"
-# Limit for the names of one object's files: they must fit into the request that restores it.
-_MAX_NAMES_BYTES = MAX_LONG_META_BYTES - MAX_META_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,7 @@ def save_checkpoint(
 ) -> None:
     """Write variables and tables, which may be in use meanwhile; no row is torn.
 
-    Raises as `ParameterServerStrategy.save`, and ValueError if a table has far too many files. The
-    previous checkpoint is then unchanged.
+    Raises as `ParameterServerStrategy.save`. The previous checkpoint is then unchanged.
     """
     try:
         json.dumps(state)
@@ -77,9 +74,6 @@ def write_files(
     for part, reply in zip(parts, _wait(client, tickets), strict=True):
         sums = json.loads(bytes(reply))
         objects[part["name"]]["files"] += [[file, sum_, part] for file, sum_ in sums.items()]
-    for name, saved in objects.items():
-        if len(json.dumps([named for *named, _ in saved["files"]])) > _MAX_NAMES_BYTES:
-            raise ValueError(f"{name!r} is in {len(saved['files'])} files, too many to restore")
     return {"state": state, "objects": objects}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,22 +12,20 @@ from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, to_json
 
 
 class Registry:
-    """Dense variables and tables of a server. Thread-safe.
+    """Dense variables and tables of a server; one thread creates and clears, others may read.
 
     The high half of an object's number is the incarnation, chosen at random when the server starts:
     numbers from an earlier server at the same address never refer to this server's objects.
     """
 
     def __init__(self) -> None:
-        self._creating = threading.Lock()
         self.clear()
 
     def clear(self) -> None:
         """Drop all objects. Their numbers are never used again."""
-        with self._creating:
-            self._first = (1 + secrets.randbelow((1 << 32) - 1)) << 32  # the first object's number
-            self._stored: list[tuple[Spec, Any]] = []
-            self._numbers: dict[str, int] = {}
+        self._first = (1 + secrets.randbelow((1 << 32) - 1)) << 32  # the first object's number
+        self._stored: list[tuple[Spec, Any]] = []
+        self._numbers: dict[str, int] = {}
 
     def all(self) -> list[tuple[int, Spec, Any]]:
         """Return the number, spec and object of everything that is kept."""
@@ -40,16 +37,15 @@ class Registry:
 
         Raises ValueError if there is one with another spec.
         """
-        with self._creating:
-            number = self._numbers.get(spec.name)
-            if number is not None:
-                known = self.find(number)[0]
-                if to_json(known) != to_json(spec):
-                    raise ValueError(f"{spec.name!r} exists as {known}, got {spec}")
-                return number
-            self._stored.append((spec, make()))
-            self._numbers[spec.name] = self._first + len(self._stored) - 1
-            return self._numbers[spec.name]
+        number = self._numbers.get(spec.name)
+        if number is not None:
+            known = self.find(number)[0]
+            if to_json(known) != to_json(spec):
+                raise ValueError(f"{spec.name!r} exists as {known}, got {spec}")
+            return number
+        self._stored.append((spec, make()))
+        self._numbers[spec.name] = self._first + len(self._stored) - 1
+        return self._numbers[spec.name]
 
     def find(self, number: int) -> tuple[Spec, Any]:
         """Return the spec and the object with this number.

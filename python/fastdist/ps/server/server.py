@@ -20,7 +20,7 @@ from fastdist.ps.wire.process import allow_open_files, keep_freed_memory
 from fastdist.ps.wire.protocol import APPLIED_ONCE, MAX_FRAME_BYTES, Header, Op, kind_of
 
 _MAX_UNSENT_BYTES = 512 << 20  # of replies that clients have not taken yet
-_SLOW = frozenset((Op.CREATE, Op.SAVE, Op.RESTORE))  # answered in other threads
+_SLOW = frozenset((Op.SAVE, Op.RESTORE))  # answered in other threads
 
 
 def _remove(folder: str, process: int) -> None:
@@ -31,8 +31,7 @@ def _remove(folder: str, process: int) -> None:
 class Server:
     """Keeps dense variables and tables of rows, and applies the gradients that clients push.
 
-    Answers requests until it is closed. Slow requests (creating variables, files) run in other
-    threads.
+    Answers requests until it is closed. Files are written and read in other threads.
 
     Args:
         address: listening address: "tcp://host:port", where port `*` is a free one, for peers
@@ -76,9 +75,7 @@ class Server:
             address, max_frame_bytes=max_frame_bytes, max_arriving_bytes=max_staged_bytes
         )
         self.address = self._listener.address
-        # Two pools: a worker that connects again must not wait for a checkpoint.
         self._files = ThreadPoolExecutor(2, "fastdist-ps-files")
-        self._creations = ThreadPoolExecutor(1, "fastdist-ps-create")
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -90,8 +87,7 @@ class Server:
 
     def close(self) -> None:
         """Stop answering, and drop everything that the server keeps."""
-        for pool in (self._files, self._creations):
-            pool.shutdown(wait=False, cancel_futures=True)
+        self._files.shutdown(wait=False, cancel_futures=True)
         self._listener.stop()
         self._thread.join()
         if self._remove_folder is not None:
@@ -130,9 +126,8 @@ class Server:
                 slow = [each for each in slow if not each.done()]
                 buffers.may_lend = not slow  # which change values in other threads
                 if kind in _SLOW:
-                    pool = self._creations if kind == Op.CREATE else self._files
                     with suppress(RuntimeError):  # the server is closing
-                        slow.append(pool.submit(self._answer_slowly, connection, frames))
+                        slow.append(self._files.submit(self._answer_slowly, connection, frames))
                 else:
                     answer = self._service.answer(frames, buffers)
                     if answer is not None:

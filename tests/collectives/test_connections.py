@@ -170,42 +170,6 @@ def test_a_rank_that_leaves_before_another_has_come(closes: bool) -> None:
         in_threads(connect, others)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_seen", [True, False])
-def test_a_rank_that_goes_before_it_connects(is_seen: bool) -> None:
-    def leave() -> None:
-        if is_seen:
-            select.select([world.listeners[1]], [], [], 20)
-        world.listeners[1].close()
-
-    def connect() -> None:
-        begin = time.monotonic()
-        with pytest.raises(PeerFailureError, match="rank 1 has died or failed before") as told:
-            world.connect(0, timeout_s=60)
-        assert told.value.ranks == (1,)
-        assert time.monotonic() - begin < 10
-
-    with world_of(0, 1) as world:
-        if not is_seen:
-            world.listeners[1].close()
-        in_threads(connect, leave)
-
-
-@pytest.mark.slow
-def test_a_late_rank_is_probed_once() -> None:
-    def come_late() -> Found:
-        listener = world.listeners[1]
-        assert select.select([listener], [], [], 20)[0]
-        with listener.accept()[0]:
-            assert not select.select([listener], [], [], 1.5)[0]
-        assert select.select([listener], [], [], 20)[0]  # again, since the first one has ended
-        return world.connect(1)
-
-    with world_of(0, 1) as world:
-        for found in in_threads(lambda: world.connect(0), come_late):
-            close(found)
-
-
 def test_a_network_that_comes_back() -> None:
     """The first attempts fail as in an outage."""
     errors = [connections.errno.ENETUNREACH] * 2
@@ -253,7 +217,7 @@ def test_silent_strangers_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch) 
             time.sleep(0.005)
         for each in strangers:
             each.setblocking(False)
-        left = sum(connections._end_of(each) is None for each in strangers[:-20])
+        left = sum(not connections._has_ended(each) for each in strangers[:-20])
         close([strangers])
         return world.connect(1), left
 

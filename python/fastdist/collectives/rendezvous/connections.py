@@ -24,7 +24,6 @@ import select
 import socket
 import struct
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -40,9 +39,6 @@ the peer's sends and its answers; collectives."""
 
 _CHECK_S = 0.05
 _RETRY_S = 0.2
-_LONGEST_SILENCE_S = 10.0  # of a stranger, before its connection is closed
-_PROBE_S = 1.0  # between two probes of a missing rank
-_MOST_REFUSALS = 2  # in a row; more show that the rank has died
 _MAX_STRANGERS = 64  # connections, beside those of ranks, that may wait for their proof
 _OUTAGE_MS = 600_000  # that a connection survives
 _HELLO = struct.Struct("<8sII16s")
@@ -137,15 +133,12 @@ class _Meeting:
         self._purposes[rank] = 0
         self.found: list[list[socket.socket | None]] = [[None] * 3 for _ in machines]
         self._outages: dict[int, str] = {}  # the last error of connecting to a rank
-        self._probes: dict[int, socket.socket] = {}  # to missing higher ranks
-        self._refusals = Counter[int]()  # of a rank's probes, in a row
         # Not epoll, in which a closed connection stays while a forked child has it too.
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
-        # Handshakes by the file descriptor of their sockets, the oldest first; those of strangers
-        # with the time at which they connected.
+        # Handshakes by the file descriptor of their sockets, the oldest first.
         self._ours: dict[int, tuple[socket.socket, _Steps]] = {}
-        self._strangers: dict[int, tuple[socket.socket, _Steps, float]] = {}
+        self._strangers: dict[int, tuple[socket.socket, _Steps]] = {}
         self._waiting: list[tuple[float, int, int]] = []  # time to connect again, rank, purpose
 
     def run(self, deadline: float, check: Callable[[], None]) -> None:
@@ -153,7 +146,6 @@ class _Meeting:
         for other in range(self._rank):
             for purpose in range(self._purposes[other]):
                 self._begin(other, purpose)
-        next_probe = time.monotonic() + _PROBE_S
         next_check = 0.0
         while self._missing():
             ready = self._poll.poll(1000 * _CHECK_S)
@@ -171,12 +163,8 @@ class _Meeting:
             for again in [each for each in self._waiting if each[0] <= now]:
                 self._waiting.remove(again)
                 self._begin(*again[1:])
-            self._drop_strangers(now)
             if self._missing():
                 self._check_found()
-            if now > next_probe:
-                next_probe = now + _PROBE_S
-                self._probe_missing()
             if now > deadline:
                 self._raise_late()
 
@@ -185,8 +173,6 @@ class _Meeting:
         for connection, _ in self._ours.values():
             connection.close()
         self._close_strangers(0)
-        for probe in self._probes.values():
-            probe.close()
 
     def _missing(self) -> list[int]:
         """Return the ranks to which a connection is missing."""
@@ -259,8 +245,7 @@ class _Meeting:
                 continue
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
-            steps = self._welcome(connection)
-            self._strangers[connection.fileno()] = connection, steps, time.monotonic()
+            self._strangers[connection.fileno()] = connection, self._welcome(connection)
             self._close_strangers(most)
 
     def _welcome(self, connection: socket.socket) -> _Steps:
@@ -285,12 +270,6 @@ class _Meeting:
         for fd in list(self._strangers)[: max(0, len(self._strangers) - kept)]:
             self._close(self._strangers.pop(fd)[0])
 
-    def _drop_strangers(self, now: float) -> None:
-        for fd, (connection, _, since) in list(self._strangers.items()):
-            if now - since > _LONGEST_SILENCE_S:
-                del self._strangers[fd]
-                self._close(connection)
-
     # --- as both --------------------------------------------------------------------------------
 
     def _advance(self, fd: int) -> None:
@@ -299,7 +278,7 @@ class _Meeting:
             if next(self._ours[fd][1], True):
                 del self._ours[fd]
         elif fd in self._strangers:
-            connection, steps, _ = self._strangers[fd]
+            connection, steps = self._strangers[fd]
             try:
                 if next(steps, True):
                     del self._strangers[fd]
@@ -321,7 +300,6 @@ class _Meeting:
         if earlier is not None:  # the connection was lost, and made again
             earlier.close()
         self.found[rank][purpose] = connection
-        self._end_probe(rank)
 
     def _check_found(self) -> None:
         """Raise PeerFailureError if a connected rank has left.
@@ -332,45 +310,8 @@ class _Meeting:
         """
         for rank, own in enumerate(self.found):
             connection = own[OUT]
-            if connection is not None and _end_of(connection) is not None:
+            if connection is not None and _has_ended(connection):
                 raise PeerFailureError(f"rank {rank} has left while the ranks connected", (rank,))
-
-    def _probe_missing(self) -> None:
-        """Raise PeerFailureError if a higher rank has ended before it has connected.
-
-        Its death shows only at its listener, which stays open until it is connected to all. A probe
-        is a connection that looks like that of a silent stranger. It stays open until the rank's
-        process ends, and so does not fill the listener's queue. One refusal may come from a
-        firewall while the rank starts.
-        """
-        for rank in self._missing():
-            if rank < self._rank:
-                continue
-            if rank in self._probes:
-                error = _end_of(self._probes[rank])
-                if error is None:
-                    continue
-                self._end_probe(rank, error)
-            if self._refusals[rank] >= _MOST_REFUSALS:
-                raise PeerFailureError(
-                    f"rank {rank} has died or failed before it connected to rank {self._rank}: "
-                    f"nothing listens any more at {self._endpoint(rank)}",
-                    (rank,),
-                )
-            family, address = self._resolved[rank]
-            try:
-                probe = self._probes[rank] = _open(family, OUT)
-            except OSError:  # no file descriptor is free; see `_accept`
-                continue
-            error = probe.connect_ex(address)
-            if error not in (0, errno.EINPROGRESS):
-                self._end_probe(rank, error)
-
-    def _end_probe(self, rank: int, error: int = 0) -> None:
-        is_refusal = error == errno.ECONNREFUSED
-        self._refusals[rank] = self._refusals[rank] + 1 if is_refusal else 0
-        if rank in self._probes:
-            self._probes.pop(rank).close()
 
     def _raise_late(self) -> None:
         ranks = self._missing()
@@ -381,7 +322,7 @@ class _Meeting:
         ]
         raise CollectiveTimeoutError(
             f"rank {self._rank} at {self._addresses[self._rank][0]} could not connect in time to "
-            f"rank {', '.join(names)}; is a firewall between the machines?",
+            f"rank {', '.join(names)}; has it died, or is a firewall between the machines?",
             tuple(ranks),
         )
 
@@ -449,11 +390,11 @@ def _hear(connection: socket.socket, size: int) -> Generator[None, None, bytes]:
     return message
 
 
-def _end_of(connection: socket.socket) -> int | None:
-    """Return the error by which a connection has ended, 0 if the peer closed it; None if not."""
+def _has_ended(connection: socket.socket) -> bool:
+    """Return True if the peer has closed a connection, or it has failed."""
     try:
-        return None if connection.recv(1, socket.MSG_PEEK) else 0
+        return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
-        return None
-    except OSError as error:
-        return error.errno or errno.ECONNRESET
+        return False
+    except OSError:
+        return True

@@ -12,7 +12,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -163,37 +162,6 @@ def come_late(world: Communicator, late: int) -> None:
 @pytest.mark.parametrize("late", [1, 2])
 def test_late_rank(ranks: MachineRanks, late: int) -> None:
     ranks.run(come_late, late)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The attributes of a resolver that `init` reads."""
-
-    rank: int | None
-    world_size: int
-    coordinator_address: str
-
-
-RESOLVED = """
-    import sys, numpy as np, fastdist as fd
-    class Place:
-        rank, world_size, coordinator_address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    comm = fd.init(cluster=Place())
-    x = np.array([comm.rank + 1.0])
-    print(comm.all_reduce(x)[0], type(comm.engine).__name__)
-"""
-
-
-def start_resolved(prefix: list[str], rank: int, size: int, address: str) -> subprocess.Popen[str]:
-    code = textwrap.dedent(RESOLVED)
-    command = [*prefix, sys.executable, "-W", "error", "-c", code, str(rank), str(size), address]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE)
-
-
-def test_ranks_from_a_resolver(network: Network) -> None:
-    address = f"{network.addresses[1]}:{next(ports)}"
-    started = [start_resolved(network.command(1 - r), r, 2, address) for r in range(2)]
-    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 NetEngine\n"] * 2
 
 
 BOOTSTRAPPED = """
@@ -450,17 +418,6 @@ def test_killed_while_ranks_connect(doomed_ranks: MachineRanks) -> None:
     with pytest.raises(RankError) as caught:
         doomed_ranks.run(die_in_split)
     assert list(caught.value.errors) == [3], caught.value
-
-
-def test_resolver_on_one_machine_needs_no_network() -> None:
-    address = f"localhost:{free_port()}"
-    started = [start_resolved([], r, 2, address) for r in range(2)]
-    assert [p.communicate(timeout=60)[0] for p in started] == ["3.0 HostEngine\n"] * 2
-
-
-def test_task_that_does_not_train() -> None:
-    with pytest.raises(ClusterConfigError, match="does not train"):
-        fastdist.init(cluster=Place(None, 2, "10.0.0.1:1"))
 
 
 def test_no_address(monkeypatch: pytest.MonkeyPatch) -> None:

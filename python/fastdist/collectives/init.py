@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -40,22 +40,6 @@ _WORLD_S = 10.0  # that the ranks of a new world of an elastic job have to conne
 _MAX_THREADS = 1024  # memory grows with the square of the number
 
 
-class Cluster(Protocol):
-    """The interface of a cluster resolver that `init` uses."""
-
-    @property
-    def rank(self) -> int | None:
-        """This process's rank; None for a task without a rank, such as an evaluator."""
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def coordinator_address(self) -> str:
-        """The "host:port" at which rank 0 listens and the other ranks connect."""
-
-
 class _World:
     """The default communicator, and what else this process remembers of its worlds."""
 
@@ -69,7 +53,6 @@ class _World:
 def init(
     *,
     bootstrap: Bootstrap | None = None,
-    cluster: Cluster | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     address: str | None = None,
@@ -85,7 +68,6 @@ def init(
 
     Args:
         bootstrap: an mpi4py communicator that defines the ranks instead.
-        cluster: a cluster resolver that defines the ranks instead.
         rank: this process's rank, from 0, in a program that starts its ranks itself (Ray, dask,
             multiprocessing); with world_size and address.
         world_size: number of ranks.
@@ -108,8 +90,8 @@ def init(
     if timeout is not None:
         check_timeout(timeout)
     is_named = (rank, world_size, address) != (None, None, None)
-    if is_named + (bootstrap is not None) + (cluster is not None) + elastic > 1:
-        raise ValueError("init takes one of bootstrap=, cluster=, rank= and elastic=, got several")
+    if is_named + (bootstrap is not None) + elastic > 1:
+        raise ValueError("init takes one of bootstrap=, rank= and elastic=, got several")
     ranks = _named_ranks(rank, world_size, address) if is_named else None
     config = settings()
     started_replica()
@@ -118,10 +100,8 @@ def init(
         engine = _elastic_alone(elastic)
     elif bootstrap is not None:
         engine, _ = _from_bootstrap(bootstrap, waits_s)
-    elif cluster is not None:
-        engine = _from_cluster(cluster, waits_s)
     elif ranks is not None:
-        engine, launch = _connect("init", *ranks, waits_s)
+        engine, launch = _connect(*ranks, waits_s)
         note_launch(launch)
     else:
         engine = _from_launch(waits_s)
@@ -320,7 +300,7 @@ def _from_launch(timeout_s: float) -> Engine:
 
 
 def _alone() -> Engine:
-    return _connect("alone", 0, 1, "", 1.0)[0]
+    return HostEngine.of_processes(secrets.token_hex(8), 0, 1, 1.0)
 
 
 def coordinator_of_launch(launch: Launch) -> str:
@@ -335,26 +315,13 @@ def coordinator_of_launch(launch: Launch) -> str:
     return join_master(os.environ["MASTER_ADDR"], port)
 
 
-def _from_cluster(cluster: Cluster, timeout_s: float) -> Engine:
-    _require(cluster, "cluster", "a cluster resolver", "rank", "world_size")
-    rank, size = cluster.rank, cluster.world_size
-    if rank is None:
-        raise ClusterConfigError(
-            "this task does not train, because it is a parameter server or an evaluator"
-        )
-    coordinator = "" if size == 1 else cluster.coordinator_address
-    return _connect("cluster", rank, size, coordinator, timeout_s)[0]
-
-
-def _connect(
-    launcher: str, rank: int, size: int, coordinator: str, timeout_s: float
-) -> tuple[Engine, Launch]:
-    """Make the engine of ranks with a rendezvous address, and find this rank's place."""
+def _connect(rank: int, size: int, coordinator: str, timeout_s: float) -> tuple[Engine, Launch]:
+    """Make the engine of ranks that the program names, and find this rank's place."""
     if size > 1 and not _is_loopback(coordinator):
-        return _on_machines(launcher, rank, size, coordinator, timeout_s)
-    key = secrets.token_hex(8) if size == 1 else f"{launcher}/{coordinator}"
+        return _on_machines("init", rank, size, coordinator, timeout_s)
+    key = secrets.token_hex(8) if size == 1 else f"init/{coordinator}"
     engine = HostEngine.of_processes(key, rank, size, timeout_s)
-    return engine, Launch(launcher, rank, size, rank, size, key)
+    return engine, Launch("init", rank, size, rank, size, key)
 
 
 def _named_ranks(rank: Any, world_size: Any, address: Any) -> tuple[int, int, str]:
@@ -380,21 +347,18 @@ def _from_bootstrap(
     """Make the engine, and count this machine's ranks; see `agree`."""
     from fastdist.collectives.rendezvous.machines import agree, connect
 
-    _require(bootstrap, "bootstrap", "an mpi4py communicator", "Get_rank", "Get_size", "allgather")
+    needed = ("Get_rank", "Get_size", "allgather")
+    if missing := [name for name in needed if not hasattr(bootstrap, name)]:
+        raise TypeError(
+            f"bootstrap must be an mpi4py communicator, got {bootstrap!r}, which has no "
+            f"{', '.join(missing)}"
+        )
     deadline = time.monotonic() + timeout_s
     found = agree(bootstrap, deadline, host=host, is_trusted=is_trusted)
     # Others go on without a machine of an elastic job that is silent.
     silence_s = 0.0 if _World.member is None else SILENT_S
     engine, launch = connect(found, "bootstrap", timeout_s, silence_s)
     return engine, launch.local_world_size
-
-
-def _require(value: object, argument: str, expected: str, *attributes: str) -> None:
-    missing = [name for name in attributes if not hasattr(value, name)]
-    if missing:
-        raise TypeError(
-            f"{argument} must be {expected}, got {value!r}, which has no {', '.join(missing)}"
-        )
 
 
 def _on_machines(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -111,15 +110,6 @@ class MultiWorkerMirroredStrategy(ReplicatedStrategy):
         super().__init__(device, world, options=options)
 
 
-@dataclass(frozen=True, slots=True)
-class _Replicas:
-    """The replicas of all workers, for `init`."""
-
-    rank: int
-    world_size: int
-    coordinator_address: str
-
-
 def join_replicas_of_machine(
     strategy: str, given: Sequence[torch.device] | None, options: CommunicationOptions
 ) -> tuple[torch.device, Communicator | None]:
@@ -175,7 +165,7 @@ def join_replicas_of_job(
     if workers == 1:
         return own[place], init(timeout=timeout_s)
     rank, size = worker * len(own) + place, workers * len(own)
-    world = init(cluster=_Replicas(rank, size, coordinator), timeout=timeout_s)
+    world = init(rank=rank, world_size=size, address=coordinator, timeout=timeout_s)
     if (world.rank, world.world_size) != (rank, size):
         raise ClusterConfigError(
             f"an earlier fastdist.init() made this process rank {world.rank} of "

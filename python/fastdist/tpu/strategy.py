@@ -288,9 +288,10 @@ def find_slice(resolver: TPUClusterResolver | None) -> tuple[Mesh, Communicator 
             f"this host; expected devices of {resolver.num_hosts} hosts, which {resolver.source} "
             "names. Start the program on every host of the slice, in the environment of its TPU VM"
         )
-    if is_whole:
+    if resolver is None or is_whole:
         return Mesh(), None
-    hosts = init(cluster=resolver)
+    rank, size = resolver.rank, resolver.world_size
+    hosts = init(rank=rank, world_size=size, address=resolver.coordinator_address)
     everyone: list[tuple[int, ...]] = hosts.all_gather_object(devices.own)
     if len({len(own) for own in everyone}) > 1:
         counts = ", ".join(f"{len(own)} on host {host}" for host, own in enumerate(everyone))

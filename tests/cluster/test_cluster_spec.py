@@ -57,7 +57,7 @@ def test_what_a_spec_answers() -> None:
         ),
         ({"worker": ["a:1", "b:1"]}, {("worker", 0): 0, ("worker", 1): 1}),
         ({"chief": ["a:1"]}, {("chief", 0): 0}),
-        ({"worker": {2: "c:1"}}, {("worker", 0): 0, ("worker", 2): 2}),
+        ({"worker": [None, None, "c:1"]}, {("worker", 0): 0, ("worker", 2): 2}),
     ],
 )
 def test_chief_first_then_workers(cluster: Any, ranks: dict[tuple[str, int], int | None]) -> None:
@@ -66,18 +66,17 @@ def test_chief_first_then_workers(cluster: Any, ranks: dict[tuple[str, int], int
     assert spec.training_rank(*spec.chief) == 0
 
 
-def test_sparse_jobs_have_tasks_whose_address_is_not_known() -> None:
-    spec = ClusterSpec({"worker": {2: "c:1", 0: "a:1"}, "ps": ["p:1"]})
+def test_tasks_whose_address_is_not_known() -> None:
+    spec = ClusterSpec({"worker": ["a:1", None, "c:1"], "ps": ["p:1"]})
     assert spec.job_tasks("worker") == ("a:1", None, "c:1")
     assert spec.num_training_tasks == 3
-    assert spec == ClusterSpec({"worker": ["a:1", None, "c:1"], "ps": ["p:1"]})
     with pytest.raises(ClusterConfigError, match="address of worker 1 is not known") as caught:
         spec.task_address("worker", 1)
     assert str(spec) in str(caught.value)
 
 
 def test_jobs_without_tasks_may_as_well_be_left_out() -> None:
-    spec = ClusterSpec({"worker": ["a:1"], "ps": [], "chief": {}})
+    spec = ClusterSpec({"worker": ["a:1"], "ps": [], "chief": []})
     assert spec == ClusterSpec({"worker": ["a:1"]})
     assert spec.jobs == ("worker",)
     assert spec.job_tasks("ps") == ()
@@ -95,21 +94,10 @@ def test_a_value() -> None:
     assert spec == same
 
 
-@pytest.mark.parametrize(
-    ("cluster", "shown"),
-    [
-        ({"worker": ["a:1"]}, "ClusterSpec({'worker': ['a:1']})"),
-        (
-            {"ps": ["p:1"], "worker": ["a:1", None, "c:1", None]},
-            "ClusterSpec({'worker': ['a:1', None, 'c:1'] + [None] * 1, 'ps': ['p:1']})",
-        ),
-        ({"worker": [None] * 4096}, "ClusterSpec({'worker': [None] * 4096})"),
-    ],
-)
-def test_repr_makes_the_spec_again(cluster: Any, shown: str) -> None:
-    spec = ClusterSpec(cluster)
-    assert repr(spec) == shown
-    assert eval(shown) == spec
+def test_repr_makes_the_spec_again() -> None:
+    spec = ClusterSpec({"ps": ["p:1"], "worker": ["a:1", None]})
+    assert repr(spec) == "ClusterSpec({'worker': ['a:1', None], 'ps': ['p:1']})"
+    assert eval(repr(spec)) == spec
 
 
 @pytest.mark.parametrize(
@@ -133,10 +121,7 @@ def test_repr_makes_the_spec_again(cluster: Any, shown: str) -> None:
         ({"worker": None}, "tasks of job 'worker': None"),
         ({"worker": [3]}, "address 3 of job 'worker'"),
         ({"worker": [["a:1"]]}, "address ['a:1'] of job 'worker'"),
-        ({"worker": {"0": "a:1"}}, "task index '0' of job 'worker'"),
-        ({"worker": {-1: "a:1"}}, "task index -1"),
-        ({"worker": {True: "a:1"}}, "task index True"),
-        ({"worker": {10**12: "a:1"}}, "task index 1000000000000"),
+        ({"worker": {0: "a:1"}}, "tasks of job 'worker': {0: 'a:1'}; expected a list"),
         (["a:1"], "expected a dict from job to addresses, got list"),
         (None, "expected a dict from job to addresses, got NoneType"),
     ],

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from fastdist.cluster.address import canonical_address
 from fastdist.errors import ClusterConfigError
 
-Tasks = Sequence[str | None] | Mapping[int, str | None]
-"""The addresses of a job's tasks, in order or by index; None for an unknown address."""
-
 _JOBS = ("chief", "worker", "ps", "evaluator")
 _ONE_OF_JOBS = ", ".join(_JOBS)
 # More than any cluster has; a wrong digit must not fill the memory.
@@ -25,9 +22,8 @@ class ClusterSpec:
     Chief and workers train together and are ranked in this order; the evaluator never takes part
     in training. Without a chief, worker 0 is the chief.
 
-    Follows tf.train.ClusterSpec. As there, a job may be sparse: some of its addresses are unknown.
-    Unlike there, tasks with unknown addresses count, since launchers publish the number of ranks
-    but not their addresses.
+    Follows tf.train.ClusterSpec. Addresses may be unknown, since launchers publish the number of
+    ranks but not their addresses.
 
     Examples:
         >>> import fastdist as fd
@@ -38,14 +34,12 @@ class ClusterSpec:
 
     _jobs: tuple[tuple[str, tuple[str | None, ...]], ...]
 
-    def __init__(self, cluster: Mapping[str, Tasks]) -> None:
+    def __init__(self, cluster: Mapping[str, Sequence[str | None]]) -> None:
         """Check a cluster and keep it.
 
         Args:
-            cluster: the addresses of the tasks of each job, "host:port" or "[IPv6]:port": a list,
-                or a dict from index to address. None in a list, and an index missing from a dict
-                below its last index, are tasks with an unknown address. A job without tasks is the
-                same as an absent job.
+            cluster: the addresses of the tasks of each job, "host:port" or "[IPv6]:port", in order;
+                None for an unknown address. A job without tasks is the same as an absent job.
 
         Raises:
             ClusterConfigError: an unknown job, a malformed address, two tasks with one address,
@@ -69,7 +63,7 @@ class ClusterSpec:
         return cls({"worker": [coordinator_address] + [None] * (world_size - 1)})
 
     def __repr__(self) -> str:
-        return f"ClusterSpec({_shown(dict(self._jobs))})"
+        return f"ClusterSpec({self.as_dict()})"
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -154,7 +148,9 @@ class ClusterSpec:
                 )
 
 
-def _checked(cluster: Mapping[str, Tasks]) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
+def _checked(
+    cluster: Mapping[str, Sequence[str | None]],
+) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
     if not isinstance(cluster, Mapping):
         raise ValueError(f"expected a dict from job to addresses, got {type(cluster).__name__}")
     for job in cluster:
@@ -173,13 +169,10 @@ def _checked(cluster: Mapping[str, Tasks]) -> tuple[tuple[str, tuple[str | None,
 
 def _addresses(job: str, tasks: object) -> tuple[str | None, ...]:
     """Return a job's addresses in order; raise ValueError for values of other types."""
-    if isinstance(tasks, Mapping):
-        for index in tasks:
-            if type(index) is not int or not 0 <= index < MOST_TASKS:
-                raise ValueError(f"task index {index!r} of job {job!r}; expected 0, 1, 2, …")
-        return _addresses(job, [tasks.get(index) for index in range(max(tasks, default=-1) + 1)])
     if not isinstance(tasks, Sequence) or isinstance(tasks, str | bytes):
-        raise ValueError(f"tasks of job {job!r}: {tasks!r}; expected a list of addresses")
+        raise ValueError(
+            f"tasks of job {job!r}: {tasks!r}; expected a list of addresses, None for unknown ones"
+        )
     if len(tasks) > MOST_TASKS:
         raise ValueError(f"{len(tasks)} tasks of job {job!r}; expected at most {MOST_TASKS}")
     for address in tasks:
@@ -202,17 +195,3 @@ def _check_addresses_differ(jobs: Mapping[str, tuple[str | None, ...]]) -> None:
             other = tasks.setdefault(canonical, task)
             if other != task:
                 raise ValueError(f"{other} and {task} have the same address {address!r}")
-
-
-def _shown(jobs: Mapping[str, tuple[str | None, ...]]) -> str:
-    """Return the dict that makes this spec; shorten unknown addresses at the end of a job."""
-    parts = []
-    for job, addresses in jobs.items():
-        known = list(addresses)
-        while known and known[-1] is None:
-            known.pop()
-        lists = [repr(known)] if known else []
-        if len(known) < len(addresses):
-            lists.append(f"[None] * {len(addresses) - len(known)}")
-        parts.append(f"{job!r}: {' + '.join(lists)}")
-    return "{" + ", ".join(parts) + "}"

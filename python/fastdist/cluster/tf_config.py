@@ -96,9 +96,6 @@ def _parsed(config: object) -> tuple[ClusterSpec, str, int]:
     task_type = task.get("type")
     if not isinstance(task_type, str):
         raise ValueError(f"task type: {task_type!r}; expected a string")
-    for job, tasks in cluster.items():
-        if isinstance(tasks, dict):  # a sparse job, whose indexes are strings in JSON
-            cluster[job] = {_index(index): address for index, address in tasks.items()}
     return ClusterSpec(cluster), task_type, _index(task.get("index"))
 
 

@@ -7,63 +7,13 @@ import signal
 import subprocess
 import sys
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import fastdist as fd
-import numpy as np
 import pytest
 from fastdist import Communicator
-from fastdist.errors import FastdistError, PeerFailureError, UnsupportedError
+from fastdist.errors import UnsupportedError
 
 LIMIT_S = 60.0
-
-
-def in_threads(communicators: list[Communicator], function: Any) -> list[Any]:
-    with ThreadPoolExecutor(len(communicators)) as pool:
-        return list(pool.map(function, communicators, timeout=LIMIT_S))
-
-
-def total(comm: Communicator, value: int) -> int:
-    return int(comm.all_reduce(np.array([value]))[0])
-
-
-def test_threads_continue_without_one_rank() -> None:
-    def body(comm: Communicator) -> Any:
-        old = comm.rank
-        if old == 1:
-            comm.close()
-            return None
-        with pytest.raises(PeerFailureError) as error:
-            total(comm, 1)
-        comm = comm.shrink(error.value.ranks)
-        found = comm.rank, comm.world_size, total(comm, old)
-        comm = comm.shrink([1])  # old rank 2, which calls shrink too and must be refused
-        return (*found, comm.rank, total(comm, old))
-
-    def but_excluded(comm: Communicator) -> Any:
-        try:
-            return body(comm)
-        except ValueError as error:
-            return str(error)
-
-    found = in_threads(fd.local_group(4, timeout=LIMIT_S), but_excluded)
-    assert found[0] == (0, 3, 5, 0, 3)
-    assert found[1] is None
-    assert "without this one, 1; got [1]" in found[2]
-    assert found[3] == (2, 3, 5, 1, 3)
-
-
-def test_groups_shrink_too() -> None:
-    def body(comm: Communicator) -> Any:
-        group = comm.subgroup([3, 1, 0])
-        if group is None or group.rank == 1:
-            return None
-        group = group.shrink([1])
-        return group.rank, total(group, comm.rank)
-
-    found = in_threads(fd.local_group(4, timeout=LIMIT_S), body)
-    assert found == [(1, 3), None, None, (0, 3)]
 
 
 @pytest.mark.parametrize("exclude", [[], [0], [4], [-1], [0, 1, 2, 3]])
@@ -74,14 +24,11 @@ def test_invalid_ranks_are_refused(exclude: list[int]) -> None:
     comm.close()
 
 
-def test_excluded_ranks_get_an_error() -> None:
-    first, second = fd.local_group(2, timeout=LIMIT_S)
-    alone = first.shrink([1])
-    assert total(alone, 7) == 7
-    with pytest.raises(PeerFailureError):
-        total(second, 1)
-    with pytest.raises(FastdistError, match="closed"):
-        total(first, 1)
+def test_threads_are_refused() -> None:
+    comm = fd.local_group(2)[0]
+    with pytest.raises(UnsupportedError, match="make another fastdist"):
+        comm.shrink([1])
+    comm.close()
 
 
 def run_ranks(script: str, size: int) -> list[tuple[int, str]]:
@@ -119,6 +66,32 @@ print(comm.rank, comm.world_size, x[0])
 """
     found = run_ranks(script, 3)
     assert found == [(0, "0 2 2.0"), (-signal.SIGKILL, ""), (0, "1 2 2.0")]
+
+
+def test_groups_shrink_too() -> None:
+    script = """
+import fastdist as fd, numpy as np
+comm = fd.init()
+group = comm.subgroup([3, 1, 0])
+if group is None or group.rank == 1:
+    raise SystemExit
+old = group
+group = group.shrink([1])
+print(group.rank, group.all_reduce(np.array([comm.rank]))[0])
+try:
+    group.shrink([group.rank])
+except ValueError as error:
+    print(error)
+try:
+    old.barrier()
+except fd.errors.FastdistError as error:
+    print("closed" in str(error))
+"""
+    first, *others, last = run_ranks(script, 4)
+    refused = "exclude must be some of the ranks 0 to 1, without this one, {0}; got [{0}]\nTrue"
+    assert first == (0, "1 3\n" + refused.format(1))
+    assert last == (0, "0 3\n" + refused.format(0))
+    assert others == [(0, "")] * 2
 
 
 @pytest.mark.slow

@@ -742,8 +742,9 @@ class Communicator(ObjectCalls):
     def shrink(self, exclude: Sequence[int], *, timeout: float | None = None) -> Communicator:
         """Continue without some ranks, which may have failed.
 
-        Every remaining rank must call, with the same `exclude`. Works on one machine only. The
-        result replaces this communicator, which may be lost already and is closed.
+        Every remaining rank must call, with the same `exclude`. Works between processes of
+        one machine only. The result replaces this communicator, which may be lost already and is
+        closed.
 
         Args:
             exclude: the ranks to leave out, for example `PeerFailureError.ranks`.
@@ -754,7 +755,7 @@ class Communicator(ObjectCalls):
 
         Raises:
             ClusterConfigError: a remaining rank did not arrive, or excludes other ranks.
-            UnsupportedError: the ranks are on several machines.
+            UnsupportedError: the ranks are threads, or on several machines.
         """
         self._refuse_inside("shrink")
         left = membership.remaining(self, exclude)

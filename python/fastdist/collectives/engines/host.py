@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
@@ -13,9 +12,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.collectives.engines.engine import CompiledEngine
 from fastdist.collectives.rendezvous.local import exchange_memory
-
-# Makes an engine for ranks that share only a key: key, rank, size, seconds to wait.
-Connect = Callable[[str, int, int, float], "HostEngine"]
+from fastdist.errors import UnsupportedError
 
 _groups_of_threads = itertools.count()
 
@@ -26,10 +23,10 @@ class HostEngine(CompiledEngine):
 
     compiled: _core.HostCommunicator
 
-    def __init__(self, host: _core.HostCommunicator, key: str, connect: Connect) -> None:
+    def __init__(self, host: _core.HostCommunicator, key: str, *, in_threads: bool) -> None:
         self.compiled = host
         self.key = key
-        self._connect = connect
+        self._in_threads = in_threads
         self.rank = host.rank
         self.size = host.size
 
@@ -48,7 +45,7 @@ class HostEngine(CompiledEngine):
         block = _core.SharedBlock(machine, rank, size, tuning)
         offsets = [block.offset] * size  # the first block of every segment
         host = _core.HostCommunicator(machine, list(range(size)), rank, offsets, block, tuning)
-        return cls(host, f"{key}|{memory}", cls.of_processes)
+        return cls(host, f"{key}|{memory}", in_threads=False)
 
     @classmethod
     def of_threads(cls, size: int) -> list[HostEngine]:
@@ -58,13 +55,12 @@ class HostEngine(CompiledEngine):
         blocks = [_core.SharedBlock(machine, rank, size, tuning) for rank in range(size)]
         offsets = [block.offset for block in blocks]
         ranks = list(range(size))
-        connect_again = _connector_of_threads()
         key = f"threads of {os.getpid()}/{next(_groups_of_threads)}"
         return [
             cls(
                 _core.HostCommunicator(machine, ranks, rank, offsets, blocks[rank], tuning),
                 key,
-                connect_again,
+                in_threads=True,
             )
             for rank in ranks
         ]
@@ -88,26 +84,12 @@ class HostEngine(CompiledEngine):
         made = _core.HostCommunicator(
             host.machine, members, list(own).index(self.rank), chosen, block, host.tuning
         )
-        return HostEngine(made, self._key_of(own), self._connect)
+        return HostEngine(made, self._key_of(own), in_threads=self._in_threads)
 
     def survivors(self, ranks: Sequence[int], timeout_s: float) -> HostEngine:
         """Make an engine over new memory, by a rendezvous of the survivors alone."""
+        if self._in_threads:
+            raise UnsupportedError("shrink is for processes; make another fastdist.local_group")
         self._groups += 1
-        return self._connect(self._key_of(ranks), ranks.index(self.rank), len(ranks), timeout_s)
-
-
-def _connector_of_threads() -> Connect:
-    """Return a rendezvous of one group's threads: the first thread makes the engines of all."""
-    lock = threading.Lock()
-    made: dict[str, dict[int, HostEngine]] = {}
-
-    def connect(key: str, rank: int, size: int, timeout_s: float) -> HostEngine:
-        del timeout_s  # no thread waits
-        with lock:
-            engines = made.pop(key, None) or dict(enumerate(HostEngine.of_threads(size)))
-            engine = engines.pop(rank)
-            if engines:
-                made[key] = engines
-            return engine
-
-    return connect
+        key = self._key_of(ranks)
+        return HostEngine.of_processes(key, ranks.index(self.rank), len(ranks), timeout_s)

@@ -370,7 +370,7 @@ class CheckpointContract:
         directory_lock.PATIENCE_S = 0.2
         manager = fd.CheckpointManager(tmp_path)
         for call in (manager.save, manager.restore):
-            with pytest.raises(OSError, match=r"in use by another job \(process \d+ on"):
+            with pytest.raises(OSError, match="in use by another job"):
                 call(job.checkpoint)
         if holder is not None:
             holder.communicate()

@@ -297,17 +297,6 @@ class TestBadInput:
         assert main(["run", "--workers", "1", "--ps", "1"]) == 2
         assert "nothing to run; expected a Python script" in capfd.readouterr().err
 
-    def test_too_many_tasks_for_the_limits(self, launcher: Launcher) -> None:
-        command = [sys.executable, "-m", "fastdist", "run", "--workers", "30", "--ps", "1", "true"]
-        done = subprocess.run(
-            ["sh", "-c", 'ulimit -n 64; exec "$@"', "sh", *command],
-            env=launcher.environ,
-            capture_output=True,
-        )
-        assert done.returncode == 2
-        message = b"32 tasks need 120 open files, the limit is 64; see ulimit -n\n"
-        assert done.stderr == b"fastdist run: " + message
-
     def test_program_that_cannot_be_started(self, launcher: Launcher, tmp_path: Path) -> None:
         program = tmp_path / "program"
         program.write_text("#!/no/such/interpreter\n")

@@ -133,6 +133,6 @@ def _read(path: Path) -> dict[int, Any]:
     if not records:
         raise UsageError(
             f"{path} has no record: expected the file of fastdist run --record, of a program that "
-            "trains with a strategy"
+            "trains with a strategy, in at least --record-every steps"
         )
     return records

@@ -5,11 +5,11 @@ import itertools
 import json
 import math
 import os
-import resource
 import secrets
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import fastdist.cluster as cluster
 from fastdist._config import RECORD_VARIABLES, REPLACE_VARIABLE, REPLACEABLE
 from fastdist.cli.command import UsageError, add_command, has_colour
-from fastdist.cli.program import find_program
 from fastdist.cli.slow_ranks import slow_ranks_told
 from fastdist.cli.tasks import (
     Machines,
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
 _NAME = "fastdist run"
 _SPARE = str(Path(cluster.__file__).with_name("spare.py"))
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_OUTPUTS = 2
-_OTHER_FILES = 24
 _MAX_RESTARTS = 3
 _RECORD_EVERY = 100
 _MAX_MACHINE_RESTARTS = 100  # of each machine of an elastic job, some seconds after each other
@@ -53,6 +50,7 @@ _SSH_PORT = 22
 _ANSWER_S = 2.0  # that the launcher of another machine needs after its grace period
 
 _STARTS = ("-n", "--ranks", "--nproc-per-node", "--nproc_per_node", "--workers", "--ps")
+_PYTHON_SUFFIXES = (".py", ".pyc", ".pyz")
 _TARGET = "{script.py | -m module | program}"
 _DESCRIPTION = """\
 Starts N ranks on this machine and waits for them. When a rank fails, the
@@ -212,16 +210,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replace is not None:
         _check_replacing(arguments)
         arguments.env.append((REPLACE_VARIABLE, arguments.replace))
-    record_every: int = arguments.record_every or _RECORD_EVERY
     if arguments.record is not None:
-        _record(arguments, record_every)
+        _record(arguments, arguments.record_every or _RECORD_EVERY)
     elif arguments.record_every is not None:
         raise UsageError("--record-every needs --record FILE")
     _say_what_comes_first(arguments)
-    outcome = _run_with_restarts(arguments)
-    if arguments.record is not None and not outcome.has_failed:
-        _say_if_nothing_is_recorded(arguments.record, record_every)
-    return outcome.exit_code
+    return _run_with_restarts(arguments).exit_code
 
 
 def _run_with_restarts(arguments: argparse.Namespace) -> Outcome:
@@ -254,7 +248,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
 
             launcher = stack.enter_context(answering(*arguments.rdzv))
         tasks = stack.enter_context(_tasks(arguments, launcher, roster, user))
-        command = find_program(arguments.command, arguments.is_module, tasks[0].environment)
+        command = _program(arguments.command, arguments.is_module, tasks[0].environment)
         if arguments.keep is not None:
             command = [sys.executable, "-IS", _SPARE, *command]
         restarts = arguments.max_restarts
@@ -282,6 +276,29 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         if outcome.first is not None:
             _note_first(*outcome.first)
         return outcome
+
+
+def _program(words: Sequence[str], is_module: bool, environment: Mapping[str, str]) -> list[str]:
+    """Return the command that each process of a job runs.
+
+    The first word is a script, a program or, as after `python -m`, a module.
+    """
+    words = words[1:] if words[:1] == ["--"] else words
+    if not words:
+        wanted = "a module" if is_module else "a Python script, -m and a module, or a program"
+        raise UsageError(f"nothing to run; expected {wanted}")
+    target, *rest = words
+    if is_module:
+        return [sys.executable, "-m", target, *rest]
+    if os.path.exists(target):
+        if os.path.isdir(target) or target.endswith(_PYTHON_SUFFIXES):
+            return [sys.executable, target, *rest]
+        # Without a slash, the name would be looked up in PATH.
+        return [target if "/" in target else f"./{target}", *rest]
+    program = shutil.which(target, path=environment.get("PATH")) if "/" not in target else None
+    if program is None:
+        raise UsageError(f"no such file or program: {target!r}")
+    return [program, *rest]
 
 
 def _roster(arguments: argparse.Namespace) -> "Roster | Branch":
@@ -467,15 +484,6 @@ def _record(arguments: argparse.Namespace, every: int) -> None:
             path.write_text(json.dumps({"run": values[-1]}) + "\n")
 
 
-def _say_if_nothing_is_recorded(path: Path | None, every: int) -> None:
-    with suppress(OSError):
-        if path is not None and len(path.read_text().splitlines()) == 1:
-            note(
-                f"{_NAME}: --record {path}: no step was recorded; strategies record each "
-                f"{every}th run in which an optimizer steps (--record-every)"
-            )
-
-
 def _check_elastic(arguments: argparse.Namespace) -> None:
     least, most = arguments.min, arguments.max
     if least is None or most is None:
@@ -583,19 +591,16 @@ def _tasks(
         machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
     if roster is not None:
         most = arguments.max if machines is None else arguments.ranks
-        _check_limits(most, f"{most} ranks", files_each=_OUTPUTS + 2)
         threads = None if arguments.keep is None else 1
         yield elastic_tasks(most, roster.name, user, machines, threads=threads)
         return
     if arguments.workers is None:
         ranks = arguments.ranks or len(os.sched_getaffinity(0))
-        _check_limits(ranks, f"{ranks} ranks", files_each=_OUTPUTS)
         yield rank_tasks(ranks, user, machines)
         return
     from fastdist.link.addresses import MAX_FOLDER_BYTES
 
     tasks = 1 + arguments.workers + arguments.ps + arguments.evaluator
-    _check_limits(tasks, f"{tasks} tasks", files_each=_OUTPUTS + 1)
     with ExitStack() as stack:
         try:
             ports = stack.enter_context(reserved_ports(tasks))
@@ -605,13 +610,6 @@ def _tasks(
         if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
             folder = ""  # by TCP
         yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, folder, user)
-
-
-def _check_limits(processes: int, what: str, *, files_each: int) -> None:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = processes * files_each + _OTHER_FILES
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        raise UsageError(f"{what} need {needed} open files, the limit is {limit}; see ulimit -n")
 
 
 def _count(what: str, least: int = 1) -> Callable[[str], int]:

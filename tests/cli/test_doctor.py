@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import pty
 import resource
 import subprocess
 import sys
@@ -17,11 +16,11 @@ import pytest
 from fastdist.cli import doctor
 from fastdist.cli.command import run_command
 from fastdist.cli.doctor import sections
-from fastdist.cli.doctor.report import is_well, to_json, to_text
-from fastdist.cli.doctor.sections import Fact, State, format_bytes
+from fastdist.cli.doctor.report import is_well, to_json
+from fastdist.cli.doctor.sections import Fact, format_bytes
 from fastdist.processes.cgroups import Cgroups
 
-TITLES = ["fastdist", "machine", "memory", "libraries", "launcher", "engines", "arrays", "check"]
+TITLES = ["fastdist", "machine", "memory", "libraries", "launcher", "engines", "check"]
 DOCTOR = [sys.executable, "-m", "fastdist", "doctor"]
 
 
@@ -41,7 +40,6 @@ def test_text_has_every_section_and_aligned_values() -> None:
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert [line for line in lines if not line.startswith(" ")][: len(TITLES)] == TITLES
-    assert "\033" not in result.stdout
     version = next(line for line in lines if line.startswith("  version "))
     kernel = next(line for line in lines if line.startswith("  kernel "))
     assert version.index(fastdist.__version__) == kernel.index(platform.release())
@@ -80,27 +78,6 @@ def test_senseless_launcher_variables_are_shown_and_fail() -> None:
     result = run_doctor(RANK="4", WORLD_SIZE="2")
     assert result.returncode == 1
     assert "RANK='4'" in result.stdout
-
-
-def test_colour_on_a_terminal_only_without_no_color() -> None:
-    assert "\033[32m" in terminal_output(NO_COLOR="", TERM="xterm")
-    assert "\033" not in terminal_output(NO_COLOR="1", TERM="xterm")
-    assert "\033" not in terminal_output(NO_COLOR="", TERM="dumb")
-
-
-def terminal_output(**variables: str) -> str:
-    main_fd, terminal_fd = pty.openpty()
-    with open(main_fd, "rb", buffering=0) as main, open(terminal_fd, "wb") as terminal:
-        process = subprocess.Popen(DOCTOR, env={**os.environ, **variables}, stdout=terminal)
-        terminal.close()
-        output = b""
-        try:
-            while data := main.read(4096):
-                output += data
-        except OSError:  # how Linux reports that nobody has the terminal open any more
-            pass
-        assert process.wait(timeout=60) == 0
-    return output.decode()
 
 
 CGROUPS: list[tuple[str, dict[str, str], float | None, int | None]] = [
@@ -168,7 +145,7 @@ def test_cgroup_limits(
 def test_address_space_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
     section = sections.memory_section()
-    assert fact(section, "address_space_limit").state is State.BAD
+    assert fact(section, "address_space_limit").is_bad
     assert "ulimit -v" in fact(section, "address_space_limit").text
     assert not is_well({"": section})
 
@@ -180,12 +157,12 @@ def test_missing_libraries_come_with_their_commands(monkeypatch: pytest.MonkeyPa
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", only_numpy)
-    assert fact(sections.libraries_section(), "torch").value is None
-    commands = [fact.key for fact in sections.install_section()]
+    section = sections.libraries_section()
+    assert fact(section, "numpy").text == "2.0"
+    assert fact(section, "torch").value is None
     for name in ("torch", "cryptography", "matplotlib"):
-        assert commands.count(f"pip install {name}") == 1
-    assert [command for command in commands if "fastdist" in command] == []
-    assert fact(sections.arrays_section(), "torch_cpu").state is State.ABSENT
+        assert fact(section, name).text.endswith(f": pip install {name}")
+    assert fact(section, "torch_xla").text == "not installed"  # needs an environment of its own
 
 
 def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +182,7 @@ def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) 
 def test_exit_code_and_text_of_bad_facts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = {"one": [Fact("a_b", 1, "fails", State.BAD)], "empty": []}
+    found = {"one": [Fact("a_b", 1, "fails", is_bad=True)], "empty": []}
     monkeypatch.setattr("fastdist.cli.doctor.report.examine", lambda: found)
     parser = argparse.ArgumentParser()
     doctor.add_parser(parser.add_subparsers())
@@ -213,7 +190,6 @@ def test_exit_code_and_text_of_bad_facts(
     assert run_command(options) == 1
     assert capsys.readouterr().out == "one\n  a b  fails\n"
     assert json.loads(to_json(found)) == {"one": {"a_b": 1}, "empty": {}, "well": False}
-    assert "\033[31mfails\033[0m" in to_text(found, colour=True)
 
 
 @pytest.mark.parametrize(

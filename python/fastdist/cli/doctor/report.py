@@ -7,28 +7,16 @@ import json
 import sys
 from itertools import zip_longest
 
-from fastdist.cli.command import has_colour
-from fastdist.cli.doctor.sections import SECTIONS, Fact, State
+from fastdist.cli.doctor.sections import SECTIONS, Fact
 from fastdist.processes.terminal import broken, show, width_of
 
 Sections = dict[str, list[Fact]]  # by title
-
-_RESET = "\033[0m"
-_BOLD = "\033[1m"
-_COLOURS = {
-    State.PLAIN: "",
-    State.GOOD: "\033[32m",
-    State.ABSENT: "\033[2m",
-    State.BAD: "\033[31m",
-}
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 1 if a fact is bad."""
     sections = examine()
-    width = width_of(sys.stdout)
-    colour = width is not None and has_colour()
-    show(to_json(sections) if options.json else to_text(sections, colour=colour, width=width))
+    show(to_json(sections) if options.json else to_text(sections, width_of(sys.stdout)))
     return 0 if is_well(sections) else 1
 
 
@@ -39,7 +27,7 @@ def examine() -> Sections:
 
 def is_well(sections: Sections) -> bool:
     """Return False if a fact is bad."""
-    return all(fact.state is not State.BAD for facts in sections.values() for fact in facts)
+    return not any(fact.is_bad for facts in sections.values() for fact in facts)
 
 
 def to_json(sections: Sections) -> str:
@@ -52,20 +40,18 @@ def to_json(sections: Sections) -> str:
     return json.dumps(report, indent=2) + "\n"
 
 
-def to_text(sections: Sections, *, colour: bool, width: int | None = None) -> str:
+def to_text(sections: Sections, width: int | None = None) -> str:
     """Format aligned lines of at most `width` columns; omit sections without facts."""
     labels = max(len(_label(fact)) for facts in sections.values() for fact in facts)
     room = None if width is None else width - labels - 4
     lines = []
     for title, facts in sections.items():
         if facts:
-            lines.append(f"{_BOLD}{title}{_RESET}" if colour else title)
+            lines.append(title)
         for fact in facts:
-            style = _COLOURS[fact.state] if colour else ""
             parts = broken(fact.text, room, indent="")
             for label, part in zip_longest([_label(fact)], parts, fillvalue=""):
-                value = f"{style}{part}{_RESET}" if style else part
-                lines.append(f"  {label:<{labels}}  {value}")
+                lines.append(f"  {label:<{labels}}  {part}")
     return "\n".join(lines) + "\n"
 
 

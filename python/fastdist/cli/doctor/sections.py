@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import importlib.metadata
 import os
 import platform
@@ -46,15 +45,6 @@ _TIMEOUT_S = 10.0
 _EXPECTED = [3.0, 30.0]
 
 
-class State(enum.Enum):
-    """The severity of a fact."""
-
-    PLAIN = "plain"
-    GOOD = "good"
-    ABSENT = "absent"  # missing; everything else works without it
-    BAD = "bad"  # keeps collectives from working
-
-
 @dataclass(frozen=True, slots=True)
 class Fact:
     """One line of the report.
@@ -62,13 +52,14 @@ class Fact:
     Attributes:
         value: value in JSON; sizes in bytes, times in the unit of the key.
         text: value in the text report.
+        is_bad: True for what keeps collectives from working.
         label: name in the text report; the key with spaces for underscores if None.
     """
 
     key: str
     value: str | int | float | bool | None
     text: str
-    state: State = State.PLAIN
+    is_bad: bool = False
     label: str | None = None
 
 
@@ -89,7 +80,7 @@ def build_section() -> list[Fact]:
     return [
         Fact("version", __version__, __version__),
         Fact("python", platform.python_version(), python),
-        Fact("host_engine", True, "built in", State.GOOD),
+        Fact("host_engine", True, "built in"),
         Fact("instruction_set", loops, loops),
         _cuda(),
         *_nccl(),
@@ -100,12 +91,12 @@ def _cuda() -> Fact:
     """Report CUDA in this build, and the reason why no GPU is used."""
     why = _core.why_no_cuda()
     if not _core.cuda_is_built():
-        return Fact("cuda", False, why, State.ABSENT)
+        return Fact("cuda", False, why)
     version = _core.cuda_runtime_version()
     text = f"built with CUDA {version // 1000}.{version % 1000 // 10}"
     if why:
-        return Fact("cuda", True, f"{text}; no GPU is used: {why}", State.ABSENT)
-    return Fact("cuda", True, text, State.GOOD)
+        return Fact("cuda", True, f"{text}; no GPU is used: {why}")
+    return Fact("cuda", True, text)
 
 
 def _nccl() -> list[Fact]:
@@ -115,9 +106,9 @@ def _nccl() -> list[Fact]:
     try:
         library = load()
     except UnsupportedError as error:
-        return [Fact("nccl", None, str(error).splitlines()[0], State.ABSENT)]
+        return [Fact("nccl", None, str(error).splitlines()[0])]
     text = f"{library.version_text} ({library.path})"
-    return [Fact("nccl", library.version_text, text, State.GOOD)]
+    return [Fact("nccl", library.version_text, text)]
 
 
 def machine_section(cgroups: Cgroups | None = None) -> list[Fact]:
@@ -166,7 +157,7 @@ def _address_space(memory_bytes: int) -> Fact:
     if limit >= needed:
         return Fact("address_space_limit", limit, format_bytes(limit))
     text = f"{format_bytes(limit)}; 2 ranks need {format_bytes(needed)}: ulimit -v unlimited"
-    return Fact("address_space_limit", limit, text, State.BAD)
+    return Fact("address_space_limit", limit, text, is_bad=True)
 
 
 def _open_files() -> Fact:
@@ -182,17 +173,17 @@ def gpus_section() -> list[Fact]:
     for number, gpu in enumerate(_core.cuda_devices()):
         chip = f"compute capability {gpu.major}.{gpu.minor}, {gpu.multiprocessors} multiprocessors"
         text = f"{gpu.name}, {format_bytes(gpu.bytes)}, {chip}"
-        facts.append(Fact(f"cuda:{number}", gpu.name, text, State.GOOD))
+        facts.append(Fact(f"cuda:{number}", gpu.name, text))
     return facts
 
 
 def libraries_section() -> list[Fact]:
-    """Return the versions of installed libraries."""
+    """Return the versions of libraries, and the commands that install missing ones."""
     facts = []
-    for name in _PURPOSES:
+    for name, purpose in _PURPOSES.items():
         version = _version_of(name)
-        state = State.ABSENT if version is None else State.PLAIN
-        facts.append(Fact(name, version, version or "not installed", state, label=name))
+        missing = f"not installed; {purpose}: pip install {name}" if purpose else "not installed"
+        facts.append(Fact(name, version, version or missing, label=name))
     return facts
 
 
@@ -210,7 +201,7 @@ def launcher_section() -> list[Fact]:
     try:
         launch = detect_launch()
     except ClusterConfigError as error:
-        return [Fact("error", str(error), str(error), State.BAD)]
+        return [Fact("error", str(error), str(error), is_bad=True)]
     if launch is None:
         return [Fact("launcher", None, "none: a world of one")]
     ranks, gpus = launch.local_world_size, len(_core.cuda_devices())
@@ -226,47 +217,22 @@ def launcher_section() -> list[Fact]:
 
 
 def engines_section() -> list[Fact]:
-    """Return all engines, available or not."""
+    """Return all engines, available or not, and the arrays that they serve."""
+    xla = "torch_xla is not installed" if _version_of("torch_xla") is None else ""
     return [
         _engine("local", "any array, world of one"),
-        _engine("host", "CPU arrays, ranks of one machine"),
-        _engine("nccl", "arrays on GPUs", why_unusable()),
-        _engine("net", "CPU arrays across machines, by TCP"),
-        _engine("xla", "XLA tensors in TPUStrategy", _why_missing("torch_xla")),
+        _engine("host", "numpy, torch, DLPack and buffers on the CPU; ranks of one machine"),
+        _engine("nccl", "torch, cupy, DLPack and others on GPUs", why_unusable()),
+        _engine("net", "as host, across machines by TCP"),
+        _engine("xla", "XLA tensors in TPUStrategy", xla),
     ]
 
 
 def _engine(engine: str, serves: str, why: str = "") -> Fact:
     """Return what an engine serves; `why` tells why it is not available."""
     if why:
-        return Fact(engine, "not available", f"not available  {serves}: {why}", State.ABSENT)
-    return Fact(engine, "available", f"available   {serves}", State.GOOD)
-
-
-def _why_missing(library: str) -> str:
-    return f"{library} is not installed" if _version_of(library) is None else ""
-
-
-def arrays_section() -> list[Fact]:
-    """Return the engine for each kind of array between the ranks of one machine."""
-    no_gpu = why_unusable()
-    return [
-        _used("numpy", "numpy", "host"),
-        _used("numpy_bfloat16_float8", "numpy bfloat16, float8", "host", _why_missing("ml_dtypes")),
-        _used("torch_cpu", "torch on CPU", "host", _why_missing("torch")),
-        _used("other_dlpack_cpu", "other DLPack on CPU", "host"),
-        _used("buffer_protocol", "buffer protocol", "host"),
-        _used("torch_cuda", "torch on GPU", "nccl", _why_missing("torch") or no_gpu),
-        _used("cupy", "cupy", "nccl", _why_missing("cupy") or no_gpu),
-        _used("other_cuda", "other arrays on GPU", "nccl", no_gpu),
-    ]
-
-
-def _used(key: str, label: str, engine: str, why: str = "") -> Fact:
-    """Return the engine for a kind of arrays; none if it cannot be used, which `why` tells."""
-    if why:
-        return Fact(key, None, f"none: {why}", State.ABSENT, label)
-    return Fact(key, engine, engine, State.GOOD, label)
+        return Fact(engine, "not available", f"not available  {serves}: {why}")
+    return Fact(engine, "available", f"available   {serves}")
 
 
 def check_section() -> list[Fact]:
@@ -281,27 +247,17 @@ def check_section() -> list[Fact]:
                 communicator.close()
     except Exception as error:  # any failure belongs into the report
         text = f"failed: {type(error).__name__}: {error}"
-        return [Fact("all_reduce", False, text, State.BAD)]
+        return [Fact("all_reduce", False, text, is_bad=True)]
     if results != [_EXPECTED] * _RANKS:
         text = f"wrong: expected {_EXPECTED} on each rank, got {results}"
-        return [Fact("all_reduce", False, text, State.BAD)]
-    return [Fact("all_reduce", True, f"right on {_RANKS} ranks (threads)", State.GOOD)]
+        return [Fact("all_reduce", False, text, is_bad=True)]
+    return [Fact("all_reduce", True, f"right on {_RANKS} ranks (threads)")]
 
 
 def _all_reduce(communicator: Communicator) -> list[float]:
     array = np.array([1, 10], np.float32) * (communicator.rank + 1)
     result: list[float] = communicator.all_reduce(array).tolist()
     return result
-
-
-def install_section() -> list[Fact]:
-    """Return the commands that install missing libraries, with their purposes."""
-    return [
-        Fact(command, purpose, purpose, label=command)
-        for name, purpose in _PURPOSES.items()
-        if purpose and _version_of(name) is None
-        for command in [f"pip install {name}"]
-    ]
 
 
 SECTIONS = {
@@ -312,8 +268,6 @@ SECTIONS = {
     "libraries": libraries_section,
     "launcher": launcher_section,
     "engines": engines_section,
-    "arrays": arrays_section,
     "check": check_section,
-    "install for more": install_section,
 }
 """The report's sections in order, by title."""

@@ -237,19 +237,8 @@ class TestTerminal:
             os.close(fd)
         return received
 
-    @pytest.mark.parametrize("no_color", ["", "1"])
-    def test_colour(self, launcher: Launcher, no_color: str) -> None:
-        launcher.environ["NO_COLOR"] = no_color
-        process, fd = self.start(launcher, "-n", 2, "echo", "hello")
-        shown = sorted(self.read(fd).split(b"\r\n"))
-        assert process.wait(10) == 0
-        if no_color:
-            assert shown == [b"", b"[0] hello", b"[1] hello"]
-        else:
-            assert shown == [b"", b"\x1b[33m[1]\x1b[0m hello", b"\x1b[36m[0]\x1b[0m hello"]
-
     def test_prompt_is_shown_and_not_written_into(self, launcher: Launcher, tmp_path: Path) -> None:
-        launcher.environ |= {"NO_COLOR": "1", "STEP": str(tmp_path)}
+        launcher.environ |= {"STEP": str(tmp_path)}
         wait = "wait_for() { while [ ! -e $STEP/$1 ]; do sleep 0.01; done; }; "
         code = "if [ $RANK = 0 ]; then printf 'name? '; wait_for 2; echo me; fi; "
         code += "if [ $RANK = 1 ]; then wait_for 1; echo b; fi"
@@ -262,7 +251,6 @@ class TestTerminal:
         assert process.wait(10) == 0
 
     def test_progress_that_is_written_over_keeps_its_prefix(self, launcher: Launcher) -> None:
-        launcher.environ["NO_COLOR"] = "1"
         code = r"printf '1%%\r2%%\r'; sleep 0.3; printf '3%%\r'; sleep 0.3; printf '4%%\n'"
         process, fd = self.start(launcher, "-n", 1, "sh", "-c", code)
         assert self.read(fd) == b"[0] 1%\r[0] 2%\r[0] 3%\r[0] 4%\r\n"

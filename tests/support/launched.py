@@ -56,7 +56,7 @@ class Launcher:
         self.environ = {
             k: v
             for k, v in os.environ.items()
-            if k not in ("NO_COLOR", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "FASTDIST_JOB")
+            if k not in ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "FASTDIST_JOB")
         } | {"TEST_MARK": self.mark, "TERM": "xterm"}
 
     def start(

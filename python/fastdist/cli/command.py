@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import pkgutil
 import sys
 from typing import Any, NoReturn
@@ -61,11 +60,6 @@ def add_command(
         handler=f"fastdist.cli.{handler}", errors=errors, title=title or parser.prog
     )
     return parser
-
-
-def has_colour() -> bool:
-    """Return True if the user wants colours on terminals."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def run_command(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastdist.cluster as cluster
 from fastdist._config import RECORD_VARIABLES, REPLACE_VARIABLE, REPLACEABLE
-from fastdist.cli.command import UsageError, add_command, has_colour
+from fastdist.cli.command import UsageError, add_command
 from fastdist.cli.slow_ranks import slow_ranks_told
 from fastdist.cli.tasks import (
     Machines,
@@ -263,7 +263,6 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             elastic=elastic,
             grace_s=arguments.grace_s,
             prefix=arguments.prefix,
-            colour=has_colour(),
             ends_with_stdin=arguments.ends_with_stdin,
         )
         with _traced(arguments), slow_ranks_told(_NAME):
@@ -433,7 +432,6 @@ def _job_on_hosts(
         elastic=elastic,
         grace_s=arguments.grace_s + _ANSWER_S,
         prefix=False,  # the launchers on the machines begin each line with its rank
-        colour=has_colour(),
     )
 
 

@@ -56,5 +56,4 @@ class Job:
     elastic: Elastic | None = None  # None: restarted tasks are helpers of another, not peers
     grace_s: float = GRACE_S  # that processes have to end after a signal, until they are killed
     prefix: bool = True  # begin each line of output with the label of its task
-    colour: bool = True  # of the labels on a terminal
     ends_with_stdin: bool = False  # when the launcher's stdin ends; no task reads it

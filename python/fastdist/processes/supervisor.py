@@ -27,7 +27,6 @@ _CAUSE_WAIT_S = 2.0
 _SAME_KEY_PRESS_S = 0.25
 _PROMPT_S = 0.1
 _GROUP_POLL_S = 0.02
-_COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +181,7 @@ class _Supervisor:
     def _make_lines(self, number: int, sink: Sink) -> Lines:
         prefix = b""
         if self._job.prefix:
-            text = f"[{self._job.tasks[number].label}]"
-            if self._job.colour and sink.is_terminal:
-                text = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m"
-            prefix = f"{text} ".encode()
+            prefix = f"[{self._job.tasks[number].label}] ".encode()
         alone = len(self._job.tasks) == 1 and not self._job.prefix
         return Lines(sink, prefix, adds_last_newline=not alone)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -86,28 +85,18 @@ def write(path: Path, report: Report, **changed: Any) -> dict[str, Any]:
 # Intervals
 
 
-@pytest.mark.parametrize(
-    ("number", "low", "high"), [(6, 1, 6), (8, 1, 8), (9, 2, 8), (15, 4, 12), (20, 6, 15)]
-)
-def test_the_interval_of_a_median_is_that_of_the_tables(number: int, low: int, high: int) -> None:
-    interval = median_interval(list(range(number, 0, -1)))
-    assert (interval.low, interval.high) == (low, high)
-    assert interval.estimate == (number + 1) / 2
+def test_the_interval_of_a_median_is_that_of_the_tables() -> None:
+    interval = median_interval([4, 6, 1, 5, 2, 3])
+    assert (interval.estimate, interval.low, interval.high) == (3.5, 1, 6)
 
 
-# The rank from either end: Mann and Whitney's critical value at 5 %, two-sided, and one.
-@pytest.mark.parametrize(("old", "new", "rank"), [(4, 4, 1), (5, 5, 3), (6, 6, 6), (5, 8, 7)])
-def test_the_interval_of_a_ratio_is_that_of_the_tables(old: int, new: int, rank: int) -> None:
-    before, after = 2.0 ** np.arange(old), 3.0 ** np.arange(new)
+def test_the_interval_of_a_ratio_is_that_of_the_tables() -> None:
+    before, after = 2.0 ** np.arange(6), 3.0 ** np.arange(6)
     ratios = np.sort(np.divide.outer(after, before).ravel())
     interval = ratio_interval(list(before), list(after))
-    assert (interval.low, interval.high) == (ratios[rank - 1], ratios[-rank])
-
-
-def test_too_few_samples_say_nothing() -> None:
-    few = median_interval([1.0] * 5)
-    assert (few.estimate, few.low, few.high, few.is_unstable) == (1.0, 0.0, math.inf, True)
-    assert ratio_interval([1.0] * 3, [2.0] * 3).high == math.inf
+    # From either end one more than Mann and Whitney's critical value at 5 %, two-sided, which is 5.
+    assert (interval.low, interval.high) == (ratios[5], ratios[-6])
+    assert interval.estimate == np.median(ratios)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.07])
@@ -206,7 +195,7 @@ def test_samples_that_are_none_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.json"
-    for samples, message in (([1.0] * 5, "at least 6 samples, got 5"), ([0.0] * 6, "above 0")):
+    for samples, message in (([1.0] * 5, "expected 6 samples, got 5"), ([0.0] * 6, "above 0")):
         recorded = recorded_object(a_report(1), 1.0)
         recorded["rows"][2]["samples_us"] = samples
         path.write_text(json.dumps(recorded))

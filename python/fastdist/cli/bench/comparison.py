@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.intervals import LEAST_SAMPLES, Interval, median_interval, ratio_interval
+from fastdist.cli.bench.intervals import SAMPLES, Interval, median_interval, ratio_interval
 from fastdist.cli.command import UsageError
 from fastdist.processes.terminal import fitted, show
 
@@ -69,8 +69,8 @@ class RecordedRun:
 
 def _samples(figures: Mapping[str, Any]) -> list[float]:
     samples = [float(us) for us in figures["samples_us"]]
-    if len(samples) < LEAST_SAMPLES:
-        raise ValueError(f"expected at least {LEAST_SAMPLES} samples, got {len(samples)}")
+    if len(samples) != SAMPLES:
+        raise ValueError(f"expected {SAMPLES} samples, got {len(samples)}")
     if not all(0 < us < math.inf for us in samples):
         raise ValueError(f"expected samples above 0, got {samples}")
     return samples

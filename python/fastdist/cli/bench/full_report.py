@@ -44,7 +44,7 @@ from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size, parse_sizes
 from fastdist.processes.terminal import fitted, show
 
-PASSES = intervals.LEAST_SAMPLES
+PASSES = intervals.SAMPLES
 
 _ALL_REDUCE_SIZES = parse_sizes("8,1K,64K,1M,16M,64M")
 _OTHER_SIZES = parse_sizes("1K,1M")

@@ -119,6 +119,7 @@ def bench_words(figures: list[dict[str, Any]]) -> str:
         peers = [
             f"{peer} {row['p50_us']:,.0f}, the host {row['host_us']:.0f}"
             for peer, row in case["peers"].items()
+            # The second is a list's name in older files.
             if row.get("host_us") is not None and peer in ("torch", "torch: 25 MB buckets")
         ]
         wrong = f"; {case['wrong']} wrong elements" if case["wrong"] else ""

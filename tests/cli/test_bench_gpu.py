@@ -183,7 +183,7 @@ class OneRankOnAStream:
 
         return call
 
-    def bind_list(self, case: Case, variant: str, arrays: Any) -> Any:
+    def bind_list(self, case: Case, arrays: Any) -> Any:
         return self.bind(case, arrays[-1], None)
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class OneRankOnAStream:
 
 
 def gpu_call(driver: OneRankOnAStream, case: Case, graph: bool = True) -> MeasuredCall:
-    return MeasuredCall(driver, case, "list", driver.gpu.copy_call(LEAD_BYTES), graph)
+    return MeasuredCall(driver, case, driver.gpu.copy_call(LEAD_BYTES), graph)
 
 
 @pytest.mark.parametrize("corrupted", [0, 3])
@@ -314,7 +314,7 @@ def test_host_and_graph_have_columns_of_their_own() -> None:
 def test_the_tables_fit_a_narrow_terminal() -> None:
     row = gpu_row((TORCH, Measurement("second", unsupported="has no such thing")))
     lines = text.column_lines(["torch", "second"], on_gpu=True, width=80)
-    lines += [*text.row_lines(row, 80), *text.list_lines(row, 80)]
+    lines += text.row_lines(row, 80)
     assert max(map(len, lines)) <= 80
     assert lines[2].split() == ["peer", "us", "ratio", "host"]
     assert lines[4].split() == ["torch", "30.00", "3.00x", "8.00"]
@@ -322,16 +322,6 @@ def test_the_tables_fit_a_narrow_terminal() -> None:
 
 def test_a_floor_that_is_not_known_is_not_shown() -> None:
     assert text.row_lines(gpu_row(floor_us=0.0))[0].split()[9] == "-"
-    (_, line) = text.list_lines(replace(gpu_row(floor_us=0.0)))
-    assert line.split()[6] == "-"
-
-
-def test_lists_show_host_and_graph_too() -> None:
-    names, ours, peer = text.list_lines(gpu_row((TORCH,)))
-    assert names.split()[-5:] == ["host", "us", "graph", "us", "ratio"]
-    assert ours.split()[-2:] == ["2.00", "9.00"]
-    assert peer.split()[-3:] == ["8.00", "-", "3.00x"]
-    assert len(ours) == names.index("graph us") + len("graph us")
 
 
 @pytest.mark.parametrize(
@@ -379,8 +369,7 @@ def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
 
 
 @pytest.mark.skipif(not has_torch, reason="torch is not installed")
-@pytest.mark.parametrize("variant", ["25 MB buckets", "one by one", "coalesced"])
-def test_overlapped_buckets_bring_every_tensor_back(variant: str, tmp_path: Path) -> None:
+def test_overlapped_buckets_bring_every_tensor_back(tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
     from fastdist.cli.bench.engine_drivers import TorchDriver
@@ -393,7 +382,7 @@ def test_overlapped_buckets_bring_every_tensor_back(variant: str, tmp_path: Path
         expected = [tensor.clone() for tensor in tensors]
         case = list_case("resnet50", "float32", "sum", "torch")
         calls = TorchDriver("test", overlap=True)
-        calls.bind_list(case, variant, tensors)()
+        calls.bind_list(case, tensors)()
         assert all(torch.equal(got, right) for got, right in zip(tensors, expected, strict=True))
     finally:
         dist.destroy_process_group()
@@ -441,12 +430,8 @@ def test_one_array_has_bars_for_the_gpu_and_for_the_host(
 
 
 def test_lists_are_held_against_the_buckets_of_ddp() -> None:
-    peers_of_list = (
-        Measurement("fastdist: one array", 9.0),
-        Measurement("torch: one by one", 11.0),
-        Measurement("torch: 25 MB buckets", 12.0),
-    )
-    bars = list(gpu_bars().gradient_list(Found([gpu_row(peers_of_list)])))
+    torch = Measurement("torch", 12.0)
+    bars = list(gpu_bars().gradient_list(Found([gpu_row((torch,))])))
     assert [(bar.measured, bar.verdict) for bar in bars] == [(0, "pass"), (1.2, "MISS")]
 
 

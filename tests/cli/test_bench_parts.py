@@ -234,7 +234,7 @@ class OneRankDriver:
 
         return call
 
-    def bind_list(self, case: Case, variant: str, arrays: Any) -> Call:
+    def bind_list(self, case: Case, arrays: Any) -> Call:
         return self.bind(case, arrays[-1], None)
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ def test_a_corrupting_engine_is_found_out_in_timed_calls_and_after(
     name: str, corrupted: int
 ) -> None:
     call = MeasuredCall(
-        OneRankDriver(corrupted), array_case(name, 4000, 1, "float32", "sum", "numpy"), ""
+        OneRankDriver(corrupted), array_case(name, 4000, 1, "float32", "sum", "numpy")
     )
     times = call.time(4)
     assert len(times.times_ns) == 4
@@ -257,7 +257,7 @@ def test_a_corrupting_engine_is_found_out_in_timed_calls_and_after(
 
 
 def test_a_corrupted_list_is_found_out() -> None:
-    call = MeasuredCall(OneRankDriver(2), list_case("resnet50", "int8", "sum", "numpy"), "list")
+    call = MeasuredCall(OneRankDriver(2), list_case("resnet50", "int8", "sum", "numpy"))
     call.time(1)
     assert call.wrong_elements() == 4
 
@@ -330,15 +330,11 @@ def test_a_narrow_terminal_gets_fewer_columns_and_peers_below() -> None:
     assert (ours[:end].split()[-1], below[0][:end].split()[-1]) == ("10.00", "30.00")
     # One peer fits where the terminal is somewhat wider.
     assert len(text.row_lines(row_of(10.0, others[:1]), 102)) == 1
-    columns = "p50 us p99 us wrong floor % ratio"
-    assert text.list_lines(row, 80)[0].split()[4:] == columns.split()
-    assert max(map(len, text.list_lines(row, 80))) <= 80
 
 
 def test_the_floor_is_left_out_where_the_caches_hold_the_buffers() -> None:
     row = replace(row_of(10.0), fits_caches=True)
     assert text.row_lines(row)[0].split()[9] == "-"
-    assert text.list_lines(row)[1].split()[6] == "-"
     assert text.row_object(row)["floor_percent"] is None
     assert "# floor -: the caches hold the buffers of all ranks" in text.footing(report_of(row))
     assert "floor -" not in "".join(text.footing(report_of(row_of(10.0))))

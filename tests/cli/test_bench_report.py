@@ -18,7 +18,6 @@ from fastdist.cli.bench import add_parser, full_report
 from fastdist.cli.bench.cases import Case, array_case
 from fastdist.cli.bench.command import Plan, make_plan
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
-from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.full_report import last_run, measure, page, recorded_object, report_cases
 from fastdist.cli.bench.intervals import median_interval, ratio_interval
@@ -49,15 +48,7 @@ def a_pass(factor: Callable[[], float]) -> list[Row]:
     rows = []
     for case in report_cases(2):
         us = {name: times * (2 + case.bytes / 1000) * factor() for name, times in TIMES.items()}
-        if case.model:
-            ways = [
-                measured(f"{name}: {way}", us[name])
-                for name in TIMES
-                for way in LIST_VARIANTS["mpi" if "mpich" in name else name]
-            ]
-            ours, *others = ways
-        else:
-            ours, *others = (measured(name, us[name]) for name in TIMES)
+        ours, *others = (measured(name, us[name]) for name in TIMES)
         if case.collective == "barrier":
             others[-1] = Measurement("mpich-tuned", unsupported="has <none>")
         rows.append(Row(case, 2, 1.0, ours, tuple(others), fits_caches=case.bytes < 1 << 20))
@@ -266,7 +257,7 @@ def test_mpis_are_measured_at_their_best_too(tmp_path: Path) -> None:
     assert not settings.items() & found["openmpi"].environment.items()
     assert found["openmpi-tuned"].command == found["openmpi"].command
     assert tuned_settings("openmpi") == tuned_settings("impi-tuned") == {}
-    assert peer_of("openmpi-tuned: 25 MB buckets") == "openmpi"
+    assert peer_of("openmpi-tuned") == "openmpi"
 
 
 class Silent:
@@ -390,7 +381,7 @@ def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
     (style, *charts_styles) = found.texts["style"]
     assert "prefers-color-scheme: dark" in style
     assert not [word for word in ("url(", "@import") if word in style + "".join(charts_styles)]
-    assert found.tags.count("svg") == 3 + len(TIMES) + 1  # charts, and lines of the legend
+    assert found.tags.count("svg") == 2 + len(TIMES) + 1  # charts, and lines of the legend
     assert found.tags.count("h1") == 1
     codes = "".join(found.texts["code"])
     assert all(row["command"] in codes for row in recorded["rows"])

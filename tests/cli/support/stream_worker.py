@@ -36,8 +36,8 @@ class StreamDriver(FastdistDriver):
     def bind(self, case: Case, passes: Any, gets: Any) -> Call:
         return self._enqueued(super().bind(case, passes, gets))
 
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Any]) -> Call:
-        return self._enqueued(super().bind_list(case, variant, arrays))
+    def bind_list(self, case: Case, arrays: Sequence[Any]) -> Call:
+        return self._enqueued(super().bind_list(case, arrays))
 
     def _enqueued(self, call: Call) -> Call:
         def enqueue() -> None:

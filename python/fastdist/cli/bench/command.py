@@ -206,15 +206,14 @@ def _measure(options: argparse.Namespace, plan: Plan, file: TextIO) -> Report:
             note(f"fastdist bench: {error}")
         title = f"{options.collective} of {options.model}" if options.model else options.collective
         progress.line(*text.heading(report, title))
-        if not options.model:
-            _, *peers = session.versions
-            progress.line(*text.column_lines(peers, plan.placement is not None, width))
+        _, *peers = session.versions
+        progress.line(*text.column_lines(peers, plan.placement is not None, width))
         noted: set[str] = set()
         for case in plan.cases:
             progress.begin(case.label)
             row = session.measure(case, progress.step)
             report.rows.append(row)
-            progress.line(*(text.list_lines if options.model else text.row_lines)(row, width))
+            progress.line(*text.row_lines(row, width))
             progress.line(*(note for note in text.row_notes(row) if note not in noted))
             noted.update(text.row_notes(row))
         report.copy_gb_per_s = session.copy_gb_per_s

@@ -21,20 +21,17 @@ Block = npt.NDArray[Any]
 Call = Callable[[], object]
 
 _BUCKET_BYTES = 25 << 20
-_TORCH = ("25 MB buckets", "one by one", "coalesced")
-# What makes each driver, in engine_drivers.py, and its ways to reduce a list of gradients; ratios
-# are made with the first way.
+# What makes each driver, in engine_drivers.py.
 _DRIVERS = {
-    "fastdist": ("FastdistDriver", ("list", "one array")),
-    "fastdist_torch": ("open_fastdist", _TORCH),
-    "gloo": ("open_gloo", _TORCH),
-    "mlx": ("MlxDriver", ("concatenated",)),
-    "deepspeed": ("DeepSpeedDriver", ("one by one",)),
-    "mpi": ("MpiDriver", ("25 MB buckets",)),
-    "fastdist_cuda": ("open_cuda", ("list", "list in bf16", "one array")),
-    "torch_nccl": ("open_nccl", _TORCH),
+    "fastdist": "FastdistDriver",
+    "fastdist_torch": "open_fastdist",
+    "gloo": "open_gloo",
+    "mlx": "MlxDriver",
+    "deepspeed": "DeepSpeedDriver",
+    "mpi": "MpiDriver",
+    "fastdist_cuda": "open_cuda",
+    "torch_nccl": "open_nccl",
 }
-LIST_VARIANTS = {kind: variants for kind, (_, variants) in _DRIVERS.items()}
 
 
 class UnsupportedCaseError(Exception):
@@ -118,8 +115,8 @@ class Driver(ABC):
         """
 
     @abstractmethod
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        """Bind a list of arrays to an all-reduce in place, in one of `LIST_VARIANTS`."""
+    def bind_list(self, case: Case, arrays: Sequence[Array]) -> Call:
+        """Bind a list of arrays to an all-reduce in place."""
 
     @abstractmethod
     def close(self) -> None:
@@ -149,11 +146,11 @@ class Driver(ABC):
 
 
 def open_driver(kind: str) -> Driver:
-    """Start a driver of `LIST_VARIANTS` from the launcher's environment. Every rank must call."""
-    driver: Driver = pkgutil.resolve_name(
-        f"fastdist.cli.bench.engine_drivers:{_DRIVERS[kind][0]}"
-    )()
-    return driver
+    """Start a driver of `_DRIVERS` from the launcher's environment. Every rank must call."""
+    make: Callable[[], Driver] = pkgutil.resolve_name(
+        f"fastdist.cli.bench.engine_drivers:{_DRIVERS[kind]}"
+    )
+    return make()
 
 
 def bucketed(

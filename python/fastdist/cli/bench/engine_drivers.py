@@ -76,13 +76,8 @@ class FastdistDriver(Driver):
             return partial(call, passes, *redop)
         return partial(call, passes, *redop, out=gets)
 
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        if variant == "list in bf16":
-            if case.dtype not in ("float32", "float64"):
-                raise UnsupportedCaseError(f"{case.dtype} is not compressed")
-            return partial(self._comm.all_reduce, list(arrays), case.redop, compress="bf16")
-        argument = arrays[0] if variant == "one array" else list(arrays)
-        return partial(self._comm.all_reduce, argument, case.redop)
+    def bind_list(self, case: Case, arrays: Sequence[Array]) -> Call:
+        return partial(self._comm.all_reduce, list(arrays), case.redop)
 
     def close(self) -> None:
         if self.gpu is not None:
@@ -152,13 +147,9 @@ class TorchDriver(Driver):
     def _blocks(self, array: Array | None) -> list[Array] | None:
         return None if array is None else list(array.chunk(self.world_size))
 
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
-        all_reduce, redop = self._dist.all_reduce, self._redop(case)
-        if variant == "coalesced":
-            return partial(self._dist.all_reduce_coalesced, list(arrays), redop)
-        if variant == "one by one":
-            return partial(_each, lambda array: all_reduce(array, redop), arrays)
-        begin = partial(all_reduce, op=redop, async_op=self._overlap)
+    def bind_list(self, case: Case, arrays: Sequence[Array]) -> Call:
+        redop = self._redop(case)
+        begin = partial(self._dist.all_reduce, op=redop, async_op=self._overlap)
         copy_all = importlib.import_module("torch")._foreach_copy_
         return bucketed(self._library, copy_all, arrays, case.dtype, begin, self._overlap)
 
@@ -166,11 +157,6 @@ class TorchDriver(Driver):
         if self.gpu is not None:
             self.gpu.synchronize()
         self._dist.destroy_process_group()
-
-
-def _each(call: Callable[[Array], object], arrays: Sequence[Array]) -> None:
-    for array in arrays:
-        call(array)
 
 
 def _join(backend: str) -> str:
@@ -223,9 +209,9 @@ class DeepSpeedDriver(TorchDriver):
         self._require_sum(case)
         return partial(self._all_reduce, passes)
 
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
+    def bind_list(self, case: Case, arrays: Sequence[Array]) -> Call:
         self._require_sum(case)
-        return partial(_each, self._all_reduce, arrays)
+        return lambda: [self._all_reduce(array) for array in arrays]
 
     def _require_sum(self, case: Case) -> None:
         known = ("float32", "float16", "bfloat16")
@@ -292,7 +278,7 @@ class MpiDriver(Driver):
         name, arguments = calls[case.collective]
         return partial(getattr(comm, name), *arguments)
 
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
+    def bind_list(self, case: Case, arrays: Sequence[Array]) -> Call:
         all_reduce, in_place, redop = self._comm.Allreduce, self._mpi.IN_PLACE, self._redop(case)
 
         def reduce(flat: Array) -> None:
@@ -389,7 +375,7 @@ class MlxDriver(Driver):
         place.value = self._mx.distributed.recv_like(place.value, source)
         self._mx.eval(place.value)
 
-    def bind_list(self, case: Case, variant: str, arrays: Sequence[Array]) -> Call:
+    def bind_list(self, case: Case, arrays: Sequence[Array]) -> Call:
         """Bind a list as `mlx.nn.average_gradients` does."""
         if case.redop != "sum":
             raise UnsupportedCaseError(f"MLX has no {case.redop} of a list")

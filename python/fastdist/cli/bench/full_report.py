@@ -31,10 +31,9 @@ from fastdist.cli.bench.peers import (
     cache_dir,
     fastdist_engine,
     find_peers,
-    peer_of,
     tuned_settings,
 )
-from fastdist.cli.bench.plot import bars_svg, curves_svg, legend
+from fastdist.cli.bench.plot import curves_svg, legend
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort, Session
@@ -223,10 +222,8 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
         sentences=list(peer_sentences(report)),
         legend=legend(all_reduces),
         curves=curves_svg(all_reduces) if curves else "",
-        bars=lambda row: bars_svg(replace(report, rows=[row])),
         data=json.dumps(recorded).replace("</", "<\\/"),  # no end of the script element
         unstable_width=intervals.UNSTABLE_WIDTH,
-        peer_of=peer_of,
     )
 
 

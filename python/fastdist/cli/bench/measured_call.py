@@ -117,7 +117,6 @@ class MeasuredCall:
         self,
         driver: Driver,
         case: Case,
-        variant: str,
         lead: Call | None = None,
         graph: bool = False,
     ) -> None:
@@ -126,11 +125,9 @@ class MeasuredCall:
         self._library = driver.arrays(case.array)
         self._gets: list[Array] = []
         if case.model:
-            shapes: Sequence[tuple[int, ...]] = gradient_shapes(case.model)
-            if variant == "one array":
-                shapes = [(case.count,)]
+            shapes = gradient_shapes(case.model)
             self._passes = [self._library.make(shape, case.dtype) for shape in shapes]
-            self._call = driver.bind_list(case, variant, self._passes)
+            self._call = driver.bind_list(case, self._passes)
         else:
             elements = buffer_elements(case.collective, case.count, driver.rank, driver.world_size)
             self._passes, self._gets = (

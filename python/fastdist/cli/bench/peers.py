@@ -26,7 +26,7 @@ class Engine:
     """An engine that can be started."""
 
     name: str
-    driver: str  # key of `LIST_VARIANTS`
+    driver: str  # key of driver.py's table
     command: tuple[str, ...]  # launcher and program of the ranks, without the worker's arguments
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -173,5 +173,5 @@ def tuned_settings(engine: str) -> dict[str, str]:
 
 
 def peer_of(engine: str) -> str:
-    """Return the peer of an engine, tuned or not, or of one of its ways to reduce a list."""
-    return engine.partition(":")[0].removesuffix("-tuned")
+    """Return the peer of an engine, tuned or not."""
+    return engine.removesuffix("-tuned")

@@ -56,14 +56,7 @@ def curves_svg(report: Report) -> str:
     """Draw latency and bandwidth as two SVG elements for a page."""
     titles = {"p50_us": "time by size", "busbw": "bus bandwidth by size"}
     draw = partial(_draw_curves, report)
-    return "".join(_svg(partial(draw, figure=name), 3.4, titles[name]) for name in titles)
-
-
-def bars_svg(report: Report) -> str:
-    """Draw a single case as an SVG element for a page."""
-    row = report.rows[0]
-    height = 1.0 + 0.25 * len(row.measurements)
-    return _svg(partial(_draw_bars, report), height, row.case.title)
+    return "".join(_svg(partial(draw, figure=name), titles[name]) for name in titles)
 
 
 def legend(report: Report) -> Iterator[tuple[str, float, str, str]]:
@@ -77,12 +70,12 @@ def legend(report: Report) -> Iterator[tuple[str, float, str, str]]:
         yield "var(--muted)", 2, "6 4", _floor_name(report)
 
 
-def _svg(draw: Callable[[Any], None], height: float, label: str) -> str:
+def _svg(draw: Callable[[Any], None], label: str) -> str:
     """Return a chart without a background, in the page's font and colors."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2, height), layout="constrained")
+    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
     draw(figure.subplots())
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -12,17 +12,13 @@ from fastdist.cli.bench.results import Measurement, Report, Row
 # Width of each column.
 _COLUMNS = {"bytes": 11, "count": 11, "type": 9, "redop": 6, "p50": 10, "p99": 10, "algbw": 7}
 _COLUMNS |= {"busbw": 7, "wrong": 6, "floor": 6}
-_LIST_COLUMNS = {"p50": 11, "p99": 11, "algbw": 8, "busbw": 8, "wrong": 7, "floor": 9}
 _GPU_COLUMNS = {"host": 9, "graph": 10}  # additional columns on GPUs
 _UNITS = {"p50": "us", "p99": "us", "host": "us", "graph": "us", "floor": "%"}
 _SPEED_UNITS = {"algbw": "GB/s", "busbw": "GB/s"}
 # Columns that a narrow terminal does not show, in the order in which they are left out.
 _SPARE = ("count", "redop", "type")
-_LIST_SPARE = ("algbw", "busbw", "floor", "wrong")
 _PEER_WIDTH = 12
 _RATIO_WIDTH = 7
-_WAY_WIDTH = 26
-_LIST_RATIO_WIDTH = 9
 
 Columns = dict[str, int]  # width by name
 
@@ -67,7 +63,7 @@ def row_lines(row: Row, width: int | None = None) -> list[str]:
     shown, peers, is_beside = _layout(others, row.ours.host_us is not None, width)
     case = row.case
     cells = {"bytes": str(case.bytes), "count": str(case.count), "type": case.dtype}
-    lines = [_aligned(shown, cells | {"redop": case.redop or "none", **_cells(row, row.ours)})]
+    lines = [_aligned(shown, cells | {"redop": case.redop or "none", **_cells(row)})]
     for other, columns in zip(row.others, peers, strict=True):
         cells = {"peer": other.engine, "ratio": _times_as_fast(row, other)}
         cells |= {"us": "n/a" if other.unsupported else _time(other.p50_us)}
@@ -79,26 +75,14 @@ def row_lines(row: Row, width: int | None = None) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def list_lines(row: Row, width: int | None = None) -> list[str]:
-    """Format a table of the ways to reduce one list, one line per way."""
-    columns = _LIST_COLUMNS | ({} if row.ours.host_us is None else _GPU_COLUMNS)
-    room = None if width is None else width - _WAY_WIDTH - _LIST_RATIO_WIDTH
-    shown = _shown(columns, _LIST_SPARE, room)
-    names = _aligned(shown, {name: f"{name} {_UNITS.get(name, '')}".strip() for name in shown})
-    lines = ["# engine and way".ljust(_WAY_WIDTH) + names + "ratio".rjust(_LIST_RATIO_WIDTH)]
-    for way in row.measurements:
-        cells = "n/a".rjust(11) if way.unsupported else _aligned(shown, _cells(row, way))
-        ratio = "" if way is row.ours else _times_as_fast(row, way)
-        line = way.engine.ljust(_WAY_WIDTH) + cells + ratio.rjust(_LIST_RATIO_WIDTH)
-        lines.append(line.rstrip())
-    return lines
-
-
 def _layout(
     others: Sequence[str], on_gpu: bool, width: int | None
 ) -> tuple[Columns, list[Columns], bool]:
     """Return the columns that fit, the columns of each peer, and whether those fit beside."""
-    shown = _shown(_COLUMNS | (_GPU_COLUMNS if on_gpu else {}), _SPARE, width)
+    shown = _COLUMNS | (_GPU_COLUMNS if on_gpu else {})
+    for name in _SPARE:
+        if width is not None and sum(shown.values()) > width:
+            del shown[name]
     host = {"host": _GPU_COLUMNS["host"]} if on_gpu else {}
     times = (max(_PEER_WIDTH, 2 + len(name) - _RATIO_WIDTH) for name in others)
     peers: list[Columns] = [{"us": time, "ratio": _RATIO_WIDTH, **host} for time in times]
@@ -111,31 +95,22 @@ def _layout(
     return shown, [below] * len(others), False
 
 
-def _shown(columns: Columns, spare: Sequence[str], room: int | None) -> Columns:
-    """Return the columns that fit: leave out those in `spare` until the others do."""
-    shown = dict(columns)
-    for name in spare:
-        if room is not None and sum(shown.values()) > room:
-            del shown[name]
-    return shown
-
-
 def _aligned(columns: Columns, cells: dict[str, str]) -> str:
     return "".join(cells.get(name, "").rjust(width) for name, width in columns.items())
 
 
-def _cells(row: Row, measured: Measurement) -> dict[str, str]:
-    """Format the times, bandwidths, wrong elements and share of the floor, by column."""
-    moves = row.case.bytes > 0
+def _cells(row: Row) -> dict[str, str]:
+    """Format fastdist's times, bandwidths, wrong elements and share of the floor, by column."""
+    moves, ours = row.case.bytes > 0, row.ours
     return {
-        "p50": _time(measured.p50_us),
-        "p99": _time(measured.p99_us),
-        "algbw": f"{row.algbw(measured.p50_us):.2f}" if moves else "-",
-        "busbw": f"{row.busbw(measured.p50_us):.2f}" if moves else "-",
-        "wrong": "-" if measured.wrong is None else str(measured.wrong),
-        "floor": f"{100 * row.floor_us / measured.p50_us:.0f}" if row.has_floor else "-",
-        "host": _time(measured.host_us),
-        "graph": _time(measured.graph_us),
+        "p50": _time(ours.p50_us),
+        "p99": _time(ours.p99_us),
+        "algbw": f"{row.algbw(ours.p50_us):.2f}" if moves else "-",
+        "busbw": f"{row.busbw(ours.p50_us):.2f}" if moves else "-",
+        "wrong": "-" if ours.wrong is None else str(ours.wrong),
+        "floor": f"{row.floor_percent:.0f}" if row.has_floor else "-",
+        "host": _time(ours.host_us),
+        "graph": _time(ours.graph_us),
     }
 
 
@@ -233,7 +208,7 @@ def row_object(row: Row) -> dict[str, Any]:
 
 
 def report_object(report: Report) -> dict[str, Any]:
-    """Convert a report for JSON; `peers` has every peer and every other way to reduce a list."""
+    """Convert a report for JSON."""
     gpus = {}
     if (placement := report.placement) is not None:
         gpus = {"gpus": {**asdict(placement), "shared": placement.sharing}}

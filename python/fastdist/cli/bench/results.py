@@ -25,7 +25,7 @@ _MOST_BUSY_CORES = 0.5
 class Measurement:
     """One engine's figures for one case: times in µs of the slowest rank."""
 
-    engine: str  # or `engine: variant` for one of several ways to reduce a list
+    engine: str
     p50_us: float = 0.0
     p99_us: float = 0.0
     iterations: int = 0
@@ -51,7 +51,7 @@ class Row:
     ranks: int
     floor_us: float  # least time for the traffic in memory or between GPUs; 0 if unknown
     ours: Measurement
-    others: tuple[Measurement, ...]  # peers, and fastdist's other ways to reduce a list
+    others: tuple[Measurement, ...]  # peers
     fits_caches: bool = False  # all ranks' buffers; the memory's speed is then no floor
 
     @property
@@ -183,21 +183,21 @@ def combined(rows: Sequence[Row]) -> Row:
     """
 
     def combine(name: str) -> Measurement:
-        passes = [way for row in rows for way in row.measurements if way.engine == name]
-        if unsupported := next((way for way in passes if way.unsupported), None):
+        passes = [m for row in rows for m in row.measurements if m.engine == name]
+        if unsupported := next((m for m in passes if m.unsupported), None):
             return unsupported
-        samples_us = tuple(way.p50_us for way in passes)
-        checked = [way.wrong for way in passes if way.wrong is not None]
+        samples_us = tuple(m.p50_us for m in passes)
+        checked = [m.wrong for m in passes if m.wrong is not None]
         return Measurement(
             engine=name,
             p50_us=statistics.median(samples_us),
-            p99_us=statistics.median(way.p99_us for way in passes),
-            iterations=sum(way.iterations for way in passes),
+            p99_us=statistics.median(m.p99_us for m in passes),
+            iterations=sum(m.iterations for m in passes),
             wrong=sum(checked) if checked else None,
             samples_us=samples_us,
         )
 
-    ours, *others = (combine(way.engine) for way in rows[-1].measurements)
+    ours, *others = (combine(m.engine) for m in rows[-1].measurements)
     floor_us = statistics.median(row.floor_us for row in rows)
     return replace(rows[-1], floor_us=floor_us, ours=ours, others=tuple(others))
 
@@ -224,7 +224,7 @@ def buffer_bytes(case: Case, world_size: int) -> int:
 
 
 def peer_sentences(report: Report) -> Iterator[str]:
-    """Yield a sentence per peer, with the fastest of its engines and ways in each case."""
+    """Yield a sentence per peer, with the faster of its engines, tuned or not, in each case."""
     versions: dict[str, str] = {}
     for name, version in report.engines.items():
         versions.setdefault(peer_of(name), version)
@@ -232,9 +232,9 @@ def peer_sentences(report: Report) -> Iterator[str]:
     for peer, version in versions.items():
         ratios: dict[str, Interval] = {}
         for row in report.rows:
-            ways = [m for m in row.others if peer_of(m.engine) == peer and not m.unsupported]
-            if ways:
-                ratios[row.case.title] = row.ratio(min(ways, key=lambda way: way.p50_us))
+            found = [m for m in row.others if peer_of(m.engine) == peer and not m.unsupported]
+            if found:
+                ratios[row.case.title] = row.ratio(min(found, key=lambda m: m.p50_us))
         yield f"{version} {_compared(ratios) if ratios else 'supports none of the cases.'}"
 
 

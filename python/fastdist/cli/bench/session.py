@@ -22,7 +22,6 @@ from typing import Any
 
 from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import LIST_VARIANTS
 from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
 from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.measured_call import Times
@@ -55,10 +54,9 @@ class Effort:
 
 @dataclass(slots=True)
 class _Contender:
-    """One engine, or one of its ways to reduce a list, while a case is measured."""
+    """One engine while a case is measured."""
 
     processes: EngineRanks
-    variant: str
     effort: Effort
     iterations: int = 0
     slowest: Times = field(default_factory=lambda: Times([], 0))  # of all turns
@@ -66,14 +64,9 @@ class _Contender:
     unsupported: str = ""
     no_graph: str = ""
 
-    @property
-    def name(self) -> str:
-        engine = self.processes.engine.name
-        return f"{engine}: {self.variant}" if self.variant else engine
-
     def command(self, name: str, **arguments: object) -> list[Any]:
         graph = self.effort.graph and not self.no_graph
-        return self.processes.command(name, variant=self.variant, graph=graph, **arguments)
+        return self.processes.command(name, graph=graph, **arguments)
 
     def prepare(self, case: Case) -> None:
         """Make the arrays, warm up, and find the number of iterations per round."""
@@ -107,11 +100,12 @@ class _Contender:
 
     def measurement(self) -> Measurement:
         """Return the figures of all turns."""
+        name = self.processes.engine.name
         if self.unsupported:
-            return Measurement(self.name, unsupported=self.unsupported)
+            return Measurement(name, unsupported=self.unsupported)
         times = self.slowest
         return Measurement(
-            self.name,
+            name,
             p50_us=results.median_us(times.times_ns) or 0.0,
             p99_us=results.p99_us(times.times_ns) or 0.0,
             iterations=len(times.times_ns),
@@ -215,11 +209,7 @@ class Session:
 
     def measure(self, case: Case, on_round: Callable[[], None] = lambda: None) -> Row:
         """Measure a case on every engine; call `on_round` after each of `Effort.rounds` rounds."""
-        contenders = [
-            _Contender(engine, variant, self._effort)
-            for engine in self._engines
-            for variant in (LIST_VARIANTS[engine.engine.driver] if case.model else ("",))
-        ]
+        contenders = [_Contender(engine, self._effort) for engine in self._engines]
         for contender in contenders:
             contender.prepare(case)
         if reason := contenders[0].unsupported:

@@ -29,7 +29,7 @@ class Worker:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._calls: dict[str, MeasuredCall] = {}  # by variant
+        self._call: MeasuredCall | None = None  # of the case
         gpu = driver.gpu
         self._lead: Call | None = None if gpu is None else gpu.copy_call(LEAD_BYTES)
         self._copy: Call | None = None
@@ -38,29 +38,30 @@ class Worker:
         """Bind this rank's thread to one core, but not the threads of the engine."""
         os.sched_setaffinity(0, {cores[self._driver.rank]})
 
-    def prepare(self, variant: str, case: Case, graph: bool) -> dict[str, str]:
+    def prepare(self, case: Case, graph: bool) -> dict[str, str]:
         """Make the arrays of a case and call once, to find out whether the engine supports it."""
         try:
-            call = MeasuredCall(self._driver, case, variant, self._lead, graph)
-            call.time(1)
+            self._call = MeasuredCall(self._driver, case, self._lead, graph)
+            self._call.time(1)
         except UnsupportedCaseError as error:
             return {"unsupported": str(error)}
         except Exception as error:
             return {"unsupported": f"{type(error).__name__}: {error}"}
-        self._calls[variant] = call
-        return {"no_graph": call.no_graph}
+        return {"no_graph": self._call.no_graph}
 
-    def time(self, variant: str, iterations: int, graph: bool) -> Times:
+    def time(self, iterations: int, graph: bool) -> Times:
         """Time a number of calls."""
-        return self._calls[variant].time(iterations, graph)
+        assert self._call is not None
+        return self._call.time(iterations, graph)
 
-    def check(self, variant: str, graph: bool) -> int:
+    def check(self, graph: bool) -> int:
         """Count wrong elements."""
-        return self._calls[variant].wrong_elements(graph)
+        assert self._call is not None
+        return self._call.wrong_elements(graph)
 
     def release(self) -> None:
         """Free the arrays of the case."""
-        self._calls.clear()
+        self._call = None
 
     def copy(self, nbytes: int, iterations: int) -> list[int]:
         """Time copies of a buffer on all ranks at the same time, for the floor."""

@@ -197,6 +197,8 @@ def test_a_package_is_measured_side_by_side(peer: str, array: str) -> None:
         (("send_recv", "--ranks", "1"), "at least 2"),
         (("all_reduce", "--json", "/no/such/folder/a.json"), "/no/such/folder"),
         (("all_reduce", "--plot", "plot.gif9"), "--plot"),
+        (("all_reduce", "--sizes", "8", "--plot", "plot.png"), "several sizes, got one"),
+        (("barrier", "--plot", "plot.png"), "several sizes, got one"),
         (("broadcast", "--list", "gpt2"), "--list is for all_reduce"),
         (("all_reduce", "--through", "torch", "--array", "numpy"), "--through torch is for torch"),
     ],

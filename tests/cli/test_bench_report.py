@@ -378,10 +378,12 @@ def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
     (data,) = found.texts["script"]
     assert json.loads(data) == json.loads(json.dumps(recorded))
     assert [value for value in found.loaded if not value.startswith(("#", "data:"))] == []
-    (style, *charts_styles) = found.texts["style"]
+    (style, *chart_styles) = found.texts["style"]
     assert "prefers-color-scheme: dark" in style
-    assert not [word for word in ("url(", "@import") if word in style + "".join(charts_styles)]
-    assert found.tags.count("svg") == 2 + len(TIMES) + 1  # charts, and lines of the legend
+    assert not [word for word in ("url(", "@import") if word in style + "".join(chart_styles)]
+    assert found.tags.count("svg") == 1
+    assert "mpich-tuned 1, tuned" in found.texts["text"]
+    assert "var(--text)" in text.partition("<svg")[2]
     assert found.tags.count("h1") == 1
     codes = "".join(found.texts["code"])
     assert all(row["command"] in codes for row in recorded["rows"])

@@ -110,6 +110,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     ours = fastdist_engine(ranks, options.device, options.through == "torch")
     placement = None if on_cpu else _placement(options, ranks)
     if options.plot:
+        if len(cases) == 1:
+            raise ValueError("--plot draws figures over the size: expected several sizes, got one")
         check_plot(Path(options.plot))
     for name in _files(options):
         folder = Path(name).absolute().parent

@@ -33,7 +33,7 @@ from fastdist.cli.bench.peers import (
     find_peers,
     tuned_settings,
 )
-from fastdist.cli.bench.plot import curves_svg, legend
+from fastdist.cli.bench.plot import to_svg
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort, Session
@@ -211,7 +211,6 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
     environment.filters |= {"time": results.format_time, "digits": results.digits}
     rows = list(zip(report.rows, (row["command"] for row in recorded["rows"]), strict=True))
     curves = [row for row, _ in rows if row.case.collective == "all_reduce" and not row.case.model]
-    all_reduces = replace(report, rows=curves)
     template = importlib.resources.files(__package__).joinpath("page.html")
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         report=report,
@@ -220,8 +219,7 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
         rows=rows,
         cautions=_cautions(report),
         sentences=list(peer_sentences(report)),
-        legend=legend(all_reduces),
-        curves=curves_svg(all_reduces) if curves else "",
+        curves=to_svg(replace(report, rows=curves)),
         data=json.dumps(recorded).replace("</", "<\\/"),  # no end of the script element
         unstable_width=intervals.UNSTABLE_WIDTH,
     )

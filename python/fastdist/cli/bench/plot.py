@@ -1,11 +1,9 @@
-"""Draws a report: latency and bus bandwidth over message size; a single case as bars."""
+"""Draws a report: latency and bus bandwidth over message size."""
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ _COLORS = {
 _FLOOR_COLOR = "#9aa0a6"
 _TEXT_COLOR = "#30343a"
 _GRID_COLOR = "#e6e8eb"
-_FLOOR_LINE = {"color": _FLOOR_COLOR, "linestyle": (0, (4, 3)), "linewidth": 1.6}
 _TICKS = 7
 _FIGURES: dict[str, tuple[str, Callable[[float, object], str]]] = {
     "p50_us": ("Latency (p50): lower is better", lambda us, _: format_time(us)),
@@ -36,55 +33,36 @@ _FIGURES: dict[str, tuple[str, Callable[[float, object], str]]] = {
 
 def write_plot(report: Report, path: Path) -> None:
     """Draw a report into a file of any type that matplotlib writes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    if len(report.rows) == 1:
-        _draw_bars(report, figure.subplots())
-    else:
-        latency, bandwidth = figure.subplots(1, 2)
-        _draw_curves(report, latency, "p50_us")
-        _draw_curves(report, bandwidth, "busbw")
-        handles, labels = latency.get_legend_handles_labels()
-        style = {"frameon": False, "labelcolor": _TEXT_COLOR, "ncols": 6}
-        figure.legend(handles[::-1], labels[::-1], loc="outside lower center", **style)
+    figure = _figure(report)
     figure.suptitle(_title(report), x=0.01, ha="left", color=_TEXT_COLOR, fontsize=12)
     figure.savefig(path, dpi=150)
 
 
-def curves_svg(report: Report) -> str:
-    """Draw latency and bandwidth as two SVG elements for a page."""
-    titles = {"p50_us": "time by size", "busbw": "bus bandwidth by size"}
-    draw = partial(_draw_curves, report)
-    return "".join(_svg(partial(draw, figure=name), titles[name]) for name in titles)
-
-
-def legend(report: Report) -> Iterator[tuple[str, float, str, str]]:
-    """Yield color, width, dashes and name of each engine's line, and of the floor's."""
-    for name, version in report.engines.items():
-        if tuned_settings(name):
-            yield _COLORS[peer_of(name)], 1.5, "2 2", f"{version}, tuned"
-        else:
-            yield _COLORS[peer_of(name)], 3, "none", version
-    if any(row.has_floor for row in report.rows):
-        yield "var(--muted)", 2, "6 4", _floor_name(report)
-
-
-def _svg(draw: Callable[[Any], None], label: str) -> str:
-    """Return a chart without a background, in the page's font and colors."""
+def to_svg(report: Report) -> str:
+    """Draw a report as an SVG element without a background, in a page's font and colors."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-    draw(figure.subplots())
     file = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
-        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    svg = re.sub(r' id="[a-z0-9]+_\d+"', "", file.getvalue())  # the same in all charts
+    with rc_context({"svg.fonttype": "none"}):
+        _figure(report).savefig(file, format="svg", transparent=True, metadata=nothing)
+    svg = file.getvalue().partition("<svg ")[2]
     for color, name in ((_TEXT_COLOR, "text"), (_GRID_COLOR, "grid"), (_FLOOR_COLOR, "muted")):
         svg = svg.replace(color, f"var(--{name})")
-    return f'<svg role="img" aria-label="{label}" ' + svg.partition("<svg ")[2]
+    return f'<svg role="img" aria-label="time and bus bandwidth by size" {svg}'
+
+
+def _figure(report: Report) -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    latency, bandwidth = figure.subplots(1, 2)
+    _draw_curves(report, latency, "p50_us")
+    _draw_curves(report, bandwidth, "busbw")
+    handles, labels = latency.get_legend_handles_labels()
+    style = {"frameon": False, "labelcolor": _TEXT_COLOR, "ncols": 4}
+    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", **style)
+    return figure
 
 
 def _title(report: Report) -> str:
@@ -112,17 +90,18 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     ours, *others = zip(*(row.measurements for row in report.rows), strict=True)
     for column in (*others, ours):
         name = column[0].engine
+        tuned = bool(tuned_settings(name))
         shown = [(r, m) for r, m in zip(report.rows, column, strict=True) if not m.unsupported]
         axes.plot(
             [row.case.bytes for row, _ in shown],
             [value(row, measured.p50_us) for row, measured in shown],
             color=_COLORS[peer_of(name)],
-            linestyle=(0, (1, 1)) if tuned_settings(name) else "-",
+            linestyle=(0, (1, 1)) if tuned else "-",
             linewidth=2.8 if column is ours else 1.5,
             marker="o",
             markersize=5.5 if column is ours else 3,
             zorder=3 if column is ours else 2,
-            label=report.engines[name],
+            label=report.engines[name] + (", tuned" if tuned else ""),
         )
     low, high = axes.get_ylim()
     rows = [row for row in report.rows if row.has_floor]
@@ -133,7 +112,15 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
         floor = [value(row, floor_us(row.case, report.ranks, speed)) for row in rows]
     if floor:
         sizes = [row.case.bytes for row in rows]
-        axes.plot(sizes, floor, **_FLOOR_LINE, zorder=1, label=_floor_name(report))
+        axes.plot(
+            sizes,
+            floor,
+            color=_FLOOR_COLOR,
+            linestyle=(0, (4, 3)),
+            linewidth=1.6,
+            zorder=1,
+            label="speed of the links" if _is_link(report) else "memory floor",
+        )
     axes.set_ylim(low, max(high, 1.5 * max(floor, default=0.0)))
     sizes = sorted({row.case.bytes for row in report.rows})
     shown_sizes = sizes[:: -(-len(sizes) // _TICKS)]
@@ -142,10 +129,6 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     title, tick = _FIGURES[figure]
     _style(axes, title)
     axes.yaxis.set_major_formatter(tick)
-
-
-def _floor_name(report: Report) -> str:
-    return "speed of the links" if _is_link(report) else "memory floor"
 
 
 def _is_link(report: Report) -> bool:
@@ -159,20 +142,3 @@ def _style(axes: Any, title: str) -> None:
     axes.tick_params(colors=_TEXT_COLOR, length=0)
     for side in axes.spines.values():
         side.set_visible(False)
-
-
-def _draw_bars(report: Report, axes: Any) -> None:
-    """Draw the times of a single case, such as a list's or a barrier's."""
-    row = report.rows[0]
-    times_us = {way.engine: way.p50_us for way in reversed(row.measurements) if not way.unsupported}
-    colors = [_COLORS[peer_of(name)] for name in times_us]
-    bars = axes.barh(list(times_us), list(times_us.values()), color=colors, height=0.65)
-    axes.bar_label(bars, fmt=format_time, padding=4, color=_TEXT_COLOR)
-    if row.has_floor:
-        axes.axvline(row.floor_us, **_FLOOR_LINE)
-        at = {"xycoords": ("data", "axes fraction"), "va": "bottom", "color": _TEXT_COLOR}
-        axes.annotate(f" {_floor_name(report)}", (row.floor_us, 1.0), **at)
-    _style(axes, "")
-    axes.grid(False, axis="y")
-    axes.xaxis.set_major_formatter(lambda us, _: format_time(us) if us else "0")
-    axes.set_xlabel("time (p50): lower is better", color=_TEXT_COLOR)

@@ -113,7 +113,7 @@ def _times_as_fast(row: Row, engines: Sequence[str]) -> float:
 
 def _right(row: Row) -> Bar:
     name = f"{row.case.collective} {row.case.label} {row.case.array}: wrong elements"
-    return Bar(name, float(row.ours.wrong or 0), most=0)
+    return Bar(name, row.ours.wrong, most=0)
 
 
 def all_reduce(bench: Bench) -> Iterator[Bar]:
@@ -145,7 +145,7 @@ def steady(bench: Bench) -> Iterator[Bar]:
     wrong, slowest, against_mpi = 0, 0.0, math.inf
     for _ in range(20):
         rows = [row for _, row in bench.measure(2, MPI_NAMES, 5 * cases)]
-        wrong += sum(row.ours.wrong or 0 for row in rows)
+        wrong += sum(row.ours.wrong for row in rows)
         ratios = [a.ours.p50_us / b.ours.p50_us for a, b in zip(rows[::2], rows[1::2], strict=True)]
         slowest = max(slowest, statistics.median(ratios))
         faster = [_times_as_fast(row, MPI_NAMES) for row in rows[::2]]
@@ -162,7 +162,7 @@ def gradient_list(bench: Bench) -> Iterator[Bar]:
         case = list_case("resnet50", "float32", "sum", array)
         cases = [case, *array_cases("all_reduce", (case.bytes,), 2, array=array)]
         rows = [row for _, row in bench.measure(2, ("gloo",), 3 * cases)]
-        yield Bar(f"{name}: wrong elements", sum(row.ours.wrong or 0 for row in rows), most=0)
+        yield Bar(f"{name}: wrong elements", sum(row.ours.wrong for row in rows), most=0)
         lists = rows[::2]
         one_array = [a.ours.p50_us / b.ours.p50_us for a, b in zip(lists, rows[1::2], strict=True)]
         ratio = statistics.median(one_array)

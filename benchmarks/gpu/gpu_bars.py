@@ -77,7 +77,7 @@ def all_reduce(bench: GpuBench) -> Iterator[Bar]:
     cases = array_cases("all_reduce", sizes, _RANKS, array="torch")
     for case, row in bench.measure(cases):
         name = f"all_reduce {case.label}"
-        yield Bar(f"{name}: wrong elements", float(row.ours.wrong or 0), most=0)
+        yield Bar(f"{name}: wrong elements", row.ours.wrong, most=0)
         (torch,) = row.others or (None,)
         ratio = row.times_as_fast(torch) if torch else None
         yield Bar(f"{name}: against torch's NCCL", _or_nan(ratio), 0.98)
@@ -97,7 +97,7 @@ def others(bench: GpuBench) -> Iterator[Bar]:
             name = f"{collective} {case.label}"
             (torch,) = row.others or (None,)
             ratio = row.times_as_fast(torch) if torch else None
-            yield Bar(f"{name}: wrong elements", float(row.ours.wrong or 0), most=0)
+            yield Bar(f"{name}: wrong elements", row.ours.wrong, most=0)
             yield Bar(f"{name}: against torch's NCCL", _or_nan(ratio), 0.98)
 
 
@@ -106,7 +106,7 @@ def gradient_list(bench: GpuBench) -> Iterator[Bar]:
     for _, row in bench.measure((list_case("resnet50", "float32", "sum", "torch"),)):
         (torch,) = row.others or (None,)
         ratio = row.times_as_fast(torch) if torch else None
-        yield Bar("161 gradients: wrong elements", float(row.ours.wrong or 0), most=0)
+        yield Bar("161 gradients: wrong elements", row.ours.wrong, most=0)
         yield Bar("161 gradients: against DDP's buckets", _or_nan(ratio), 1.3)
 
 

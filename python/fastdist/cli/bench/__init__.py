@@ -97,10 +97,7 @@ def _add_cases(add: Callable[..., object]) -> None:
 def _add_effort(add: Callable[..., object]) -> None:
     iters = "timed calls per case (default: as many as fit in --time-s)"
     add("--iters", type=int, help=iters)
-    add("--warmup", type=int, default=5, help="calls before the timed calls (default 5)")
     add("--time-s", type=float, default=1.0, help="seconds per case and engine (default 1)")
-    check = "verify the results, outside of the timed calls"
-    add("--check", action=argparse.BooleanOptionalAction, default=True, help=check)
 
 
 def _add_output(add: Callable[..., object]) -> None:

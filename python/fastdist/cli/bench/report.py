@@ -107,7 +107,7 @@ def _cells(row: Row) -> dict[str, str]:
         "p99": _time(ours.p99_us),
         "algbw": f"{row.algbw(ours.p50_us):.2f}" if moves else "-",
         "busbw": f"{row.busbw(ours.p50_us):.2f}" if moves else "-",
-        "wrong": "-" if ours.wrong is None else str(ours.wrong),
+        "wrong": str(ours.wrong),
         "floor": f"{row.floor_percent:.0f}" if row.has_floor else "-",
         "host": _time(ours.host_us),
         "graph": _time(ours.graph_us),

@@ -29,7 +29,7 @@ class Measurement:
     p50_us: float = 0.0
     p99_us: float = 0.0
     iterations: int = 0
-    wrong: int | None = None  # wrong elements over all ranks; None if nothing was checked
+    wrong: int = 0  # wrong elements over all ranks
     unsupported: str = ""  # reason for missing figures, which are then 0
     host_us: float | None = None  # median time until the call returns, on GPUs
     host_p99_us: float | None = None
@@ -158,7 +158,7 @@ class Report:
     @property
     def wrong(self) -> int:
         """Number of fastdist's wrong elements over all rows."""
-        return sum(row.ours.wrong or 0 for row in self.rows)
+        return sum(row.ours.wrong for row in self.rows)
 
 
 def slowest_rank(times_ns: Sequence[Sequence[int]]) -> list[int]:
@@ -187,13 +187,12 @@ def combined(rows: Sequence[Row]) -> Row:
         if unsupported := next((m for m in passes if m.unsupported), None):
             return unsupported
         samples_us = tuple(m.p50_us for m in passes)
-        checked = [m.wrong for m in passes if m.wrong is not None]
         return Measurement(
             engine=name,
             p50_us=statistics.median(samples_us),
             p99_us=statistics.median(m.p99_us for m in passes),
             iterations=sum(m.iterations for m in passes),
-            wrong=sum(checked) if checked else None,
+            wrong=sum(m.wrong for m in passes),
             samples_us=samples_us,
         )
 

@@ -46,7 +46,6 @@ class Effort:
     iterations: int | None = None  # timed calls; None: as many as fit in `time_s`
     warmup: int = 5  # calls before the timed calls
     rounds: int = ROUNDS  # turns of each engine
-    check: bool = True  # verify results
     bind: bool = True  # each rank to a core of its own, if there are enough cores
     timeout_s: float = 300.0  # to wait for an answer of an engine
     graph: bool = False  # on GPUs: also replay a graph with the call
@@ -60,7 +59,7 @@ class _Contender:
     effort: Effort
     iterations: int = 0
     slowest: Times = field(default_factory=lambda: Times([], 0))  # of all turns
-    wrong: int | None = None
+    wrong: int = 0
     unsupported: str = ""
     no_graph: str = ""
 
@@ -228,9 +227,8 @@ class Session:
             for contender in running:
                 contender.time()
             on_round()
-        if self._effort.check:
-            for contender in running:
-                contender.wrong = sum(contender.command("check"))
+        for contender in running:
+            contender.wrong = sum(contender.command("check"))
         for engine in self._engines:
             engine.command("release")
         self._copies_ns += copies_ns

@@ -165,10 +165,10 @@ def test_other_machines_are_compared_only_by_force(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot read {}: No such file or directory"),
-        ("{", "{} is not JSON: Expecting"),
-        ("[]", "{} is not the JSON file of `fastdist bench report`: "),
-        ('{"rows": []}', "{} is not the JSON file of `fastdist bench report`: no 'when'"),
+        (None, "FileNotFoundError(2, 'No such file or directory')"),
+        ("{", "JSONDecodeError("),
+        ("[]", "TypeError("),
+        ('{"rows": []}', "KeyError('when')"),
     ],
 )
 def test_a_file_that_is_no_report_is_named(
@@ -179,7 +179,9 @@ def test_a_file_that_is_no_report_is_named(
     if content is not None:
         bad.write_text(content)
     assert main(["bench", "compare", str(good), str(bad)]) == 2
-    assert capsys.readouterr().err.startswith(f"fastdist bench compare: {message.format(bad)}")
+    error = capsys.readouterr().err
+    assert error.startswith(f"fastdist bench compare: {bad} is not a JSON file of `fastdist bench")
+    assert message in error
 
 
 def test_samples_that_are_none_are_refused(
@@ -441,7 +443,10 @@ def test_a_report_is_measured_written_and_compared_with_the_last(
     recorded = json.loads(written.out)
     assert recorded == json.loads(out.with_suffix(".json").read_text())
     assert json.loads(Page(out.read_text()).texts["script"][0]) == recorded
-    assert "impi failed: cannot run /no/such/mpiexec: No such file or directory" in written.err
+    assert (
+        "impi failed and is left out: cannot run /no/such/mpiexec: No such file or directory"
+        in written.err
+    )
     assert "pass 6 of 6, about " in written.err
     assert f"({tmp_path / 'before.json'})" in written.err
     rows = recorded["rows"]

@@ -22,7 +22,6 @@ from fastdist.cli.bench.peers import Engine, fastdist_engine, find_peers, parse_
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
-from fastdist.cli.command import UsageError
 from fastdist.cli.machine_facts import busy_cores, gpu_facts, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import parse_sizes
@@ -46,8 +45,7 @@ class Plan:
 
 def run_command(options: argparse.Namespace) -> int:
     """Measure one collective; return an exit code as `run_measured` does."""
-    with usable_options():
-        plan = make_plan(options)
+    plan = make_plan(options)
     file = sys.stderr if options.json == "-" else sys.stdout
 
     def measure() -> bool:
@@ -63,15 +61,6 @@ def run_command(options: argparse.Namespace) -> int:
         return not (report.wrong or report.failed)
 
     return run_measured(measure)
-
-
-@contextmanager
-def usable_options() -> Iterator[None]:
-    """Raise UsageError for ValueError and ImportError."""
-    try:
-        yield
-    except (ValueError, ImportError) as error:
-        raise UsageError(str(error)) from None
 
 
 def run_measured(measure: Callable[[], bool]) -> int:

@@ -45,17 +45,10 @@ class RecordedRun:
     def read(cls, path: Path) -> RecordedRun:
         """Read a file."""
         try:
-            recorded = json.loads(path.read_text())
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}") from None
-        except ValueError as error:
-            raise UsageError(f"{path} is not JSON: {error}") from None
-        try:
-            return cls(str(path), recorded)
-        except (KeyError, TypeError, ValueError) as error:
+            return cls(str(path), json.loads(path.read_text()))
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{path} is not the JSON file of `fastdist bench report`: "
-                f"{'no ' if isinstance(error, KeyError) else ''}{error}"
+                f"{path} is not a JSON file of `fastdist bench report`: {error!r}"
             ) from None
 
     def other_machine(self, other: RecordedRun) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from fastdist._version import __version__
 from fastdist.cli.bench import intervals, results
 from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case
-from fastdist.cli.bench.command import Plan, Progress, run_measured, shown_progress, usable_options
+from fastdist.cli.bench.command import Plan, Progress, run_measured, shown_progress
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import (
@@ -52,8 +52,7 @@ _EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
 
 def run_report(options: argparse.Namespace) -> int:
     """Measure and write the page and the JSON; return an exit code as `run_measured` does."""
-    with usable_options():
-        plan, out = _plan(options)
+    plan, out = _plan(options)
     return run_measured(lambda: _run(options, plan, out))
 
 
@@ -107,12 +106,7 @@ def _run(options: argparse.Namespace, plan: Plan, out: Path) -> bool:
 def _summary(report: Report, change: Comparison | None) -> list[str]:
     lines = list(peer_sentences(report))
     lines += [f"{name} is not installed: {how}" for name, how in report.missing.items()]
-    lines += [f"{name} failed: {reason}" for name, reason in report.failed.items()]
-    if unstable := report.unstable_titles:
-        lines.append(f"unstable: {', '.join(unstable)}")
-    if report.wrong:
-        lines.append(f"WRONG RESULTS: {report.wrong} elements")
-    return lines + ([] if change is None else change.lines())
+    return lines + _cautions(report) + ([] if change is None else change.lines())
 
 
 def measure(plan: Plan, passes: int, progress: Progress) -> Report:
@@ -228,7 +222,7 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
 def _cautions(report: Report) -> list[str]:
     cautions = [f"{name} failed and is left out: {why}" for name, why in report.failed.items()]
     cautions += [
-        f"{row.case.title}: {measured.engine} got wrong results"
+        f"WRONG RESULTS: {measured.engine} got {measured.wrong} elements of {row.case.title} wrong"
         for row in report.rows
         for measured in row.measurements
         if measured.wrong

@@ -30,6 +30,13 @@ from fastdist.recorder.signatures import DTYPES
 from fastdist.tpu.mesh import Mesh
 
 _XLA_OPS = ("sum", "mean", "min", "max")
+# For collectives that XLA tensors do not have: another whose result contains the wanted one.
+_INSTEAD = {
+    "reduce": "all_reduce",
+    "gather": "all_gather",
+    "scatter": "broadcast",
+    **dict.fromkeys(("all_to_all", "send", "recv"), "all_gather"),
+}
 _TIMEOUT_S = 600.0  # of processes that wait for each other on the host
 
 
@@ -59,7 +66,7 @@ class SpmdEngine(Engine):
         """Return the collectives, which are part of the traced program and never asynchronous."""
         del timeout_s  # XLA decides
         return Calls(
-            **{op: functools.partial(self._call, op, getattr(self, f"_{op}")) for op in OPS}
+            **{op: functools.partial(self._call, op, getattr(self, f"_{op}", None)) for op in OPS}
         )
 
     def empty(self, nbytes: int) -> Bytes:
@@ -86,7 +93,7 @@ class SpmdEngine(Engine):
     def _call(
         self,
         name: str,
-        method: Callable[..., Any],
+        method: Callable[..., Any] | None,
         *arrays: Any,
         timeout: float | None = None,
         async_op: bool = False,
@@ -96,6 +103,11 @@ class SpmdEngine(Engine):
         **given: Any,
     ) -> Any:
         del timeout, bucket_bytes  # XLA decides
+        if method is None:
+            raise UnsupportedError(
+                f"{name} is not supported for XLA tensors; use {_INSTEAD[name]}, whose result all "
+                "ranks get"
+            )
         if within == "gather_object":
             del given["root"]
         if stream is not None:
@@ -122,10 +134,6 @@ class SpmdEngine(Engine):
             _put(target, result)
         return arrays if out is None else out
 
-    def _reduce(self, arrays: Any, op: str, root: int, out: Any) -> Any:
-        to_rank(root, "root", self.size)
-        return self._all_reduce(arrays, op, out, None)  # other ranks get the result too
-
     def _broadcast(self, arrays: Any, root: int, out: Any = None) -> Any:
         to_rank(root, "root", self.size)
         sources, targets = _fitting("broadcast", arrays, out)
@@ -143,19 +151,6 @@ class SpmdEngine(Engine):
             _put(target, self._joined(source if source.dim() else source[None]))
         return out
 
-    def _gather(self, arrays: Any, root: int, out: Any) -> Any:
-        to_rank(root, "root", self.size)
-        return None if out is None else self._all_gather(arrays, out)
-
-    def _scatter(self, arrays: Any, root: int, out: Any) -> Any:
-        to_rank(root, "root", self.size)
-        sources, targets = _tensors(arrays), _tensors(out)
-        self._agree("scatter", sources, root=root)
-        for source, target in zip(sources, targets, strict=True):
-            given = self._joined(source).reshape(self.size, *source.shape)[root]
-            _put(target, self._part(given))
-        return out
-
     def _reduce_scatter(self, arrays: Any, op: str, out: Any) -> Any:
         sources, targets = _tensors(arrays), _tensors(out)
         _require_op(op, sources)
@@ -163,21 +158,6 @@ class SpmdEngine(Engine):
         for target, result in zip(targets, self._reduced(sources, op), strict=True):
             _put(target, self._part(result))
         return out
-
-    def _all_to_all(self, arrays: Any, out: Any, counts: Sequence[int]) -> Any:
-        if len(counts):
-            raise UnsupportedError("all_to_all: XLA supports equal parts only; omit splits")
-        sources, targets = _tensors(arrays), _tensors(out)
-        self._agree("all_to_all", sources)
-        for source, target in zip(sources, targets, strict=True):
-            _put(target, self._exchanged(source))
-        return out
-
-    def _send(self, *_: object, **__: object) -> Any:
-        raise UnsupportedError("send is not supported for XLA tensors; use all_to_all or scatter")
-
-    def _recv(self, *_: object, **__: object) -> Any:
-        raise UnsupportedError("recv is not supported for XLA tensors; use all_to_all or scatter")
 
     def _barrier(self) -> None:
         self._agree("barrier", [])
@@ -241,16 +221,12 @@ class SpmdEngine(Engine):
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
-        _require_xla(tensor)
+        if _is_on_host(tensor):
+            raise ValueError(
+                f"expected a tensor on XLA devices, got a tensor on {tensor.device}, which is "
+                "equal on all ranks"
+            )
         return self._mesh.enter_part(self._mesh.leave(tensor))
-
-    def _exchanged(self, tensor: torch.Tensor) -> torch.Tensor:
-        _require_xla(tensor)
-        n = self.size
-        rows = tensor.shape[0] // n
-        table = self._mesh.leave_joined(tensor).reshape(n, n, rows, *tensor.shape[1:])
-        turned = table.transpose(0, 1).reshape(n * n * rows, *tensor.shape[1:])
-        return self._mesh.enter_part(turned)
 
 
 def _tensors(arrays: Any) -> list[torch.Tensor]:
@@ -289,14 +265,6 @@ def _require_op(op: str, tensors: Sequence[torch.Tensor]) -> None:
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "xla"
-
-
-def _require_xla(tensor: torch.Tensor) -> None:
-    if _is_on_host(tensor):
-        raise ValueError(
-            f"expected a tensor on XLA devices, got a tensor on {tensor.device}, which is equal on "
-            "all ranks"
-        )
 
 
 def _put(target: torch.Tensor, result: torch.Tensor) -> None:

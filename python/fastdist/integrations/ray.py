@@ -65,7 +65,7 @@ def run(
         resources: other resources of each process.
         placement: Ray's placement strategy: "PACK" on few nodes, "SPREAD", "STRICT_PACK" on one
             node or "STRICT_SPREAD".
-        max_restarts: the maximum number of restarts by Ray. If a rank is lost, all ranks restart
+        max_restarts: the maximum number of restarts. If a rank is lost, all ranks are started again
             and call the function again; a lost worker or parameter server restarts alone.
         timeout: seconds to wait until the cluster has room.
 
@@ -98,27 +98,27 @@ def run(
                 f"the Ray cluster has no room for {count} processes with {bundle} each "
                 f"({placement}) within {timeout:g} s; `ray status` shows what it has"
             )
-        # This module restarts all ranks together, and counts the restarts.
-        most = max_restarts if roles else -1
-        made = [_start(group, i, bundle, most) for i in range(count)]
         call = function, tuple(args), dict(kwargs or {})
         if roles:
+            made = [_start(group, i, bundle, max_restarts) for i in range(count)]
             result: T = _run_roles(made, roles, call)
             return result
-        return _run_ranks(made, call, max_restarts)
+        while True:
+            made = [_start(group, i, bundle, 0) for i in range(count)]
+            try:
+                return _run_ranks(made, call)
+            except RayActorError:
+                if max_restarts == 0:
+                    raise
+            max_restarts -= 1
+            for process in made:
+                ray.kill(process)
     finally:
         remove_placement_group(group)  # ends the processes
 
 
 class _Process:
     """A process of a job on a node of the cluster."""
-
-    def __init__(self) -> None:
-        self._number = secrets.token_hex(16)
-
-    def number(self) -> str:
-        """Return a number that changes when Ray restarts the process."""
-        return self._number
 
     def place(self) -> tuple[str, str, int]:
         """Return the node, its IP address, and a port that is free there."""
@@ -149,34 +149,15 @@ def _start(group: Any, index: int, bundle: Mapping[str, float], max_restarts: in
     return kind.remote()
 
 
-def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...], max_restarts: int) -> list[Any]:
-    attempt = 0
-    numbers: list[str] = []
-    while True:
-        numbers = _numbers(processes, numbers)
-        places = _ask_all(processes, "place")
-        pending = [
-            process.call.remote(environment, call)
-            for process, environment in zip(processes, _environments(places), strict=True)
-        ]
-        error = _first_error(pending)
-        if error is None:
-            return list(ray.get(pending))
-        if attempt == max_restarts or not isinstance(error, RayActorError):
-            raise error
-        attempt += 1
-        for process, one in zip(processes, pending, strict=True):
-            if not _is_lost(one):  # a lost one is being started again already
-                ray.kill(process, no_restart=False)
-
-
-def _numbers(processes: Sequence[Any], ended: Sequence[str]) -> list[str]:
-    """Return the processes' numbers, once Ray has restarted those that had these numbers."""
-    while True:
-        found: list[str] = _ask_all(processes, "number")
-        if not set(found) & set(ended):
-            return found
-        time.sleep(0.1)
+def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...]) -> list[Any]:
+    places = _ask_all(processes, "place")
+    pending = [
+        process.call.remote(environment, call)
+        for process, environment in zip(processes, _environments(places), strict=True)
+    ]
+    if (error := _first_error(pending)) is not None:
+        raise error
+    return list(ray.get(pending))
 
 
 def _ask_all(processes: Sequence[Any], method: str) -> list[Any]:
@@ -184,16 +165,6 @@ def _ask_all(processes: Sequence[Any], method: str) -> list[Any]:
     methods = [getattr(process, method) for process in processes]
     answers: list[Any] = ray.get([m.options(max_task_retries=-1).remote() for m in methods])
     return answers
-
-
-def _is_lost(call: Any) -> bool:
-    try:
-        ray.get(call, timeout=0)
-    except RayActorError:
-        return True
-    except (GetTimeoutError, RayTaskError):
-        pass
-    return False
 
 
 def _environments(places: Sequence[tuple[str, str, int]]) -> list[dict[str, str]]:

@@ -32,7 +32,14 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<Handle> handle, const Connect
       });
 }
 
-NcclCommunicator::~NcclCommunicator() { close(); }
+NcclCommunicator::~NcclCommunicator() {
+  close();
+  try {
+    const cuda::DeviceGuard device(handle_->device());  // freeing must use no other GPU
+    captured_.clear();
+  } catch (const Error&) {  // the process is exiting, and the driver is gone
+  }
+}
 
 // --- A call -----------------------------------------------------------------------------------
 

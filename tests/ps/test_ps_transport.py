@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ from fastdist.errors import FastdistError, UnavailableError
 from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.items import names_of
 from fastdist.ps.server.changes import MAX_REQUESTS, Deduplicator
-from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op
+from fastdist.ps.wire.protocol import HEADER_BYTES, VERSION, Header, Op, Status
 from fastdist.ps.wire.specs import from_json, to_json
 from hypothesis import given
 from hypothesis import strategies as st
 from launched import wait_until
-from raw_link import RawClient
+from raw_link import RawClient, RawServer
 from sharded_things import pull, pull_rows, push, push_rows
 from unreliable import Unreliable
 
@@ -448,6 +449,14 @@ def test_another_version(server: Server, client: Client) -> None:
         )
         assert expected.encode() in text
     client.stats(0)
+    with RawServer() as other, Client([other.address], timeout_s=20) as peer:
+        other.connect(peer)
+        ticket = peer.submit(0, Op.STATS)
+        connection, (asked, *_) = other.receive()
+        answer = replace(Header.unpack(asked), kind=Status.FAILED, version=VERSION + 1)
+        other.send(connection, answer.pack(), b"the server speaks another version")
+        with pytest.raises(FastdistError, match=r"speaks another version \(server 0 at"):
+            peer.wait(ticket)
 
 
 @pytest.mark.parametrize("seconds", [1, pytest.param(10, marks=pytest.mark.slow)])

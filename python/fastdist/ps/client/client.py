@@ -22,7 +22,6 @@ from fastdist.ps.wire.protocol import (
     Op,
     ProtocolError,
     Status,
-    VersionError,
     error_of,
     message_bytes,
     to_floats,
@@ -264,7 +263,7 @@ class Client:
         """Return where the body of a reply that is arriving is to be received, if it may be."""
         try:
             header = Header.unpack(header_frame)
-        except (VersionError, ProtocolError):
+        except ProtocolError:
             return None
         ticket = self._in_flight[server].get(header.number)
         if ticket is None or ticket.destination is None or header.kind != Status.OK:
@@ -277,9 +276,6 @@ class Client:
     def _handle_reply(self, server: int, header_frame: memoryview, *bodies: memoryview) -> None:
         try:
             header = Header.unpack(header_frame)
-        except VersionError as error:
-            header = error.header
-            bodies = ()
         except ProtocolError:
             return
         ticket = self._in_flight[server].get(header.number)

@@ -25,6 +25,7 @@ from fastdist.ps.wire.protocol import (
     MAX_META_BYTES,
     PART_SIZE,
     UNKNOWN_STEP,
+    VERSION,
     Array,
     BusyError,
     Entry,
@@ -34,7 +35,6 @@ from fastdist.ps.wire.protocol import (
     Place,
     ProtocolError,
     Status,
-    VersionError,
     extents_of,
     padded,
     status_of,
@@ -46,6 +46,10 @@ from fastdist.ps.wire.specs import RowsSpec, Spec, from_json
 
 _LENT_BYTES = 1 << 18
 _MAX_LR = float(np.finfo(np.float32).max)
+_OTHER_VERSION = (
+    f"the server speaks version {VERSION} of the protocol, the client version {{}}; use the same "
+    "version of fastdist"
+)
 _Body = Array | tuple[Array, Array]
 _Wanted = tuple[Sequence[tuple[Spec, Any]], Sequence[Place], Kinds]
 
@@ -99,11 +103,11 @@ class Service:
         self._increment("requests")
         try:
             header = Header.unpack(frames[0] if frames else b"")
+            if header.version != VERSION:
+                return _reply(header, Status.FAILED), _OTHER_VERSION.format(header.version).encode()
             op = Op(header.kind)
             if len(frames) - 1 not in op.frames:
                 raise ProtocolError(f"{op.name} with {len(frames) - 1} frames")
-        except VersionError as error:
-            return _reply(error.header, Status.OTHER_VERSION), str(error).encode()
         except (ProtocolError, ValueError):
             self._increment("malformed")
             return None

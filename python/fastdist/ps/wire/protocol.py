@@ -83,10 +83,9 @@ class Status(enum.IntEnum):
     INDEX_ERROR = 3
     MEMORY_ERROR = 4
     FAILED = 5
-    OTHER_VERSION = 6
-    RESTARTED = 7
-    OS_ERROR = 8
-    BUSY = 9  # the client should ask again later, by the same number
+    RESTARTED = 6
+    OS_ERROR = 7
+    BUSY = 8  # the client should ask again later, by the same number
 
 
 class ProtocolError(Exception):
@@ -113,17 +112,6 @@ _ERRORS: dict[Status, type[Exception]] = {
 }
 
 
-class VersionError(Exception):
-    """A message of another version of the protocol; its `header` is readable."""
-
-    def __init__(self, header: Header, version: int) -> None:
-        super().__init__(
-            f"the server speaks version {VERSION} of the protocol, the client version {version}; "
-            "use the same version of fastdist"
-        )
-        self.header = header
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """The first frame of a request or reply."""
@@ -135,12 +123,13 @@ class Header:
     floor: int = 0  # the client has the replies to all requests before this number
     round: int = 0  # that a push waits for; 0 applies it at once
     place: int = 0  # of the push, in the sum of its round
+    version: int = VERSION
 
     def pack(self) -> bytes:
         """Return the header as `HEADER_BYTES` bytes."""
         return _HEADER.pack(
             _MAGIC,
-            VERSION,
+            self.version,
             self.kind,
             self.object & 0xFFFFFFFF,
             self.place,
@@ -153,12 +142,15 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header:
-        """Parse a frame; raise ProtocolError if it is no header, VersionError if not of ours."""
+        """Parse a frame; raise ProtocolError if it is no header.
+
+        Of a header of another version, fields that all versions have are parsed.
+        """
         if len(data) < _COMMON_HEADER.size or bytes(data[:4]) != _MAGIC:
             raise ProtocolError(f"a first frame of {len(data)} bytes, not a header")
         _, version, kind, index, place, number, floor, client = _COMMON_HEADER.unpack_from(data)
         if version != VERSION:
-            raise VersionError(cls(kind, number, client, index, floor), version)
+            return cls(kind, number, client, index, floor, version=version)
         if len(data) != HEADER_BYTES:
             raise ProtocolError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
         *_, round_, incarnation = _HEADER.unpack(data)

@@ -21,8 +21,7 @@ from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.protocol import (
     APPLIED_ONCE,
     IDS,
-    MAX_LONG_META_BYTES,
-    MAX_META_BYTES,
+    MAX_JSON_BYTES,
     PART_SIZE,
     UNKNOWN_STEP,
     VERSION,
@@ -253,7 +252,7 @@ class Service:
 
     def _commit(self, header: Header, frame: memoryview) -> bytes:
         rounds = self._rounds
-        request = _json(frame, dict, MAX_LONG_META_BYTES)
+        request = _json(frame, dict)
         weight = float(request["weight"])
         if not 0 < weight < math.inf:
             raise ValueError(f"a commit with the weight {weight}")
@@ -277,7 +276,7 @@ class Service:
         return json.dumps({"state": state}).encode()
 
     def _move_files(self, op: Op, header: Header, frame: memoryview) -> bytes:
-        request = _json(frame, dict, MAX_LONG_META_BYTES)
+        request = _json(frame, dict)
         spec, stored = self._registry.find(header.object)
         part = Part(**request["part"])
         if op is Op.SAVE:
@@ -292,7 +291,7 @@ class Service:
         return json.dumps(restored).encode()
 
     def _create(self, frames: Sequence[memoryview]) -> int:
-        spec = from_json(_meta(frames[0]))
+        spec = from_json(_json_bytes(frames[0]))
 
         def make() -> _core.DenseVariable | _core.RowTable:
             if isinstance(spec, RowsSpec):
@@ -348,14 +347,14 @@ def _range(bits: int) -> str:
     return str(first) if first >= last else f"{first}-{last}"
 
 
-def _meta(frame: memoryview, limit: int = MAX_META_BYTES) -> bytes:
-    if frame.nbytes > limit:
-        raise ValueError(f"{frame.nbytes} bytes of JSON, the limit is {limit}")
+def _json_bytes(frame: memoryview) -> bytes:
+    if frame.nbytes > MAX_JSON_BYTES:
+        raise ValueError(f"{frame.nbytes} bytes of JSON, the limit is {MAX_JSON_BYTES}")
     return bytes(frame)
 
 
-def _json(frame: memoryview, kind: type[Any], limit: int = MAX_META_BYTES) -> Any:
-    read = json.loads(_meta(frame, limit))
+def _json(frame: memoryview, kind: type[Any]) -> Any:
+    read = json.loads(_json_bytes(frame))
     if not isinstance(read, kind):
         raise ValueError(f"expected a JSON {kind.__name__}, got a {type(read).__name__}")
     return read

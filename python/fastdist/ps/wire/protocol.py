@@ -22,8 +22,7 @@ import fastdist._core as _core
 from fastdist.errors import FastdistError, UnavailableError
 
 VERSION = 11
-MAX_META_BYTES = 64 << 10
-MAX_LONG_META_BYTES = 4 << 20  # for messages that list many objects or files
+MAX_JSON_BYTES = 4 << 20
 MAX_FRAME_BYTES = 2**31 - 1
 UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"

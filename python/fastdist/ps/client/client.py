@@ -217,7 +217,7 @@ class Client:
             for number, late in list(in_flight.items()):  # none of them is sent again later
                 if now >= self._deadline(late):
                     late.abandon()
-                    late.error = self._unavailable(late, now)
+                    late.error = self._unavailable(late)
                     late.is_done = True
                     del in_flight[number]
             assert ticket.error is not None
@@ -238,7 +238,7 @@ class Client:
             return deadline
         return min(deadline, max(ticket.began, connection.lost_at) + self._grace_s)
 
-    def _unavailable(self, ticket: Ticket, now: float) -> UnavailableError:
+    def _unavailable(self, ticket: Ticket) -> UnavailableError:
         connection, server = self._connections[ticket.server], ticket.server
         silence = f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s"
         if connection.was_refused:
@@ -250,13 +250,8 @@ class Client:
             what = f"{silence}, nor let this client in: is it running, or is it overloaded?"
         elif connection.lost_at is None:
             what = f"{silence}, but the connection holds: the server is overloaded, or hangs"
-        elif now - connection.lost_at < self._grace_s:
-            what = f"{silence}, and the connection is broken"
         else:
-            what = (
-                f"is gone: the connection broke during or before {ticket.op.name}, and could not "
-                f"be restored for {self._grace_s:g} s"
-            )
+            what = f"is gone: the connection broke during or before {ticket.op.name}"
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
 
     def _place(self, server: int, header_frame: memoryview, nbytes: int) -> list[memoryview] | None:

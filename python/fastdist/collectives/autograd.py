@@ -87,14 +87,9 @@ def _reduced(communicator: Communicator | None, op: ReduceOp, tensor: torch.Tens
 def _gathered(
     communicator: Communicator, tensor: torch.Tensor, axis: int, sizes: tuple[int, ...]
 ) -> torch.Tensor:
-    """Gather tensors of different sizes: each rank pads its tensor to the largest size."""
-    rows = tensor.detach().movedim(axis, 0)
-    most = max(sizes)
-    padded = rows.new_zeros((most, *rows.shape[1:]))
-    padded[: rows.shape[0]] = rows
-    joined: torch.Tensor = communicator.all_gather(padded)
-    kept = [joined[i * most : i * most + size] for i, size in enumerate(sizes)]
-    return torch.cat(kept).movedim(0, axis)
+    rows = tensor.detach().resolve_conj().resolve_neg().movedim(axis, 0).contiguous()
+    splits = None if len(set(sizes)) == 1 else sizes
+    return communicator.all_gather(rows, splits=splits).movedim(0, axis)
 
 
 class _AllReduce(torch.autograd.Function):

@@ -6,12 +6,12 @@ innermost launcher comes first: `torchrun` inside `srun` is torchrun's job, `mpi
 one.
 """
 
-import ipaddress
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from fastdist.cluster.address import is_loopback
 from fastdist.cluster.environ import (
     Environ,
     count,
@@ -313,11 +313,7 @@ def _master(environ: Environ) -> str:
 
 
 def _on_one_machine(environ: Environ) -> bool:
-    address = environ.get("MASTER_ADDR", "localhost")
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address in ("localhost", "")
+    return is_loopback(environ.get("MASTER_ADDR") or "localhost")
 
 
 def _slurm_tasks_on(environ: Environ, node: int) -> tuple[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
 import logging
 import os
 import secrets
@@ -19,7 +18,7 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist._config import settings
-from fastdist.cluster.address import join_address, split_address
+from fastdist.cluster.address import is_loopback, join_address, split_address
 from fastdist.cluster.environ import join_master
 from fastdist.cluster.launch import Launch, detect_launch, note_launch, require_own_place
 from fastdist.cluster.replicas import patience_s, started_replica
@@ -317,7 +316,7 @@ def coordinator_of_launch(launch: Launch) -> str:
 
 def _connect(rank: int, size: int, coordinator: str, timeout_s: float) -> tuple[Engine, Launch]:
     """Make the engine of ranks that the program names, and find this rank's place."""
-    if size > 1 and not _is_loopback(coordinator):
+    if size > 1 and not is_loopback(split_address(coordinator)[0]):
         return _on_machines("init", rank, size, coordinator, timeout_s)
     key = secrets.token_hex(8) if size == 1 else f"init/{coordinator}"
     engine = HostEngine.of_processes(key, rank, size, timeout_s)
@@ -373,11 +372,3 @@ def _on_machines(
     prefix = f"fastdist/{_World.meetings[coordinator]}"
     found = agree_in_store(rank, size, coordinator, prefix, timeout_s, has_agent)
     return connect(found, launcher, timeout_s)
-
-
-def _is_loopback(coordinator: str) -> bool:
-    try:
-        host, _ = split_address(coordinator)
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

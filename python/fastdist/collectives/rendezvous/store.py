@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import errno
-import ipaddress
 import socket
 import threading
 import time
@@ -54,10 +53,9 @@ def open_store(
     except (RuntimeError, ValueError, OSError) as error:
         if refuse_other_job is not None and "EADDRINUSE" in str(error):
             _call_with_other_job(host, port, prefix, refuse_other_job)
-        loopback = "" if listens else _loopback_hint(host)
         raise ClusterConfigError(
             f"rendezvous: rank {rank} cannot {'open' if listens else 'reach'} the store at "
-            f"{host}:{port} within {timeout_s:g} s: {_reason(error)}{loopback}",
+            f"{host}:{port} within {timeout_s:g} s: {_reason(error)}",
             (0,),
         ) from None
     _stores.append(store)
@@ -116,16 +114,6 @@ def _reason(error: Exception) -> str:
     if "EADDRINUSE" in str(error):
         return "another job or program uses the port; give each job a port of its own"
     return str(error).partition("\n")[0]
-
-
-def _loopback_hint(host: str) -> str:
-    try:
-        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError:
-        return ""
-    if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
-        return ""
-    return f"; {host} is this machine itself here, expected an address that all machines reach"
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

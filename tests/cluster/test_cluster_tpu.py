@@ -15,9 +15,15 @@ GKE = {"TPU_WORKER_HOSTNAMES": "t-0.tpu,t-1.tpu", "TPU_WORKER_ID": "1"}
 ENDPOINTS = "w-0:u0:10.0.0.2,w-1:u1:10.0.0.3,w-2:u2:10.0.0.4"
 
 
-def metadata(**attributes: str) -> Callable[[str], str | None]:
-    named = {name.replace("_", "-"): value for name, value in attributes.items()}
-    return named.get
+@pytest.fixture
+def has(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Give this machine metadata."""
+
+    def make(attributes: dict[str, str]) -> None:
+        named = {name.replace("_", "-"): value for name, value in attributes.items()}
+        monkeypatch.setattr(tpu, "_read_metadata", named.get)
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -50,8 +56,10 @@ def test_hosts_that_are_found(
     addresses: tuple[str, ...],
     task: int,
     source: str,
+    has: Callable[[dict[str, str]], None],
 ) -> None:
-    resolver = TPUClusterResolver(environ=environ, read_metadata=metadata(**attributes))
+    has(attributes)
+    resolver = TPUClusterResolver(environ=environ)
     assert resolver.cluster_spec().job_tasks("worker") == addresses
     assert (resolver.task_type, resolver.task_id, resolver.rank) == ("worker", task, task)
     assert resolver.num_hosts == resolver.world_size == len(addresses)
@@ -102,9 +110,11 @@ def test_hosts_that_make_no_sense(
     environ: dict[str, str],
     attributes: dict[str, str],
     messages: list[str],
+    has: Callable[[dict[str, str]], None],
 ) -> None:
+    has(attributes)
     with pytest.raises(ClusterConfigError) as caught:
-        TPUClusterResolver(*arguments, environ=environ, read_metadata=metadata(**attributes))  # type: ignore[arg-type]
+        TPUClusterResolver(*arguments, environ=environ)  # type: ignore[arg-type]
     for message in messages:
         assert message in str(caught.value)
 

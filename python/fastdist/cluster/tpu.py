@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import final
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -19,8 +19,6 @@ _METADATA_TIMEOUT_S = 2.0
 # Set in notebooks of Colab and Kaggle, where this machine is the only host.
 _NOTEBOOKS = ("COLAB_TPU_ADDR", "TPU_NAME")
 _WORKER_ID = ("TPU_WORKER_ID", "CLOUD_TPU_TASK_ID")
-
-ReadMetadata = Callable[[str], str | None]
 
 
 class TPUClusterResolver(SimpleClusterResolver):
@@ -56,7 +54,6 @@ class TPUClusterResolver(SimpleClusterResolver):
         *,
         port: int = 29500,
         environ: Environ = os.environ,
-        read_metadata: ReadMetadata | None = None,
     ) -> None:
         """Find the hosts of the slice.
 
@@ -64,14 +61,11 @@ class TPUClusterResolver(SimpleClusterResolver):
             worker_hostnames: names or IP addresses of all hosts, in the order of their ids.
             worker_id: index of this host; optional for a single host.
             port: port for the rendezvous at the first host; TPUs use 8470 to 8480 themselves.
-            read_metadata: a function that returns an attribute of the machine's metadata, or None;
-                by default it asks Google's metadata server, with a timeout of 2 s.
 
         Raises:
             ClusterConfigError: no source names the hosts, or the source is malformed.
         """
-        read = _read_metadata if read_metadata is None else read_metadata
-        hosts, task, self.source = _find(worker_hostnames, worker_id, environ, read)
+        hosts, task, self.source = _find(worker_hostnames, worker_id, environ)
         try:
             spec = ClusterSpec({"worker": [join_address(host, port) for host in hosts]})
         except ValueError as error:
@@ -91,7 +85,7 @@ class TPUClusterResolver(SimpleClusterResolver):
 
 
 def _find(
-    given: Sequence[str] | None, worker_id: int | None, environ: Environ, read: ReadMetadata
+    given: Sequence[str] | None, worker_id: int | None, environ: Environ
 ) -> tuple[list[str], int, str]:
     if given is not None:
         if not given:
@@ -107,14 +101,14 @@ def _find(
     for name in _NOTEBOOKS:
         if environ.get(name):
             return _of_notebook(name, environ[name])
-    endpoints = read("worker-network-endpoints")
+    endpoints = _read_metadata("worker-network-endpoints")
     if endpoints is None:
         raise ClusterConfigError(
             "no TPU hosts found: TPU_WORKER_HOSTNAMES, COLAB_TPU_ADDR and TPU_NAME are not set, "
             f"and {_METADATA}worker-network-endpoints gave nothing; expected one of them, or "
             'TPUClusterResolver(["host0", "host1"], worker_id) with the hosts as arguments'
         )
-    return _of_metadata(endpoints, read("agent-worker-number"))
+    return _of_metadata(endpoints, _read_metadata("agent-worker-number"))
 
 
 def _of_environment(environ: Environ) -> tuple[list[str], int, str]:
@@ -150,6 +144,7 @@ def _of_metadata(endpoints: str, number: str | None) -> tuple[list[str], int, st
 
 
 def _read_metadata(name: str) -> str | None:
+    """Ask Google's metadata server for an attribute of this machine; None if it has none."""
     request = Request(_METADATA + name, headers={"Metadata-Flavor": "Google"})
     try:
         with urlopen(request, timeout=_METADATA_TIMEOUT_S) as answer:

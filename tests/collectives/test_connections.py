@@ -333,10 +333,6 @@ def test_damaged_greetings() -> None:
             close(found)
 
 
-@pytest.mark.parametrize(
-    ("ip", "words"),
-    [("somewhere", "a numeric IP address, got 'somewhere'"), ("203.0.113.7", "cannot listen at")],
-)
-def test_addresses_that_are_not_this_machines(ip: str, words: str) -> None:
-    with pytest.raises(OSError, match=words):
-        listen_at(ip)
+def test_an_address_that_is_not_this_machines() -> None:
+    with pytest.raises(OSError, match="cannot listen at"):
+        listen_at("203.0.113.7")

@@ -57,10 +57,7 @@ _Steps = Generator[None, None, None]  # of a handshake; it yields while its sock
 
 def listen_at(ip: str) -> socket.socket:
     """Listen at a free port of a numeric IP address."""
-    try:
-        family, address = _resolve((ip, 0))
-    except socket.gaierror:
-        raise OSError(f"expected a numeric IP address, got {ip!r}") from None
+    family, address = _resolve((ip, 0))
     listener = socket.socket(family)
     try:
         listener.bind(address)

@@ -145,8 +145,8 @@ def test_batches_of_other_sizes(run: Run) -> None:
         size = 12 if strategy.is_chief else 6
         batches = strategy.distribute_dataset(torch.ones(24, 3), global_batch_size=size)
         message = (
-            r"global batches have different sizes: 12 examples, \[.*\] on replica 0, 6 examples, "
-            r"\[.*\] on replica 1"
+            r"global batches have different sizes: this one is 12 examples, \[.*\] on replica 0, "
+            r"6 examples, \[.*\] on replica 1"
         )
 
         def loop() -> None:
@@ -171,7 +171,7 @@ def test_sizes_that_change_whether_replicas_weigh_the_same(run: Run) -> None:
             for batch in batches:
                 strategy.run(lambda x: model(x).mean().backward(), args=(batch,))
 
-        with pytest.raises(FastdistError, match="global batches have different sizes: 12 examples"):
+        with pytest.raises(FastdistError, match="different sizes: this one is 12 examples"):
             loop()
 
     run(case)
@@ -206,24 +206,24 @@ def _example(i: int) -> dict[str, Any]:
 
 # What each replica gives to distribute_dataset, and the words of the error.
 DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
-    "arrays": (lambda own: {"source": torch.arange(72.0).view(24, 3).roll(own, 0)}, "examples"),
+    "arrays": (lambda own: {"source": torch.arange(72.0).view(24, 3).roll(own, 0)}, "other ex"),
     "shuffled arrays": (
         lambda own: {"source": torch.arange(72.0).view(24, 3) + own, "shuffle": True},
-        "examples that replica",
+        "other examples",
     ),
-    "a split": (lambda own: {"source": _split(own)}, "examples that replica"),
-    "a split, shuffled": (lambda own: {"source": _split(own), "shuffle": True}, "examples that"),
+    "a split": (lambda own: {"source": _split(own)}, "other examples"),
+    "a split, shuffled": (lambda own: {"source": _split(own), "shuffle": True}, "other examples"),
     "a split, loaded": (
         lambda own: {"source": _split(own), "num_workers": int(own == 0)},
-        "examples that replica",
+        "other examples",
     ),
     "order of files": (
         lambda own: {"source": Examples(24, lambda i: _floats((i + own) % 24))},
-        "examples that replica",
+        "other examples",
     ),
     "numbers of classes": (
         lambda own: {"source": Examples(24, lambda i: (_floats(i), [0, 1, 2][(i + own) % 3]))},
-        "examples that replica",
+        "other examples",
     ),
     "lengths": (
         lambda own: {"source": torch.arange(72.0).view(24, 3)[: 24 - 6 * own]},
@@ -235,7 +235,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     ),
     "a sampler": (
         lambda own: {"source": DataLoader(_split(own), 6, sampler=SequentialSampler(range(24)))},
-        "examples that replica",
+        "other examples",
     ),
 }
 
@@ -279,7 +279,7 @@ def test_a_batch_left_out(run: Run, weight: float | None) -> None:
                     batch = next(batches)
                 strategy.run(lambda x: model(x).mean().backward(), (batch,), weight=weight)
 
-        message = "replica 0 computes on step 1 of epoch 0 .* replica 1 on step 2 of epoch 0"
+        message = "this one is step 1 of epoch 0 on replica 0, step 2 of epoch 0 on replica 1"
         with pytest.raises(FastdistError, match=message):
             loop()
 

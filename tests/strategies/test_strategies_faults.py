@@ -197,7 +197,7 @@ def test_hyperparameters_that_differ(run: Callable[[Any], Any]) -> None:
         if isinstance(strategy, fd.CentralStorageStrategy):
             return
         with pytest.raises(
-            FastdistError, match=r"lr=0.5 on replica 0, 0.05 on replica 1"
+            FastdistError, match=r"SGD's lr is 0.5 on replica 0, 0.05 on replica 1"
         ) as caught:
             strategy.run(step)
         assert caught.value.ranks == (1,)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +42,12 @@ _SAME_DATA = (
     "splits and shuffles a seed, sort lists of files, and number classes by sorted(set(…)); where "
     "each replica has its own data, use distribute_datasets_from_function"
 )
+_OTHER_STEPS = "replicas have taken different optimizer steps before this backward"
+_SAME_STEPS = (
+    "All replicas need the same hyperparameters; a scheduler that steps by the loss needs the loss "
+    "of all replicas, by all_reduce of the replica context in run, or by strategy.reduce outside"
+)
+_Fact = tuple[str, Any, str]  # words that name a value, the value, what to do where it differs
 
 
 @dataclass(slots=True)
@@ -52,19 +57,26 @@ class _Steps:
     code: int = 0
     count: int = 0
     name: str = "no optimizer"
-    settings: list[tuple[str, Any]] = field(default_factory=list)
+    settings: list[list[tuple[str, Any]]] = field(default_factory=list)  # of each group
+
+    def facts(self) -> Iterator[_Fact]:
+        """Yield what all replicas must have in common."""
+        for number, group in enumerate(self.settings):
+            of = "" if len(self.settings) == 1 else f" of group {number}"
+            for key, value in group:
+                yield f"{_OTHER_STEPS}: {self.name}'s {key}{of}", repr(value), _SAME_STEPS
+        count = f"{self.count} (the last of {self.name})"
+        yield f"{_OTHER_STEPS}: their number", count, _SAME_STEPS
+        yield f"{_OTHER_STEPS}: a hash of all", self.code, _SAME_STEPS
 
 
 @dataclass(slots=True)
 class _Record:
     """The values that one replica compares with those of the others."""
 
-    steps: _Steps
-    run: int = 0
-    backward: int = 0
-    weights: tuple[float, ...] | None = None
-    origin: Origin | None = None
-    elements: list[Element] = field(default_factory=list)
+    run: tuple[int, int]  # its number, and that of the backward in it
+    facts: list[_Fact]
+    elements: list[Element]
 
 
 class StepRecord:
@@ -201,13 +213,12 @@ class StepRecord:
     def explain(self, weights: tuple[float, ...] | None) -> None:
         """Compare the records of all replicas themselves. Every replica must call."""
         assert self._workers is not None
+        facts = [*_facts_of(weights, self._origin), *self._sent.facts()]
         elements = [] if self.sample is None else self.sample.elements()
-        own = _Record(self._sent, self._run, self._backward, weights, self._origin, elements)
+        own = _Record((self._run, self._backward), facts, elements)
         records = self._workers.all_gather_object(own, timeout=_EXPLAINED_S)
-        _require_same_runs(records)
-        _require_same_batches(records)
-        _require_same_data([record.origin for record in records])
-        _require_same_steps(records)
+        _require_same_runs([record.run for record in records])
+        _require_same([record.facts for record in records])
         self._require_same_values(records)
 
     def compare_data(self) -> None:
@@ -219,7 +230,7 @@ class StepRecord:
         own = [origin.epoch, origin.step, origin.code, origin.data]
         found = workers.all_gather(np.array([own]))
         if not (found == found[0]).all():
-            _require_same_data(workers.all_gather_object(origin))
+            _require_same(workers.all_gather_object(list(_facts_of(None, origin))))
 
     def _require_same_values(self, records: Sequence[_Record]) -> None:
         for other in range(1, len(records)):
@@ -229,15 +240,17 @@ class StepRecord:
             if found is None:
                 continue
             mine, theirs = found
-            alone = _alone([_value_of(record, mine) for record in records])
-            who = "" if alone is None else f", where replica {alone} alone differs"
+            values = [_value_of(record, mine) for record in records]
+            alone = [i for i, value in enumerate(values) if values.count(value) == 1]
+            is_clear = len(values) > 2 and len(alone) == 1 and len(set(values)) == 2
+            who = f", where replica {alone[0]} alone differs" if is_clear else ""
             raise FastdistError(
                 f"the replicas have drifted apart: {mine.what} is {mine.value:.9g} on replica 0, "
-                f"{theirs.value:.9g} on replica {other}{who}, in run {records[0].run}. What "
+                f"{theirs.value:.9g} on replica {other}{who}, in run {self._run}. What "
                 "changes parameters must be the same on all replicas: "
                 "random numbers drawn in run differ (draw outside of run, or from a generator with "
                 "one seed), and weights are loaded on every replica, or before the scope ends",
-                (other if alone is None else alone,),
+                (alone[0] if is_clear else other,),
             )
 
 
@@ -246,98 +259,57 @@ def _versions(refs: Sequence[weakref.ref[torch.nn.Parameter]]) -> list[int]:
     return [p._version for ref in refs if (p := ref()) is not None and p.requires_grad]
 
 
-def _alone(values: Sequence[Any]) -> int | None:
-    """Return the index of the only value that differs from all others, which are equal."""
-    counts = Counter(values)
-    if len(values) < 3 or sorted(counts.values()) != [1, len(values) - 1]:
-        return None
-    return next(i for i, value in enumerate(values) if counts[value] == 1)
-
-
 def _value_of(record: _Record, like: Element) -> float | None:
     place = like.place, like.key, like.index
     return next((e.value for e in record.elements if (e.place, e.key, e.index) == place), None)
 
 
-def _require_same_runs(records: Sequence[_Record]) -> None:
-    at = [(record.run, record.backward) for record in records]
+def _require_same_runs(at: Sequence[tuple[int, int]]) -> None:
     if len(set(at)) == 1:
         return
     ahead, behind = at.index(max(at)), at.index(min(at))
-    if at[ahead][0] == at[behind][0]:
-        raise FastdistError(
-            f"replica {ahead} is in backward {at[ahead][1]} of run {at[ahead][0]}, replica "
-            f"{behind} in backward {at[behind][1]}: replica {behind} has left out a backward, so "
-            "gradients of different losses met",
-            (behind,),
-        )
+    in_one_run = at[ahead][0] == at[behind][0]
+    places = [
+        f"backward {backward} of run {run}" if in_one_run else f"run {run}" for run, backward in at
+    ]
+    culprit = behind if in_one_run else ahead
     raise FastdistError(
-        f"replica {ahead} is in run {at[ahead][0]}, replica {behind} in run {at[behind][0]}: "
-        f"replica {ahead} has left out a backward, or made a run that replica {behind} did not "
-        "make, so gradients of different batches met. All replicas must make the same runs and "
-        "backwards; to leave out a batch, they must decide alike, by all_reduce of the replica "
-        "context: if any loss is not finite, all return",
-        (ahead,),
+        f"replica {ahead} is in {places[ahead]}, replica {behind} in {places[behind]}: replica "
+        f"{culprit} has left out a backward, or made a run that others did not make, so gradients "
+        "of different batches met. All replicas must make the same runs and backwards; to leave "
+        "out a batch, they must decide alike, by all_reduce of the replica context: if any loss is "
+        "not finite, all return",
+        (culprit,),
     )
 
 
-def _require_same_batches(records: Sequence[_Record]) -> None:
-    sizes = [record.weights for record in records]
-    other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
-    if other is None:
+def _facts_of(weights: tuple[float, ...] | None, origin: Origin | None) -> Iterator[_Fact]:
+    """Yield what all replicas' batches must have in common, in order of importance."""
+    size = "not divided by distribute_dataset"
+    if weights is not None:
+        size = f"{sum(weights)} examples, {list(weights)}"
+    yield "global batches have different sizes: this one", size, _SAME_DATA
+    if origin is None:
         return
-    first, second = (
-        "not divided by distribute_dataset"
-        if size is None
-        else f"{sum(size)} examples, {list(size)}"
-        for size in (sizes[0], sizes[other])
-    )
-    raise FastdistError(
-        f"global batches have different sizes: {first} on replica 0, {second} on replica {other}. "
-        "All replicas must read the same data, of which each takes its part",
-        (other,),
-    )
+    for name, value in origin.settings:
+        yield f"replicas have different datasets: {name}", value, _SAME_DATA
+    step = f"step {origin.step} of epoch {origin.epoch}"
+    yield "replicas compute on parts of different global batches: this one", step, _SAME_DATA
+    if origin.data >= 0:
+        of_some = "replicas have other examples at the same places of their data: a hash of some"
+        yield of_some, origin.data, _SAME_DATA
 
 
-def _require_same_data(origins: Sequence[Origin | None]) -> None:
-    first = origins[0]
-    for other, origin in enumerate(origins):
-        if first is None or origin is None or origin == first:
-            continue
-        for (name, mine), (_, theirs) in zip(first.settings, origin.settings, strict=False):
-            if mine != theirs:
+def _require_same(everyone: Sequence[Sequence[_Fact]]) -> None:
+    """Raise FastdistError for the first fact that differs; one that a replica lacks does not."""
+    values = [{name: value for name, value, _ in facts} for facts in everyone]
+    for name, mine, advice in everyone[0]:
+        for other, theirs in enumerate(each.get(name, mine) for each in values):
+            if theirs != mine:
                 raise FastdistError(
-                    f"replicas have different datasets: {name} is {mine} on replica 0, {theirs} on "
-                    f"replica {other}. {_SAME_DATA}",
+                    f"{name} is {mine} on replica 0, {theirs} on replica {other}. {advice}",
                     (other,),
                 )
-        if (first.epoch, first.step) != (origin.epoch, origin.step):
-            raise FastdistError(
-                f"replica 0 computes on step {first.step} of epoch {first.epoch} of its dataset, "
-                f"replica {other} on step {origin.step} of epoch {origin.epoch}: these are parts "
-                "of different global batches. All replicas must take the same batches",
-                (other,),
-            )
-        if first.data != origin.data and min(first.data, origin.data) >= 0:
-            raise FastdistError(
-                f"the examples that replica {other} has at the same places of its data are not "
-                f"those of replica 0. {_SAME_DATA}",
-                (other,),
-            )
-
-
-def _require_same_steps(records: Sequence[_Record]) -> None:
-    steps = [record.steps for record in records]
-    other = next((i for i, each in enumerate(steps) if each != steps[0]), None)
-    if other is None:
-        return
-    raise FastdistError(
-        "replicas have taken different optimizer steps before this backward: "
-        f"{_difference(steps, other)}. All replicas need the same hyperparameters; a "
-        "scheduler that steps by the loss needs the loss of all replicas, by all_reduce of the "
-        "replica context in run, or by strategy.reduce outside",
-        (other,),
-    )
 
 
 def hash_bits(*codes: int | None) -> torch.Tensor:
@@ -350,12 +322,10 @@ def hash_bits(*codes: int | None) -> torch.Tensor:
     return torch.from_numpy(bits.astype(np.float32))
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
+def _settings(optimizer: torch.optim.Optimizer) -> list[list[tuple[str, Any]]]:
     return [
-        (key, _plain(value))
+        [(key, _plain(value)) for key, value in group.items() if key != "params"]
         for group in optimizer.param_groups
-        for key, value in group.items()
-        if key != "params"
     ]
 
 
@@ -364,14 +334,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
     return value if isinstance(value, (int, float, str, tuple, list)) else None
-
-
-def _difference(records: Sequence[_Steps], other: int) -> str:
-    first, second = records[0], records[other]
-    for (key, value), (_, theirs) in zip(first.settings, second.settings, strict=False):
-        if first.name == second.name and value != theirs:
-            return f"{first.name} had {key}={value!r} on replica 0, {theirs!r} on replica {other}"
-    return (
-        f"replica 0 took {first.count}, the last of {first.name}; "
-        f"replica {other} took {second.count}, the last of {second.name}"
-    )

@@ -51,7 +51,6 @@ class Endpoint {
   // Calls in order, and their number so far.
   struct Queue : WorkQueue {
     std::uint64_t calls = 0;
-    recorder::Places places;
   };
 
   explicit Endpoint(std::shared_ptr<BlockingCommunicator> communicator)
@@ -137,8 +136,7 @@ class Endpoint {
       CallOptions options{timeout, &caller};
       recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
       if (file == nullptr) return call(options);
-      static thread_local recorder::Places places;
-      recorder::Record record(*file, places, *recorded_, inbox.next_number(), caller.site());
+      recorder::Record record(*file, *recorded_, inbox.next_number(), caller.site());
       options.record = &record;
       call(options);
       record.succeed();
@@ -241,7 +239,7 @@ class Endpoint {
   void make(Queue& queue, const Call& call, CallOptions& options) {
     recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
     if (file == nullptr) return make_unrecorded(queue, call, options);
-    recorder::Record record(*file, queue.places, *recorded_, ++queue.calls, options.caller->site());
+    recorder::Record record(*file, *recorded_, ++queue.calls, options.caller->site());
     options.record = &record;
     make_unrecorded(queue, call, options);
     record.succeed();

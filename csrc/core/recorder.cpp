@@ -175,10 +175,9 @@ std::uint16_t add_site(const std::string& text) noexcept {
 std::uint64_t begin_request(std::uint16_t communicator, int server, unsigned op,
                             std::uint64_t bytes, std::uint16_t site) noexcept {
   constexpr unsigned kFirst = 64;  // after those of collectives
-  static thread_local Places places;
   File* const f = file.load(std::memory_order_acquire);
   if (f == nullptr) return 0;
-  Record record(*f, places, communicator, 0, site);
+  Record record(*f, communicator, 0, site);
   Signature request = rooted(static_cast<Op>(kFirst + op), server);
   request.count = bytes;
   record.announce(request);

@@ -79,7 +79,7 @@ struct FileHeader {
   std::int32_t rank;
   std::int32_t world_size;
   std::uint64_t clock;  // 1: nanoseconds of CLOCK_MONOTONIC; 0: a counter
-  Word calls;           // the greatest number that a call may have
+  Word calls;           // how many calls have begun
   Word phase;
   Word phase_since;  // ticks
   std::atomic<std::uint32_t> communicators;
@@ -171,25 +171,6 @@ inline Phase set_phase(Phase phase) noexcept {
   return static_cast<Phase>(before);
 }
 
-// The next places of one thread in the ring, which it takes several at a time: an atomic addition
-// per call would take a third of the time of a record.
-class Places {
- public:
-  [[nodiscard]] std::uint64_t next(File& f) noexcept {
-    // Numbers that were taken long ago are those of entries that others have written since.
-    const bool is_old =
-        f.header.calls.load(std::memory_order_relaxed) - next_ > kCalls / 2 && next_ != 0;
-    if (next_ % kAtOnce == 0 || is_old) {
-      next_ = f.header.calls.fetch_add(kAtOnce, std::memory_order_relaxed);
-    }
-    return ++next_;
-  }
-
- private:
-  static constexpr std::uint64_t kAtOnce = 16;
-  std::uint64_t next_ = 0;
-};
-
 // Goes back to the phase before, unless another thread has begun one meanwhile.
 inline void end_phase(Phase phase, Phase before) noexcept {
   File* const f = file.load(std::memory_order_acquire);
@@ -201,9 +182,10 @@ inline void end_phase(Phase phase, Phase before) noexcept {
 // A call that is being recorded. The ring may wrap before the call ends.
 class Record {
  public:
-  Record(File& f, Places& places, std::uint16_t communicator, std::uint64_t sequence,
-         std::uint16_t site) noexcept
-      : number_(places.next(f)), entered_(ticks()), entry_(f.calls[number_ % kCalls]) {
+  Record(File& f, std::uint16_t communicator, std::uint64_t sequence, std::uint16_t site) noexcept
+      : number_(f.header.calls.fetch_add(1, std::memory_order_relaxed) + 1),
+        entered_(ticks()),
+        entry_(f.calls[number_ % kCalls]) {
     // Each store after that of the number is a release, so that none can be seen before it.
     constexpr auto kAfter = std::memory_order_release;
     const auto phase = static_cast<Phase>(f.header.phase.load(std::memory_order_relaxed));

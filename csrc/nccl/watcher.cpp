@@ -69,8 +69,7 @@ std::shared_ptr<recorder::Record> Watcher::record(const Signature& signature,
                                                   const Caller& caller) {
   recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
   if (file == nullptr) return nullptr;
-  auto made =
-      std::make_shared<recorder::Record>(*file, places_, *recorded_, ++calls_, caller.site());
+  auto made = std::make_shared<recorder::Record>(*file, *recorded_, ++calls_, caller.site());
   made->announce(signature);
   return made;
 }

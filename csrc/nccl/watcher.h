@@ -107,7 +107,6 @@ class Watcher {
   int rank_;
   Checker* checker_;  // finds ranks that have died or differ; may be null
   std::optional<std::uint16_t> recorded_;
-  recorder::Places places_;
   std::uint64_t calls_ = 0;
   int generation_ = process_generation();
   int polls_with_error_ = 0;  // in a row; used by the thread only

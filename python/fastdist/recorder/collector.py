@@ -92,8 +92,7 @@ class _Follower:
         header = Snapshot.of_mapping(path, self._mapping).header
         self._epoch_s = (int(header["realtime_ns"]) - int(header["monotonic_ns"])) / 1e9
         self.timeline = RankTimeline(int(header["rank"]), "")
-        # Numbers of the calls in the file that were read. A queue of calls takes several numbers at
-        # once, so greater ones may come before smaller ones.
+        # Numbers of the calls in the file that were read. Greater ones may end before smaller ones.
         self._known = np.empty(0, np.uint64)
         self._running: list[Call] = []
         self._phases = 0

@@ -178,7 +178,7 @@ class Records:
     Attributes:
         started: the start of the process, in clock ticks since boot, as in /proc/PID/stat.
         task: "worker 1" of a job with parameter servers, whose tasks are its ranks; "" otherwise.
-        call_count: approximate number of calls that the process has made.
+        call_count: number of calls that the process has begun.
         calls: the last 256 calls, and those that have not ended, by the time when they began.
         usual: the usual duration of recorded calls that have ended, by site.
     """

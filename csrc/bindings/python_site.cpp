@@ -4,7 +4,8 @@
 
 #include <array>
 #include <cstddef>
-#include <iterator>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "bindings/caller.h"
@@ -110,38 +111,12 @@ const Frame* innermost() {
 
 // --- what is known of them ----------------------------------------------------------------------
 
-// Maps places in code to values.
-template <class Value, std::size_t kSlots>
-class Memory {
- public:
-  [[nodiscard]] const Value* find(const void* code, std::size_t at) const noexcept {
-    for (std::size_t i = slot_of(code, at); slots_[i].code != nullptr; i = (i + 1) % kSlots) {
-      if (slots_[i].code == code && slots_[i].at == at) return &slots_[i].value;
-    }
-    return nullptr;
-  }
-  [[nodiscard]] bool is_full() const noexcept { return 2 * used_ >= kSlots; }
-  // Must not be full.
-  void add(const void* code, std::size_t at, Value value) noexcept {
-    ++used_;
-    std::size_t i = slot_of(code, at);
-    while (slots_[i].code != nullptr) i = (i + 1) % kSlots;
-    slots_[i] = {code, at, value};
-  }
-
- private:
-  static std::size_t slot_of(const void* code, std::size_t at) noexcept {
-    const std::size_t mixed = (reinterpret_cast<std::size_t>(code) >> 4) * 0x9E3779B97F4A7C15U;
-    return ((mixed >> 32) + at) % kSlots;
-  }
-  struct Slot {
-    const void* code;
-    std::size_t at;
-    Value value;
-  };
-  std::array<Slot, kSlots> slots_{};
-  std::size_t used_ = 0;
+struct Code {
+  Layer layer;
+  py::object object;  // kept so that no other code gets its address
+  std::unordered_map<std::size_t, std::uint16_t> sites;  // by the instruction that calls
 };
+using Codes = std::unordered_map<const void*, Code>;
 
 // A line of user code that calls a fastdist function which itself makes the call: the usual case.
 struct Direct {
@@ -153,48 +128,36 @@ struct Direct {
 
 class Knowledge {
  public:
-  [[nodiscard]] const Layer* layer(const void* code) const noexcept {
-    return layers_.find(code, 0);
+  // Returns null for unknown code.
+  [[nodiscard]] Code* find(const void* code) noexcept {
+    const auto found = codes_.find(code);
+    return found == codes_.end() ? nullptr : &found->second;
   }
-  void add_layer(const void* code, Layer layer) {
-    if (layers_.is_full()) {
-      layers_ = {};
-      forget_sites();
-      std::ranges::move(codes_, std::back_inserter(dropped));
-      codes_.clear();
+  Code& add(const void* code, Layer layer) {
+    if (codes_.size() == kMostCodes) {
+      dropped.push_back(std::exchange(codes_, {}));
+      direct_ = {};
     }
     auto* const object = static_cast<PyObject*>(const_cast<void*>(code));
-    codes_.push_back(py::reinterpret_borrow<py::object>(object));
-    layers_.add(code, 0, layer);
-  }
-  [[nodiscard]] const std::uint16_t* site(const void* code, std::size_t at) const noexcept {
-    return sites_.find(code, at);
-  }
-  void add_site(const void* code, std::size_t at, std::uint16_t site) noexcept {
-    if (sites_.is_full()) sites_ = {};
-    sites_.add(code, at, site);
+    return codes_[code] = {layer, py::reinterpret_borrow<py::object>(object), {}};
   }
   [[nodiscard]] Direct& direct(std::size_t at) noexcept { return direct_[at / 2 % direct_.size()]; }
   // A forked child's file has no sites yet.
   void begin_file(const recorder::File* file) noexcept {
     if (file_ == file) return;
-    forget_sites();
+    for (auto& [address, code] : codes_) code.sites.clear();
+    direct_ = {};
     file_ = file;
   }
 
-  std::vector<py::object> dropped;  // released when nobody uses this, since Python code may run
+  std::vector<Codes> dropped;  // released when nobody uses this, since Python code may run
 
  private:
-  void forget_sites() noexcept {
-    sites_ = {};
-    direct_ = {};
-  }
+  static constexpr std::size_t kMostCodes = 2048;
 
   const recorder::File* file_ = nullptr;  // whose sites these are
   std::array<Direct, 64> direct_;
-  Memory<Layer, 4096> layers_;
-  Memory<std::uint16_t, 2048> sites_;
-  std::vector<py::object> codes_;  // with known layers; kept so that no other gets their addresses
+  Codes codes_;
 };
 
 // What is known, for one thread at a time. Needs the GIL.
@@ -208,7 +171,7 @@ class KnowledgeLock {
   KnowledgeLock(const KnowledgeLock&) = delete;
   KnowledgeLock& operator=(const KnowledgeLock&) = delete;
   ~KnowledgeLock() {
-    std::vector<py::object> dropped;
+    std::vector<Codes> dropped;
     if (!known.dropped.empty()) dropped.swap(known.dropped);
 #ifdef Py_GIL_DISABLED
     PyMutex_Unlock(&mutex);
@@ -233,8 +196,9 @@ void look_at_frames(Knowledge& known, const Look& look) {
     auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());
     const auto code =
         py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(here)));
-    if (known.layer(code.ptr()) == nullptr) known.add_layer(code.ptr(), layer_of(here));
-    if (look(here, reinterpret_cast<PyCodeObject*>(code.ptr()), *known.layer(code.ptr()))) return;
+    const Code* const found = known.find(code.ptr());
+    const Layer layer = (found != nullptr ? *found : known.add(code.ptr(), layer_of(here))).layer;
+    if (look(here, reinterpret_cast<PyCodeObject*>(code.ptr()), layer)) return;
     frame = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetBack(here)));
   }
 }
@@ -244,23 +208,23 @@ void learn_layers(Knowledge& known) {
   // The interpreter's own frames have no objects.
   for (const Frame* f = innermost(); f != nullptr; f = before(*f)) {
     const void* const code = code_of(*f);
-    if (known.layer(code) == nullptr) known.add_layer(code, Layer::kFastdist);
+    if (known.find(code) == nullptr) known.add(code, Layer::kFastdist);
   }
 }
 
 // Returns the innermost frame of user code, or else of library code; null if there is none, or if
 // the search meets a frame of an unknown layer.
-const Frame* find_caller(const Knowledge& known, bool& knows_all) {
+const Frame* find_caller(Knowledge& known, bool& knows_all) {
   const Frame* inner = nullptr;
   knows_all = true;
   for (const Frame* f = innermost(); f != nullptr; f = before(*f)) {
-    const Layer* const layer = known.layer(code_of(*f));
-    if (layer == nullptr) {
+    const Code* const code = known.find(code_of(*f));
+    if (code == nullptr) {
       knows_all = false;
       return nullptr;
     }
-    if (*layer == Layer::kUser) return f;
-    if (*layer == Layer::kLibrary && inner == nullptr) inner = f;
+    if (code->layer == Layer::kUser) return f;
+    if (code->layer == Layer::kLibrary && inner == nullptr) inner = f;
   }
   return inner;
 }
@@ -287,9 +251,12 @@ std::uint16_t search_site(Knowledge& known) {
   if (caller == nullptr) return recorder::kNoSite;
   const void* const code = code_of(*caller);
   const std::size_t at = instruction_of(*caller);
-  if (const std::uint16_t* const site = known.site(code, at)) return *site;
+  const auto& sites = known.find(code)->sites;
+  const auto found = sites.find(at);
+  if (found != sites.end()) return found->second;
   const std::uint16_t made = recorder::add_site(location_of(known));
-  known.add_site(code, at, made);
+  // Finalizers that ran meanwhile may have made calls, too many to remember this code.
+  if (Code* const same = known.find(code)) same->sites[at] = made;
   return made;
 }
 
@@ -302,10 +269,10 @@ std::uint16_t find_site(Knowledge& known) {
   Direct& direct = known.direct(at);
   if (direct.inner == code_of(*inner) && direct.code == code && direct.at == at) return direct.site;
   const std::uint16_t site = search_site(known);
-  const Layer* const layer = known.layer(code_of(*inner));
-  const Layer* const outer_layer = known.layer(code);
-  if (layer != nullptr && *layer == Layer::kFastdist && outer_layer != nullptr &&
-      *outer_layer == Layer::kUser) {
+  const Code* const callee = known.find(code_of(*inner));
+  const Code* const caller = known.find(code);
+  if (callee != nullptr && callee->layer == Layer::kFastdist && caller != nullptr &&
+      caller->layer == Layer::kUser) {
     direct = {code_of(*inner), code, at, site};
   }
   return site;

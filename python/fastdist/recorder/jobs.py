@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import pwd
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fastdist.recorder.place import RecordPath, record_paths, unusable_folders
 from fastdist.recorder.ring import Records, UnreadableError, identity, read_records
-from fastdist.recorder.system import owner_of, start_of, state_of
+from fastdist.recorder.system import start_of, state_of
 
 
 class NoSuchJobError(LookupError):
@@ -121,20 +119,6 @@ def find_job(jobs: Iterable[Job], name: str | None) -> Job:
         return fitting[0]
     if fitting:
         raise NoSuchJobError(f"{name} begins the ids of {len(fitting)} jobs; see fastdist ps")
-    raise NoSuchJobError(_why_not(name))
-
-
-def _why_not(name: str) -> str:
-    owner = owner_of(int(name)) if name.isdecimal() and len(name) < 10 else None
-    if owner is None:
-        return f"no job or process of this user is named {name}; see fastdist ps"
-    if owner != os.getuid():
-        return f"process {name} is of user {_user(owner)}; only that user can ask about it"
-    return f"process {name} is no rank that records its calls; see fastdist ps"
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    raise NoSuchJobError(
+        f"no job of this user, or process that records its calls, is named {name}; see fastdist ps"
+    )

@@ -168,14 +168,6 @@ def out_of_memory_kills() -> int:
     return 0
 
 
-def owner_of(pid: int) -> int | None:
-    """Return the user id of a process; None if there is no such process."""
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except OSError:
-        return None
-
-
 def is_in_interpreter(pid: int, address: int) -> bool:
     """Return True if an address is one of Python's own variables, such as the GIL."""
     name, end = "", 0

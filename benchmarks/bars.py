@@ -1,6 +1,6 @@
 """Checks fastdist's speed and memory against the required figures, called bars.
 
-    python benchmarks/bars.py [--only all_reduce list ...] [--time-s 1] [--peers-dir DIR]
+    python benchmarks/bars.py [--only all_reduce list ...] [--time-s 1]
 
 Prints a line per bar and writes all bars, their figures and facts about the machine into
 benchmarks/results. Exits with 1 if a bar was missed. The times of a ratio are measured side by side
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import Case, array_cases, list_case
-from fastdist.cli.bench.peers import MPI_NAMES, cache_dir, fastdist_engine, find_peers
+from fastdist.cli.bench.peers import MPI_NAMES, fastdist_engine, find_peers
 from fastdist.cli.bench.report import row_lines, row_object
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
@@ -81,17 +81,16 @@ class Bar:
 class Bench:
     """Measures cases for the bars, and keeps the rows."""
 
-    def __init__(self, peers_dir: Path, time_s: float) -> None:
+    def __init__(self, time_s: float) -> None:
         self.rows: list[dict[str, Any]] = []
         self.engines: dict[str, str] = {}
-        self._peers_dir = peers_dir
         self._effort = Effort(time_s=time_s)
 
     def measure(
         self, ranks: int, peers: Sequence[str], cases: Sequence[Case]
     ) -> Iterator[tuple[Case, Row]]:
         """Measures cases side by side with the installed peers."""
-        engines, missing = find_peers(peers, ranks, self._peers_dir)
+        engines, missing = find_peers(peers, ranks)
         for name, install in missing.items():
             print(f"# {name} is not installed here; to compare with it: {install}")
         with Session([fastdist_engine(ranks), *engines], ranks, self._effort) as session:
@@ -243,11 +242,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tuple(_SECTIONS), default=tuple(_SECTIONS))
     parser.add_argument("--time-s", type=float, default=1.0, help="seconds per case and engine")
-    parser.add_argument("--peers-dir", type=Path, default=cache_dir("peers"))
     parser.add_argument("--out", type=Path, help="default: results/bars-<date>.json")
     options = parser.parse_args()
     machine = machine_facts()
-    bench = Bench(options.peers_dir, options.time_s)
+    bench = Bench(options.time_s)
     bars: list[Bar] = []
     for section in options.only:
         bars += printed(with_failure(section, _SECTIONS[section](bench)))

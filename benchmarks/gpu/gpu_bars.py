@@ -28,7 +28,6 @@ from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case  
 from fastdist.cli.bench.gpu import Placement, place_ranks  # noqa: E402
 from fastdist.cli.bench.peers import (  # noqa: E402
     CUDA_PEER_NAMES,
-    cache_dir,
     fastdist_engine,
     find_peers,
 )
@@ -56,7 +55,7 @@ class GpuBench:
 
     def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Row]]:
         """Measures cases side by side with torch's NCCL, if torch is installed."""
-        peers, missing = find_peers(CUDA_PEER_NAMES, _RANKS, cache_dir("peers"))
+        peers, missing = find_peers(CUDA_PEER_NAMES, _RANKS)
         for name, install in missing.items():
             print(f"# {name} is not installed here; to compare with it: {install}")
         engines = [fastdist_engine(_RANKS, "cuda"), *peers]

@@ -21,7 +21,6 @@ from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,
-    cache_dir,
     fastdist_engine,
     find_peers,
 )
@@ -66,9 +65,14 @@ def test_a_run_writes_its_table_and_goes_on_without_a_missing_peer(tmp_path: Pat
     files = ["--json", str(tmp_path / "a.json"), *plot]
     done = run_bench(
         *("all_reduce", "--sizes", "8,64K", "--ranks", "2", "--iters", "4"),
-        *("--vs", peers, "--peers-dir", str(tmp_path)),
+        *("--vs", peers),
         *files,
-        env={**os.environ, "PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path)},
+        env={
+            **os.environ,
+            "PATH": "/usr/bin:/bin",
+            "TMPDIR": str(tmp_path),
+            "XDG_CACHE_HOME": str(tmp_path),
+        },
     )
     assert done.returncode == 0, done.stderr
     loaded = json.loads((tmp_path / "a.json").read_text())
@@ -162,10 +166,9 @@ def test_a_list_is_one_case(beside_gloo: bool) -> None:
 
 @pytest.mark.parametrize("name", MPI_NAMES)
 def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
-    peers_dir = Path(os.environ.get("BENCH_TEST_PEERS_DIR", cache_dir("peers")))
-    if find_peers([name], 2, peers_dir)[1]:
+    if find_peers([name], 2)[1]:
         pytest.skip(f"{name} is not installed")
-    options = ("--ranks", "2", "--iters", "2", "--vs", name, "--peers-dir", str(peers_dir))
+    options = ("--ranks", "2", "--iters", "2", "--vs", name)
     done = run_bench("all_to_all", "--sizes", "8,4K", *options, "--json", "-")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -242,14 +245,16 @@ def test_an_engine_whose_program_is_absent_is_named() -> None:
 @pytest.mark.slow
 def test_a_peer_that_fails_to_start_is_named_and_left_out(tmp_path: Path) -> None:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    (tmp_path / "mpich" / "lib" / version / "site-packages" / "mpi4py").mkdir(parents=True)
-    mpiexec = tmp_path / "mpich" / "bin" / "mpiexec"
+    prefix = tmp_path / "fastdist" / "peers" / "mpich"
+    (prefix / "lib" / version / "site-packages" / "mpi4py").mkdir(parents=True)
+    mpiexec = prefix / "bin" / "mpiexec"
     mpiexec.parent.mkdir()
     mpiexec.write_text("#!/bin/sh\necho -----\necho no hosts here >&2\nexit 3\n")
     mpiexec.chmod(0o755)
     done = run_bench(
         *("all_reduce", "--sizes", "8,64K", "--ranks", "2", "--iters", "4", "--vs", "mpich"),
-        *("--peers-dir", str(tmp_path), "--json", str(tmp_path / "a.json")),
+        *("--json", str(tmp_path / "a.json")),
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
     )
     assert done.returncode == 1
     assert "# mpich failed to start: no hosts here\n" in done.stdout

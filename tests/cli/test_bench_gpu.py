@@ -77,12 +77,12 @@ def test_options_that_make_no_sense_on_gpus_are_refused_by_name(
 
 def test_a_missing_peer_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert find_peers(["torch"], 2, Path()) == ([], {"torch": "pip install torch"})
+    assert find_peers(["torch"], 2) == ([], {"torch": "pip install torch"})
 
 
 @pytest.mark.skipif(not has_torch, reason="torch is not installed")
 def test_an_installed_peer_is_started_by_fastdist_run() -> None:
-    (engine,), _ = find_peers(["torch"], 2, Path())
+    (engine,), _ = find_peers(["torch"], 2)
     assert (engine.driver, engine.command[2:6]) == ("torch_nccl", ("fastdist", "run", "-n", "2"))
 
 

@@ -458,5 +458,7 @@ def test_a_missing_peer_is_named_with_its_pip_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    _, missing = find_peers([name], 2, tmp_path)
-    assert f"pip install --ignore-installed --prefix {tmp_path / name} " in missing[name]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _, missing = find_peers([name], 2)
+    prefix = tmp_path / "fastdist" / "peers" / name
+    assert f"pip install --ignore-installed --prefix {prefix} " in missing[name]

@@ -25,6 +25,7 @@ from fastdist.cli.bench.peers import (
     MPI_NAMES,
     PEER_NAMES,
     Engine,
+    cache_dir,
     find_peers,
     peer_of,
     tuned_settings,
@@ -229,13 +230,13 @@ def test_the_last_run_is_the_latest_of_this_machine(tmp_path: Path) -> None:
 # What is measured
 
 
-def test_every_row_has_the_command_that_measures_it(tmp_path: Path) -> None:
+def test_every_row_has_the_command_that_measures_it() -> None:
     report = a_report(1)
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     for row in recorded_object(report, 1.0)["rows"]:
         program, *arguments = row["command"].split()
-        options = parser.parse_args([*arguments, "--peers-dir", str(tmp_path)])
+        options = parser.parse_args(arguments)
         assert program == "fastdist"
         assert options.vs == "gloo,mpich"
         plan = make_plan(options)
@@ -244,13 +245,17 @@ def test_every_row_has_the_command_that_measures_it(tmp_path: Path) -> None:
         assert {name: row[name] for name in Case.__slots__} == asdict(case)
 
 
-def test_mpis_are_measured_at_their_best_too(tmp_path: Path) -> None:
+def test_mpis_are_measured_at_their_best_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for name in ("openmpi", "impi"):
-        (tmp_path / name / "lib" / version / "site-packages" / "mpi4py").mkdir(parents=True)
-        (tmp_path / name / "bin").mkdir()
-        (tmp_path / name / "bin" / "mpiexec").touch()
-    engines, _ = find_peers(PEER_NAMES, 2, tmp_path, tuned=True)
+        prefix = cache_dir("peers") / name
+        (prefix / "lib" / version / "site-packages" / "mpi4py").mkdir(parents=True)
+        (prefix / "bin").mkdir()
+        (prefix / "bin" / "mpiexec").touch()
+    engines, _ = find_peers(PEER_NAMES, 2, tuned=True)
     found = {e.name: e for e in engines if peer_of(e.name) in MPI_NAMES}
     assert [name for name in found if name != "mpich"] == ["openmpi", "openmpi-tuned", "impi"]
     settings = tuned_settings("openmpi-tuned")

@@ -112,7 +112,6 @@ def _add_output(add: Callable[..., object]) -> None:
     )
     through = "call fastdist as the backend of torch.distributed, as DDP and FSDP do"
     add("--through", choices=("torch",), help=through)
-    _add_peers_dir(add)
     add("--json", metavar="FILE", help="write JSON; -: JSON to stdout, the table to stderr")
     plot = "draw latency and bandwidth into a file, such as plot.png"
     add("--plot", metavar="FILE", help=plot)
@@ -121,7 +120,6 @@ def _add_output(add: Callable[..., object]) -> None:
 def _add_report(add: Callable[..., object]) -> None:
     ranks = "number of processes (default: usable cores; at least 2)"
     add("--ranks", "-n", type=int, help=ranks)
-    _add_peers_dir(add)
     add(
         "--out",
         type=Path,
@@ -139,8 +137,3 @@ def _add_compare(add: Callable[..., object]) -> None:
     add("--json", action="store_true", help="write JSON instead")
     slower = "exit with 1 if a case is slower by more than this at both ends of its interval"
     add("--fail-slower", type=float, metavar="PERCENT", help=slower)
-
-
-def _add_peers_dir(add: Callable[..., object]) -> None:
-    folders = "folder with a folder for each MPI (default %(default)s)"
-    add("--peers-dir", type=Path, default=cache_dir("peers"), help=folders)

@@ -92,7 +92,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         graph=not on_cpu,
     )
     names = parse_peers(options.vs, options.device) if options.vs else ()
-    peers, missing = find_peers(names, ranks, options.peers_dir)
+    peers, missing = find_peers(names, ranks)
     ours = fastdist_engine(ranks, options.device, options.through == "torch")
     placement = None if on_cpu else _placement(options, ranks)
     if options.plot:

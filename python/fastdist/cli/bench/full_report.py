@@ -80,7 +80,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
     if importlib.util.find_spec("jinja2") is None:
         raise ImportError("a report's page needs jinja2: pip install jinja2")
     out.parent.mkdir(parents=True, exist_ok=True)
-    peers, missing = find_peers(PEER_NAMES, ranks, options.peers_dir, tuned=True)
+    peers, missing = find_peers(PEER_NAMES, ranks, tuned=True)
     return Plan(ranks, report_cases(ranks), _EFFORT, [fastdist_engine(ranks), *peers], missing), out
 
 

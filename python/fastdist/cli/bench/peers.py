@@ -1,8 +1,8 @@
 """Finds the engines that can be measured, and the command that starts each engine.
 
 The wheels of Open MPI, MPICH and Intel MPI overwrite each other and mpi4py in one environment. Each
-MPI is therefore looked up in a prefix of its own, `<peers directory>/<name>`, and then in the
-current environment.
+MPI is therefore looked up in a prefix of its own, in `cache_dir("peers")`, and then in the current
+environment.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False
 
 
 def find_peers(
-    names: Sequence[str], ranks: int, peers_dir: Path, tuned: bool = False
+    names: Sequence[str], ranks: int, tuned: bool = False
 ) -> tuple[list[Engine], dict[str, str]]:
     """Return the engines of the installed peers, and the pip command of each other peer.
 
@@ -105,10 +105,7 @@ def find_peers(
     engines: list[Engine] = []
     missing: dict[str, str] = {}
     for name in names:
-        if name in _PACKAGES:
-            found = _find_package(name, ranks)
-        else:
-            found = _find_mpi(name, ranks, peers_dir / name)
+        found = (_find_package if name in _PACKAGES else _find_mpi)(name, ranks)
         if isinstance(found, str):
             missing[name] = found
             continue
@@ -128,9 +125,10 @@ def _find_package(name: str, ranks: int) -> Engine | str:
     return Engine(name, driver, _launched(ranks), environment)
 
 
-def _find_mpi(name: str, ranks: int, prefix: Path) -> Engine | str:
-    """Find an MPI; return the engine, or the command that installs it under `prefix`."""
+def _find_mpi(name: str, ranks: int) -> Engine | str:
+    """Find an MPI; return the engine, or the command that installs it in its prefix."""
     package, signature, prefix_variable = _MPIS[name]
+    prefix = cache_dir("peers") / name
     mpiexec = str(prefix / "bin" / "mpiexec")
     environment = dict(_ONE_THREAD)
     site_packages = _site_packages(prefix)

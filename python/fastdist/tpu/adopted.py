@@ -1,9 +1,8 @@
 """The modules and optimizers of a strategy whose replicas are the devices of one XLA program.
 
 The user's objects are kept. Outside `run`, their tensors are replicated over the mesh; while a run
-is traced, each tensor stands for the tensor of each device. Tensors that may differ between
-replicas (ON_READ variables, gradients under `no_sync`) are stacked between runs, and the user's
-object shows the value of replica 0.
+is traced, each tensor stands for the tensor of each device. ON_READ variables, which may differ
+between replicas, are stacked between runs, and the user's object shows the value of replica 0.
 """
 
 from __future__ import annotations
@@ -51,12 +50,10 @@ class AdoptedModules:
         self._hosts = hosts
         self.roots: list[nn.Module] = []
         self.parameters: list[tuple[str, nn.Parameter]] = []
-        self.held: set[int] = set()  # ids of parameters whose gradients differ between replicas
         self._mesh = mesh
         self._optimizers: list[torch.optim.Optimizer] = []
         self._buffers: list[torch.Tensor] = []
         self._locals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # buffer, stacked values
-        self._local_gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._structure: list[int] = []
         self.has_batch_norm = False
 
@@ -134,15 +131,8 @@ class AdoptedModules:
             for buffer, stacked in self._locals.values():
                 buffer.data = enter(stacked, True)
             for _, parameter in self.parameters:
-                if parameter.grad is None:
-                    continue
-                known = self._local_gradients.get(id(parameter))
-                if known is not None and known[0] is parameter.grad:
-                    parameter.grad = enter(known[1], True)
-                else:
-                    self.held.discard(id(parameter))
+                if parameter.grad is not None:
                     parameter.grad = enter(parameter.grad)
-        self._local_gradients.clear()
 
     def leave(self) -> list[torch.Tensor]:
         """Undo `enter`; return the tensors to compute."""
@@ -159,14 +149,7 @@ class AdoptedModules:
                 buffer.data = self._mesh.shared(stacked[0])
                 made.append(stacked)
             for _, parameter in self.parameters:
-                if parameter.grad is None:
-                    self.held.discard(id(parameter))
-                elif id(parameter) in self.held:
-                    stacked = leave(parameter.grad, True)
-                    parameter.grad = self._mesh.shared(stacked[0])
-                    self._local_gradients[id(parameter)] = parameter.grad, stacked
-                    made.append(stacked)
-                else:
+                if parameter.grad is not None:
                     parameter.grad = leave(parameter.grad)
                     made.append(parameter.grad)
         return made

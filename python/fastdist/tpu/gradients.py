@@ -29,7 +29,6 @@ class TracedGradients:
     def __init__(
         self, adopted: AdoptedModules, communicator: Communicator, reduction: GradientReduction
     ) -> None:
-        self.is_enabled = True  # False: gradients stay with their replica
         self.is_suspended = False  # in cross-replica context
         self._adopted = adopted
         self._communicator = communicator
@@ -59,46 +58,22 @@ class TracedGradients:
         is_own = threading.get_ident() == self._thread and not self.is_suspended
         if not is_own or not kwargs.get("accumulate_grad"):
             return self._plain(*args, **kwargs)
-        parameters = [parameter for _, parameter in self._adopted.parameters]
-        before = [parameter.grad for parameter in parameters]
-        for parameter in parameters:
+        before = [(parameter, parameter.grad) for _, parameter in self._adopted.parameters]
+        for parameter, _ in before:
             parameter.grad = None
-        fresh: list[torch.Tensor | None] = [None] * len(parameters)
         try:
             result = self._plain(*args, **kwargs)
-            fresh = [parameter.grad for parameter in parameters]
+            made = [(p, p.grad) for p, _ in before if p.grad is not None]
         finally:
-            for parameter, grad in zip(parameters, before, strict=True):
+            for parameter, grad in before:
                 parameter.grad = grad
         with torch.no_grad():
+            gradients = [gradient for _, gradient in made]
             if self._padding is not None and self._reduction == "mean":
-                weight = self._padding.weight
-                fresh = [None if grad is None else grad * weight for grad in fresh]
-            self._take(parameters, fresh)
+                gradients = [gradient * self._padding.weight for gradient in gradients]
+            for (parameter, _), own in zip(made, self._reduce(gradients), strict=True):
+                parameter.grad = own if parameter.grad is None else parameter.grad + own
         return result
-
-    def _take(self, parameters: list[torch.nn.Parameter], fresh: list[torch.Tensor | None]) -> None:
-        held = self._adopted.held
-        if not self.is_enabled:
-            for parameter, grad in zip(parameters, fresh, strict=True):
-                if grad is not None:
-                    known = parameter.grad
-                    if known is not None and id(parameter) not in held:
-                        known = known if self._reduction == "mean" else known / self._size
-                    parameter.grad = grad if known is None else known + grad
-                    held.add(id(parameter))
-            return
-        sent, places = [], []
-        for parameter, grad in zip(parameters, fresh, strict=True):
-            if id(parameter) in held and parameter.grad is not None:
-                grad = parameter.grad if grad is None else parameter.grad + grad
-                parameter.grad = None
-            if grad is not None:
-                sent.append(grad)
-                places.append(parameter)
-        held.clear()
-        for parameter, grad in zip(places, self._reduce(sent), strict=True):
-            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _reduce(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Reduce gradients; written buffers travel with them and become the mean over examples."""

@@ -276,15 +276,10 @@ def _require_same_arrays(workers: Communicator, dataset: Any, whole: Any) -> Non
     differing = [replica for replica, row in enumerate(table) if row != table[0]]
     if differing:
         counts = ", ".join(f"{row[0]} on replica {i}" for i, row in enumerate(table))
-        if all(row[:2] == table[0][:2] for row in table):
-            raise ValueError(
-                f"replicas {differing} divide arrays into other batches than replica 0; expected "
-                f"the same batch_size and shuffle on all replicas, got {given} here"
-            )
         raise ValueError(
-            f"the arrays of replicas {differing} differ from those of replica 0: {counts} "
-            "examples; expected the same arrays on all replicas (if they are made at random, "
-            "seed the generator)"
+            f"the arrays of replicas {differing}, or their batches, differ from those of replica "
+            f"0: got {counts} examples and {given} here; expected the same arrays, batch_size and "
+            "shuffle on all replicas (if arrays are made at random, seed the generator)"
         )
 
 

@@ -226,7 +226,8 @@ class SpmdEngine(Engine):
                 f"expected a tensor on XLA devices, got a tensor on {tensor.device}, which is "
                 "equal on all ranks"
             )
-        return self._mesh.enter_part(self._mesh.leave(tensor))
+        shape = (self.size, tensor.shape[0] // self.size, *tensor.shape[1:])
+        return self._mesh.enter(self._mesh.leave(tensor).reshape(shape), True)
 
 
 def _tensors(arrays: Any) -> list[torch.Tensor]:

@@ -176,18 +176,10 @@ class Mesh:
 
     def enter(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
         """Return each device's part of a tensor: a row if stacked, else the whole tensor."""
-        part = self._entered(tensor, stacked)
-        return part.squeeze(0) if stacked else part
-
-    def enter_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return each device's part of a tensor along axis 0, a multiple of the devices."""
-        return self._entered(tensor, stacked=True)
-
-    def _entered(self, tensor: torch.Tensor, stacked: bool) -> torch.Tensor:
         if self.size > 1:
             tensor = self._placed(tensor.detach(), stacked)
             tensor = self._bindings._spmd_full_to_shard_shape(tensor)
-        return tensor
+        return tensor.squeeze(0) if stacked else tensor
 
     def leave(self, tensor: torch.Tensor, stacked: bool = False) -> torch.Tensor:
         """Make a global tensor of each device's tensor, of shape (size, …) if stacked.

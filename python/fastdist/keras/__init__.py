@@ -33,13 +33,10 @@ def __getattr__(name: str) -> object:
     try:
         return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     except ModuleNotFoundError as error:
-        hint = {
-            "keras": "Keras: pip install 'keras>=3.15'",
-            "tensorflow": "Keras on torch: set KERAS_BACKEND=torch before keras is imported",
-        }.get(error.name or "")
-        if hint is None:
+        if error.name != "keras":
             raise
-        raise ImportError(f"fastdist.keras.{name} needs {hint}", name=error.name) from error
+        hint = f"fastdist.keras.{name} needs Keras: pip install 'keras>=3.15'"
+        raise ImportError(hint, name="keras") from error
 
 
 def __dir__() -> list[str]:

@@ -260,7 +260,7 @@ def _require_alike(padded: list[Stacked], examples: tuple[int, ...] | None) -> N
 
 
 class Compilations:
-    """Counts the compilations of each function, and explains repeated ones.
+    """Counts the compilations of each function, and warns of repeated ones.
 
     A trace that differs from earlier traces is compiled, which takes seconds to minutes and should
     happen once for each function that is given to `run`.
@@ -283,7 +283,13 @@ class Compilations:
         self.count += compiled
         if known:
             self.repeated += compiled
-            warnings.warn(_why(fn, shapes, known), stacklevel=7)
+            warnings.warn(
+                f"run of {getattr(fn, '__qualname__', repr(fn))} was compiled again, for {shapes} "
+                f"on each replica; before for {'; '.join(known)}. Use batches of one size, or "
+                "distribute_dataset, which pads them. If the shapes are not new, a Python value "
+                "has changed, or state was made the first time",
+                stacklevel=7,
+            )
         known.append(shapes)
 
 
@@ -298,17 +304,3 @@ def _shape_of(leaf: Any) -> str:
         return ""
     shape = tuple(tensor.shape[1:] if is_stacked(leaf) else tensor.shape)
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}"
-
-
-def _why(fn: Callable[..., Any], shapes: str, known: list[str]) -> str:
-    name = getattr(fn, "__qualname__", repr(fn))
-    if shapes not in known:
-        return (
-            f"run of {name} was compiled again, for arguments of new shapes: {shapes} for each "
-            f"replica; earlier shapes: {'; '.join(known)}. Use batches of one size, or "
-            "distribute_dataset, which pads them"
-        )
-    return (
-        f"run of {name} was compiled again for the shapes that it had before, {shapes}: its trace "
-        "differed, because a Python value changed or because it made state the first time"
-    )

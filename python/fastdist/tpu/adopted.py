@@ -25,6 +25,7 @@ from fastdist.training.contributions import GradientHook
 from fastdist.training.modules import (
     broadcast_state,
     is_materialized,
+    modules_of,
     named_buffers,
     named_parameters,
     require_in_sync,
@@ -235,17 +236,10 @@ class AdoptedModules:
 def _ids_in(roots: Sequence[nn.Module]) -> list[int]:
     """Return the ids of all modules, parameters and buffers. Called in every run."""
     found: list[int] = []
-    modules = list(roots)
-    seen = set(map(id, modules))
-    for module in modules:
-        own = module.__dict__
-        for inner in own["_modules"].values():
-            if inner is not None and id(inner) not in seen:
-                seen.add(id(inner))
-                modules.append(inner)
+    for module in modules_of(roots):
         found.append(id(module))
-        found += map(id, own["_parameters"].values())
-        found += map(id, own["_buffers"].values())
+        found += map(id, module._parameters.values())
+        found += map(id, module._buffers.values())
     return found
 
 

@@ -150,7 +150,7 @@ def _start(group: Any, index: int, bundle: Mapping[str, float], max_restarts: in
 
 
 def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...]) -> list[Any]:
-    places = _ask_all(processes, "place")
+    places = _places(processes)
     pending = [
         process.call.remote(environment, call)
         for process, environment in zip(processes, _environments(places), strict=True)
@@ -160,11 +160,11 @@ def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...]) -> list[Any]:
     return list(ray.get(pending))
 
 
-def _ask_all(processes: Sequence[Any], method: str) -> list[Any]:
-    """Call a method of processes, also of those that Ray is restarting."""
-    methods = [getattr(process, method) for process in processes]
-    answers: list[Any] = ray.get([m.options(max_task_retries=-1).remote() for m in methods])
-    return answers
+def _places(processes: Sequence[Any]) -> list[tuple[str, str, int]]:
+    """Return the places of processes, also of those that Ray is restarting."""
+    asked = [process.place.options(max_task_retries=-1).remote() for process in processes]
+    places: list[tuple[str, str, int]] = ray.get(asked)
+    return places
 
 
 def _environments(places: Sequence[tuple[str, str, int]]) -> list[dict[str, str]]:
@@ -205,7 +205,7 @@ def _first_error(pending: Sequence[Any]) -> Exception | None:
 def _run_roles(
     processes: Sequence[Any], roles: Sequence[tuple[str, int]], call: tuple[Any, ...]
 ) -> Any:
-    places = _ask_all(processes, "place")
+    places = _places(processes)
     configs = tf_configs(roles, [f"{host}:{port}" for _, host, port in places])
     secret = secrets.token_hex(32)
     calls = []

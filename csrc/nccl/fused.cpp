@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <functional>
 
-#include "cuda/check.h"
 #include "nccl/communicator.h"
 
 namespace fastdist::nccl {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "cuda/check.h"
 #include "nccl/communicator.h"
 
 namespace fastdist::nccl {

@@ -292,13 +292,30 @@ class TestBadInput:
         reason = f"cannot start rank 0: {program}: No such file or directory\n"
         assert done.stderr.decode() == f"fastdist run: {reason}"
 
-    def test_too_many_ranks_for_the_limits(self, launcher: Launcher) -> None:
+    @pytest.mark.parametrize(
+        ("options", "beginning", "end"),
+        [
+            (["-n", "64"], "cannot start rank ", ": Too many open files"),
+            # The roster of an elastic job would wait for ever for what it cannot accept.
+            (
+                ["--min", "1", "--max", "6"],
+                "6 ranks need 48 open files, the limit is 32",
+                "ulimit -n",
+            ),
+        ],
+    )
+    def test_too_many_ranks_for_the_limits(
+        self, launcher: Launcher, options: list[str], beginning: str, end: str
+    ) -> None:
         limited = 'ulimit -n 32; exec "$@"'
-        command = [sys.executable, "-m", "fastdist", "run", "-n", "64", "sleep", "60"]
+        command = [sys.executable, "-m", "fastdist", "run", *options, "sleep", "60"]
         done = subprocess.run(
-            ["sh", "-c", limited, "sh", *command], env=launcher.environ, capture_output=True
+            ["sh", "-c", limited, "sh", *command],
+            env=launcher.environ,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 2
-        assert done.stderr.startswith(b"fastdist run: cannot start rank ")
-        assert done.stderr.endswith(b": Too many open files\n")
+        assert done.stderr.startswith(f"fastdist run: {beginning}")
+        assert done.stderr.endswith(f"{end}\n")
         assert launcher.left() == []

@@ -286,6 +286,15 @@ def test_files_that_cannot_be_compared(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_without_records(launcher: Launcher, tmp_path: Path) -> None:
+    """The file is that of this run, and not of one before."""
+    (tmp_path / "a").write_text('{"run": ""}\n{"step": 1}\n')
+    done = launcher.run("-n", 2, "--record", tmp_path / "a", "true")
+    assert b"no step was recorded; strategies record each 100th run" in done.stderr
+    (run,) = records(tmp_path / "a")
+    assert list(run) == ["run"]
+
+
 def test_options_that_do_not_fit(launcher: Launcher, tmp_path: Path) -> None:
     for words, said in (
         (["-n", 2, "--record", "missing/a"], "there is no folder"),

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 _NAME = "fastdist run"
 _SPARE = str(Path(cluster.__file__).with_name("spare.py"))
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_FILES_PER_RANK = 4  # of an elastic job, with its outputs
+_OTHER_FILES = 24
 _MAX_RESTARTS = 3
 _RECORD_EVERY = 100
 _MAX_MACHINE_RESTARTS = 100  # of each machine of an elastic job, some seconds after each other
@@ -210,12 +213,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replace is not None:
         _check_replacing(arguments)
         arguments.env.append((REPLACE_VARIABLE, arguments.replace))
+    record_every: int = arguments.record_every or _RECORD_EVERY
     if arguments.record is not None:
-        _record(arguments, arguments.record_every or _RECORD_EVERY)
+        _record(arguments, record_every)
     elif arguments.record_every is not None:
         raise UsageError("--record-every needs --record FILE")
     _say_what_comes_first(arguments)
-    return _run_with_restarts(arguments).exit_code
+    outcome = _run_with_restarts(arguments)
+    if arguments.record is not None and not outcome.has_failed:
+        _say_if_nothing_is_recorded(arguments.record, record_every)
+    return outcome.exit_code
 
 
 def _run_with_restarts(arguments: argparse.Namespace) -> Outcome:
@@ -482,6 +489,15 @@ def _record(arguments: argparse.Namespace, every: int) -> None:
             path.write_text(json.dumps({"run": values[-1]}) + "\n")
 
 
+def _say_if_nothing_is_recorded(path: Path | None, every: int) -> None:
+    with suppress(OSError):
+        if path is not None and len(path.read_text().splitlines()) == 1:
+            note(
+                f"{_NAME}: --record {path}: no step was recorded; strategies record each "
+                f"{every}th run in which an optimizer steps (--record-every)"
+            )
+
+
 def _check_elastic(arguments: argparse.Namespace) -> None:
     least, most = arguments.min, arguments.max
     if least is None or most is None:
@@ -590,6 +606,7 @@ def _tasks(
     if roster is not None:
         most = arguments.max if machines is None else arguments.ranks
         threads = None if arguments.keep is None else 1
+        _check_open_files(most)
         yield elastic_tasks(most, roster.name, user, machines, threads=threads)
         return
     if arguments.workers is None:
@@ -608,6 +625,16 @@ def _tasks(
         if len(os.fsencode(folder)) > MAX_FOLDER_BYTES:
             folder = ""  # by TCP
         yield role_tasks(arguments.workers, arguments.ps, arguments.evaluator, ports, folder, user)
+
+
+def _check_open_files(ranks: int) -> None:
+    """Refuse an elastic job whose roster could not hold each rank's connection and pidfd."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_PER_RANK * ranks + _OTHER_FILES
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        raise UsageError(
+            f"{ranks} ranks need {needed} open files, the limit is {limit}; see ulimit -n"
+        )
 
 
 def _count(what: str, least: int = 1) -> Callable[[str], int]:

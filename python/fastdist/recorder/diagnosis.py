@@ -436,12 +436,16 @@ def _unreachable(case: _Case) -> Found | None:
 def _out_of_reach(case: _Case, ranks: Sequence[int]) -> Found:
     ips = list(dict.fromkeys(case.cut[rank] for rank in ranks))
     where = ", ".join(ips[:8]) + (", …" if len(ips) > 8 else "")
-    sentence = f"{names(ranks)} cannot be reached: nothing answers at {where}"
-    lossy = [(each, lost) for each in case.live if (lost := each.worst_connection) is not None]
-    if lossy:
-        rank, lost = max(lossy, key=lambda each: each[1].retransmissions)
-        sentence += f"; {names([rank.rank])} gets no answers from {lost}"
+    sentence = f"{names(ranks)} cannot be reached: nothing answers at {where}{_unanswered(case)}"
     return Kind.LINK, sentence + case.those_who_wait(ranks), ranks, ""
+
+
+def _unanswered(case: _Case) -> str:
+    lossy = [(each, lost) for each in case.live if (lost := each.worst_connection) is not None]
+    if not lossy:
+        return ""
+    rank, lost = max(lossy, key=lambda each: each[1].retransmissions)
+    return f"; {names([rank.rank])} gets no answers from {lost}"
 
 
 def _in_progress(case: _Case) -> Found | None:
@@ -470,8 +474,8 @@ def _unseen(case: _Case) -> Found:
         return Kind.DEAD, _obituary(case, ranks), ranks, ""
     if ranks:
         named = [rank for rank in ranks if rank != UNSEEN]
-        sentence = f"{names(ranks)} cannot be seen from here{case.those_who_wait(ranks)}"
-        return Kind.UNKNOWN, sentence, named, ""
+        sentence = f"{names(ranks)} cannot be seen from here{_unanswered(case)}"
+        return Kind.UNKNOWN, sentence + case.those_who_wait(ranks), named, ""
     return Kind.UNKNOWN, "nothing that could be seen says why the job stands still", [], ""
 
 

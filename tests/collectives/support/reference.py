@@ -63,12 +63,6 @@ def sample(dtype: str, size: int, seed: int, rank: int) -> Array:
     return _pool(dtype, length)[start : start + size]
 
 
-def small_complex(dtype: str, size: int, seed: int, rank: int) -> Array:
-    """Complex numbers with integer parts: products are exact, also by fused operations."""
-    rng = np.random.default_rng([seed, rank, size])
-    return (rng.integers(-2, 3, size) + 1j * rng.integers(-2, 3, size)).astype(dtype)
-
-
 def _product(a: Array, b: Array) -> Array:
     """Multiply; complex numbers by parts, which numpy may fuse."""
     if a.dtype.kind != "c":

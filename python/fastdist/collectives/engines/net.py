@@ -25,7 +25,7 @@ from fastdist.errors import ClusterConfigError, LostRankError, PeerFailureError,
 from fastdist.recorder.machines import Machine
 
 # The file descriptors of the communicators that live in this process.
-_connections: WeakKeyDictionary[_core.NetCommunicator, list[int]] = WeakKeyDictionary()
+_connections: WeakKeyDictionary[object, list[int]] = WeakKeyDictionary()
 
 
 def _leave_connections() -> None:
@@ -125,10 +125,14 @@ class NetEngine(CompiledEngine):
                 )
             fds = [[-1 if each is None else each.detach() for each in own] for own in made]
             places = list(zip(machines, self._ips, strict=True))
-            self.compiled = _core.NetCommunicator(
-                inner.compiled, rank, places, fds, parent, silence_s, timeout_s
-            )
-            _connections[self.compiled] = [fd for own in fds for fd in own if fd >= 0]
+            _connections[self] = [fd for own in fds for fd in own if fd >= 0]
+            try:  # other threads may fork meanwhile: links are measured
+                self.compiled = _core.NetCommunicator(
+                    inner.compiled, rank, places, fds, parent, silence_s, timeout_s
+                )
+            finally:
+                descriptors = _connections.pop(self)
+            _connections[self.compiled] = descriptors
         except (LostRankError, OSError) as error:
             if isinstance(error, PeerFailureError) and parent is not None:
                 raise  # a rank of a communicator that worked has failed

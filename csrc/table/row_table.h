@@ -53,7 +53,8 @@ class RowTable {
 
   void pull(std::span<const std::uint64_t> ids, std::span<float> values);
   // Makes one step, with a gradient per id. Gradients of equal ids are summed first. Throws
-  // kMemory if there is no memory for new rows; some of the gradients may be applied then.
+  // kMemory if there is no memory for new rows; the step is counted then, and some of the gradients
+  // may be applied.
   void push(std::span<const std::uint64_t> ids, std::span<const float> gradients,
             std::optional<double> learning_rate);
   // Sets rows and, unless `slots` is empty, their slots; for equal ids, the last one wins. A new

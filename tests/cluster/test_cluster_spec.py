@@ -98,6 +98,9 @@ def test_repr_makes_the_spec_again() -> None:
     spec = ClusterSpec({"ps": ["p:1"], "worker": ["a:1", None]})
     assert repr(spec) == "ClusterSpec({'worker': ['a:1', None], 'ps': ['p:1']})"
     assert eval(repr(spec)) == spec
+    spec = ClusterSpec.of_ranks(4096, "a:1")
+    assert repr(spec) == "ClusterSpec({'worker': ['a:1'] + [None] * 4095})"
+    assert eval(repr(spec)) == spec
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,8 @@ WORKER = """
         strategy.run(step, args=(batch,))
     strategy.check_in_sync()
     engine = type(fd.init().engine).__name__
+    if DEVICES == 1:  # a strategy of this machine beside it
+        assert fd.MirroredStrategy(["cpu"]).num_replicas_in_sync == 1
     print(strategy.num_replicas_in_sync, engine, [round(v, 6) for v in model.weight[0].tolist()])
 """
 

@@ -159,8 +159,8 @@ class _Noted:
     launch: Launch | None = None
 
 
-def note_launch(launch: Launch) -> None:
-    """Make `detect_launch` return this: the process was not started by a launcher."""
+def note_launch(launch: Launch | None) -> None:
+    """Make `detect_launch` return this; what the environment says if None."""
     _Noted.launch = launch
 
 

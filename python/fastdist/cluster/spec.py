@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,8 @@ class ClusterSpec:
         return cls({"worker": [coordinator_address] + [None] * (world_size - 1)})
 
     def __repr__(self) -> str:
-        return f"ClusterSpec({self.as_dict()})"
+        text = re.sub(r"(?:, None){8,}]", _repeated, str(self.as_dict()))
+        return f"ClusterSpec({text})"
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -146,6 +148,10 @@ class ClusterSpec:
                 raise ClusterConfigError(
                     f"no {job} task; training with parameter servers needs at least one, in {self}"
                 )
+
+
+def _repeated(unknown: re.Match[str]) -> str:
+    return f"] + [None] * {unknown[0].count('None')}"
 
 
 def _checked(

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from fastdist.cluster import ClusterResolver, TFConfigClusterResolver, detect_launch
-from fastdist.cluster.launch import Launch
+from fastdist.cluster.launch import Launch, note_launch
 from fastdist.cluster.replicas import started_replica
 from fastdist.cluster.roster import roster_place
 from fastdist.collectives.communicator import Communicator
@@ -166,6 +166,7 @@ def join_replicas_of_job(
         return own[place], init(timeout=timeout_s)
     rank, size = worker * len(own) + place, workers * len(own)
     world = init(rank=rank, world_size=size, address=coordinator, timeout=timeout_s)
+    note_launch(launch)  # a strategy of this machine may be made beside this one
     if (world.rank, world.world_size) != (rank, size):
         raise ClusterConfigError(
             f"an earlier fastdist.init() made this process rank {world.rank} of "

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastdist.cluster.launch import detect_launch, note_launch
 from fastdist.cluster.tpu import TPUClusterResolver
 from fastdist.collectives.autograd import as_floating, check_joinable
 from fastdist.collectives.communicator import Communicator
@@ -283,8 +284,9 @@ def find_slice(resolver: TPUClusterResolver | None) -> tuple[Mesh, Communicator 
         )
     if resolver is None or is_whole:
         return Mesh(), None
-    rank, size = resolver.rank, resolver.world_size
+    rank, size, launch = resolver.rank, resolver.world_size, detect_launch()
     hosts = init(rank=rank, world_size=size, address=resolver.coordinator_address)
+    note_launch(launch)
     everyone: list[tuple[int, ...]] = hosts.all_gather_object(devices.own)
     if len({len(own) for own in everyone}) > 1:
         counts = ", ".join(f"{len(own)} on host {host}" for host, own in enumerate(everyone))

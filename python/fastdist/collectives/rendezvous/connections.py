@@ -124,7 +124,7 @@ class _Meeting:
         self._listener = listener
         self._rank = rank
         self._addresses = addresses
-        self._resolved = [self._resolve(other) for other in range(len(machines))]
+        self._resolved = [self._resolve(other) for other in range(rank)]
         self._key = key
         self._purposes = [STREAM if each == machines[rank] else STREAM + 1 for each in machines]
         self._purposes[rank] = 0

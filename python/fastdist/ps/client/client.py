@@ -251,7 +251,7 @@ class Client:
         elif connection.lost_at is None:
             what = f"{silence}, but the connection holds: the server is overloaded, or hangs"
         else:
-            what = f"is gone: the connection broke during or before {ticket.op.name}"
+            what = f"{silence}, and the connection is broken: the server is gone, or the network"
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
 
     def _place(self, server: int, header_frame: memoryview, nbytes: int) -> list[memoryview] | None:

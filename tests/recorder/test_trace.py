@@ -3,12 +3,10 @@
 import itertools
 import json
 import os
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fastdist.cli.trace.report import join
@@ -183,49 +181,6 @@ def test_a_killed_rank_leaves_the_call_it_was_in(tmp_path: Path) -> None:
     first, second = read_trace(tmp_path / "out.json")
     assert [(c.signature.op, c.is_failed) for c in first.calls][-1] == ("barrier", True)
     assert [c.signature.op for c in second.calls][-1] == "all_reduce"
-
-
-def torchs_collectives(folder: Path, trace: str) -> "tuple[list[Any], str]":
-    """Convert a trace, and return the collectives that torchfrtrace finds, and what it says."""
-    pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
-    made = fastdist("trace", trace, "--flight-recorder", "records", folder=folder)
-    assert made.returncode == 0, made.stderr
-    program = "from torch.distributed.flight_recorder.fr_trace import main; main()"
-    ran = subprocess.run(
-        [sys.executable, "-c", program, "records", "-o", "found.pickle"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = pickle.loads((folder / "found.pickle").read_bytes())
-    return (found[-1] if type(found) is tuple else found).collectives, ran.stdout + ran.stderr
-
-
-@pytest.mark.slow
-def test_torchs_flight_recorder_reads_the_calls(folder: Path, ranks: list[RankTimeline]) -> None:
-    found, said = torchs_collectives(folder, "out.json")
-    assert "missing ranks" not in said
-    assert len(found) == len(ranks[0].calls)
-    assert all(each.pass_check and not each.missing_ranks for each in found)
-    assert {each.collective_name for each in found} >= {"gloo:all_reduce", "gloo:broadcast"}
-
-
-@pytest.mark.slow
-def test_torchs_flight_recorder_names_a_missing_rank(tmp_path: Path) -> None:
-    (tmp_path / "die.py").write_text(
-        "import os, signal, time, numpy as np, fastdist as fd\n"
-        "comm = fd.init()\n"
-        "comm.all_gather(np.ones(2))\n"
-        "if comm.rank == 1:\n"
-        "    time.sleep(0.5)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "comm.all_reduce(np.ones(3))\n"
-    )
-    fastdist("run", "-n", 2, "--trace", "out.json", "die.py", folder=tmp_path)
-    *_, last = torchs_collectives(tmp_path, "out.json")[0]
-    assert (last.collective_name, last.missing_ranks) == ("gloo:all_reduce", {1})
-    assert last.input_sizes == [[3]]
 
 
 @pytest.mark.slow

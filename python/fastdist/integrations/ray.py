@@ -5,8 +5,8 @@
     losses = on_ray.run(train, ranks=8, gpus=1)            # every rank's result
     total = on_ray.run(train, workers=4, ps=2)             # the chief's result
 
-Ray places the processes, carries the function, its arguments and results, and restarts lost
-processes. The function runs as under `fastdist run`.
+Ray places the processes, and carries the function, its arguments and results. Lost processes are
+started again. The function runs as under `fastdist run`.
 """
 
 from __future__ import annotations

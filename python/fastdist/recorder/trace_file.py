@@ -1,11 +1,8 @@
-"""Timelines of ranks as files: traces for Perfetto, and records for torch's torchfrtrace."""
+"""Timelines of ranks as files: traces for Perfetto."""
 
 from __future__ import annotations
 
 import json
-import pickle
-import re
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,101 +118,3 @@ def _take(rank: RankTimeline, event: dict[str, Any], begin_s: float) -> None:
         )
     else:  # the wait of the call before
         rank.calls[-1] = replace(rank.calls[-1], there_s=last)
-
-
-# --- torch's flight recorder --------------------------------------------------------------------
-
-_VERSION = "2.10"  # of the format
-_NAMES = {  # torch's, where they differ
-    "all_gather": "all_gather_single",
-    "reduce_scatter": "reduce_scatter_single",
-    "all_to_all": "all_to_all_single",
-}
-_STEPS = {  # of calls that torch does not know
-    "scan": "all_reduce",
-    "split": "all_gather",
-    "all_gather_object": "all_gather",
-    "gather_object": "all_gather",
-    "broadcast_object": "broadcast",
-    "scatter_object": "broadcast",
-}
-_NO_NAME = "undefined"
-_SITE = re.compile(r"(.*):(\d+) in (.*)")
-
-
-def write_flight_records(folder: Path, ranks: Sequence[RankTimeline]) -> None:
-    """Write a file for each rank, `fastdist_rank_N`, into a folder, which is made."""
-    folder.mkdir(parents=True, exist_ok=True)
-    groups: dict[str, set[int]] = defaultdict(set)  # the ranks of each communicator
-    for timeline in ranks:
-        for call in timeline.calls:
-            groups[call.member.name].add(timeline.rank)
-    for timeline in ranks:
-        record = {
-            "version": _VERSION,
-            "pg_config": {
-                name: {"name": name, "desc": _NO_NAME, "ranks": str(sorted(groups[name]))}
-                for name in dict.fromkeys(call.member.name for call in timeline.calls)
-            },
-            "pg_status": {},
-            "entries": [_entry(i, call) for i, call in enumerate(timeline.calls)],
-        }
-        (folder / f"fastdist_rank_{timeline.rank}").write_bytes(pickle.dumps(record))
-
-
-def _entry(number: int, call: Call) -> dict[str, Any]:
-    given, result = _sizes(call)
-    frames = []
-    if found := _SITE.fullmatch(call.site):
-        frames = [{"filename": found[1], "line": int(found[2]), "name": found[3]}]
-    begin_ns, end_ns = (int(1e9 * time_s) for time_s in (call.entered_s, call.end_s))
-    return {
-        "frames": frames,
-        "record_id": number,
-        "pg_id": 0,
-        "process_group": (call.member.name, _NO_NAME),
-        "collective_seq_id": call.sequence if call.is_collective else 0,
-        "p2p_seq_id": 0 if call.is_collective else call.sequence,
-        "op_id": number,
-        "profiling_name": f"{'nccl' if call.signature.on_gpu else 'gloo'}:{_torchs_name(call)}",
-        "time_created_ns": begin_ns,
-        "time_discovered_started_ns": int(1e9 * call.there_s),
-        "time_discovered_completed_ns": None if call.is_failed else end_ns,
-        "duration_ms": (end_ns - begin_ns) / 1e6,
-        "input_sizes": [given],
-        "input_dtypes": [call.signature.dtype],
-        "output_sizes": [result],
-        "output_dtypes": [call.signature.dtype],
-        "state": "started" if call.is_failed else "completed",
-        "timeout_ms": 0,
-        "is_p2p": not call.is_collective,
-        "retired": not call.is_failed,
-    }
-
-
-def _torchs_name(call: Call) -> str:
-    op, root = _op(call), call.signature.root
-    if op == "send":
-        return f"send {call.member.rank}->{root}"
-    if op == "recv":
-        return f"recv {call.member.rank}<-{root}"
-    return _NAMES.get(op, op)
-
-
-def _op(call: Call) -> str:
-    return _STEPS.get(call.signature.op, call.signature.op)
-
-
-def _sizes(call: Call) -> tuple[list[int], list[int]]:
-    """Return the shapes of the argument and the result, as one axis."""
-    n, count, op = call.member.size, call.signature.count, _op(call)
-    is_root = call.member.rank == call.signature.root
-    if op == "all_gather":
-        return [count], [count * n]
-    if op == "gather":
-        return [count], [count * n] if is_root else []
-    if op == "scatter":  # the count is that of a part
-        return [count * n] if is_root else [], [count]
-    if op == "reduce_scatter":
-        return [count], [count // n]
-    return [count], [count]

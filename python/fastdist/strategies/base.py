@@ -459,7 +459,7 @@ class Strategy(ABC):
         """Return a context manager: gradients of backward inside are not reduced yet.
 
         They accumulate in `.grad`, and are reduced together with the gradients of the next
-        backward outside.
+        backward outside. It changes nothing under TPUStrategy.
         """
 
     # --- values of all replicas -----------------------------------------------------------------

@@ -41,9 +41,3 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="write one trace of all machines"
     )
-    parser.add_argument(
-        "--flight-recorder",
-        type=Path,
-        metavar="FOLDER",
-        help="write files in the format of torch's flight recorder, for torchfrtrace",
-    )

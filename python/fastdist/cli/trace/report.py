@@ -16,7 +16,7 @@ import numpy as np
 from fastdist.cli.plot_file import check_plot
 from fastdist.processes.terminal import fitted, show
 from fastdist.recorder.timeline import RankTimeline, align, find_late
-from fastdist.recorder.trace_file import read_trace, write_flight_records, write_trace
+from fastdist.recorder.trace_file import read_trace, write_trace
 from fastdist.recorder.words import columns
 
 _PHASES = ("data", "forward", "backward", "optimizer", "saving", "user")
@@ -31,8 +31,6 @@ def run(options: argparse.Namespace) -> None:
     ranks = join([read_trace(path) for path in options.files])
     if options.output is not None:
         write_trace(options.output, ranks)
-    if options.flight_recorder is not None:
-        write_flight_records(options.flight_recorder, ranks)
     if options.plot is not None:
         _draw(ranks, options.plot)
     if options.json:

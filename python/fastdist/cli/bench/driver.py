@@ -27,7 +27,6 @@ _DRIVERS = {
     "fastdist_torch": "open_fastdist",
     "gloo": "open_gloo",
     "mlx": "MlxDriver",
-    "deepspeed": "DeepSpeedDriver",
     "mpi": "MpiDriver",
     "fastdist_cuda": "open_cuda",
     "torch_nccl": "open_nccl",

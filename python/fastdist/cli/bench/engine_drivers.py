@@ -1,4 +1,4 @@
-"""The drivers of all engines: fastdist, torch.distributed, DeepSpeed, MPI through mpi4py, MLX."""
+"""The drivers of all engines: fastdist, torch.distributed, MPI through mpi4py, MLX."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -188,42 +187,6 @@ def open_nccl() -> TorchDriver:
     torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", gpu.device))
     version = f"torch.distributed {torch.__version__.partition('+')[0]}"
     return TorchDriver(f"{version} with NCCL {major}.{minor}.{patch}", gpu, overlap=True)
-
-
-class DeepSpeedDriver(TorchDriver):
-    """Calls go to DeepSpeed's all_reduce through shared memory, for inference on CPUs.
-
-    Its kernel is compiled when first used.
-    """
-
-    def __init__(self) -> None:
-        os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]
-        _join("gloo")
-        deepspeed: Any = importlib.import_module("deepspeed")
-        super().__init__(f"DeepSpeed {deepspeed.__version__}, its shared memory")
-        builders: Any = importlib.import_module("deepspeed.ops.op_builder.cpu.comm")
-        builders.ShareMemCommBuilder().load().initialize(self.world_size, self.rank)
-        self._all_reduce: Any = importlib.import_module("torch").ops.deepspeed.inference_all_reduce_
-
-    def bind(self, case: Case, passes: Array | None, gets: Array | None) -> Call:
-        self._require_sum(case)
-        return partial(self._all_reduce, passes)
-
-    def bind_list(self, case: Case, arrays: Sequence[Array]) -> Call:
-        self._require_sum(case)
-        return lambda: [self._all_reduce(array) for array in arrays]
-
-    def _require_sum(self, case: Case) -> None:
-        known = ("float32", "float16", "bfloat16")
-        if (case.collective, case.redop) != ("all_reduce", "sum") or case.dtype not in known:
-            raise UnsupportedCaseError(f"DeepSpeed's kernel has sums of {', '.join(known)} alone")
-
-    def close(self) -> None:
-        """Leave, and remove this job's memory, which the kernel leaves behind."""
-        super().close()
-        name = f"deepspeed_*_{os.getuid()}_*_{os.environ['MASTER_PORT']}_*"
-        for path in Path("/dev/shm").glob(name):
-            path.unlink(missing_ok=True)
 
 
 def _copy_all(to: Sequence[Array], source: Sequence[Array]) -> None:

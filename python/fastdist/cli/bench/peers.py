@@ -52,10 +52,9 @@ MPI_NAMES = tuple(_MPIS)
 _PACKAGES = {
     "gloo": ("gloo", "torch", "torch"),
     "mlx": ("mlx", "mlx", "'mlx[cpu]'"),
-    "deepspeed": ("deepspeed", "deepspeed", "deepspeed ninja"),
     "torch": ("torch_nccl", "torch", "torch"),
 }
-PEER_NAMES = ("gloo", "mlx", "deepspeed", *MPI_NAMES)
+PEER_NAMES = ("gloo", "mlx", *MPI_NAMES)
 CUDA_PEER_NAMES = ("torch",)
 
 

@@ -15,7 +15,6 @@ _COLORS = {
     "fastdist": "#d1495b",
     "gloo": "#7a7f87",
     "mlx": "#b59410",
-    "deepspeed": "#3c8c93",
     "openmpi": "#2a6fbb",
     "mpich": "#2e9c6a",
     "impi": "#8a5fbf",

@@ -15,11 +15,11 @@ import fastdist._core as _core
 import pytest
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
-from fastdist.cli.bench.gpu import Placement, nvlink_gb_per_s, pcie_link
+from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.measured_call import LEAD_BYTES, Batches, MeasuredCall
 from fastdist.cli.bench.peers import Engine, find_peers
 from fastdist.cli.bench.plot import write_plot
-from fastdist.cli.bench.results import Measurement, Report, Row, link_us, median_us
+from fastdist.cli.bench.results import Measurement, Report, Row, median_us
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.main import main
 from paths import ROOT, TESTS
@@ -30,8 +30,8 @@ has_matplotlib = importlib.util.find_spec("matplotlib") is not None
 without_gpu = pytest.mark.skipif(_core.why_no_cuda() == "", reason="this machine has a GPU")
 
 ALONE = Placement(("H",), (0,))
-SHARED = Placement(("H", "H"), (0, 1, 0), "18 NVLinks", 478.0)
-APART = Placement(("H", "H"), (0, 1), "18 NVLinks", 450.0)
+SHARED = Placement(("H", "H"), (0, 1, 0))
+APART = Placement(("H", "H"), (0, 1))
 
 
 def run_bench(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -97,22 +97,6 @@ def test_ranks_that_share_gpus_are_labelled() -> None:
     assert SHARED.sharing == "2 ranks share GPU 0"
     assert str(SHARED) == "2 x H; 2 ranks share GPU 0"
     assert str(Placement(("A", "B"), (1, 1))) == "1 x B; 2 ranks share GPU 1"
-
-
-def test_the_speed_of_nvlinks_is_that_of_all() -> None:
-    status = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-x)\n" + "".join(
-        f"\t Link {link}: 26.562 GB/s\n" for link in range(18)
-    )
-    assert nvlink_gb_per_s(status) == pytest.approx(478.116)
-    assert nvlink_gb_per_s("GPU 0: NVIDIA L4\n\t Link 0: <inactive>\n") == 0
-
-
-@pytest.mark.parametrize(
-    ("line", "link", "speed"),
-    [("5, 16\n", "PCIe 5.0 x16", 63.008), ("3, 8", "PCIe 3.0 x8", 7.88), ("[N/A], 16", "", 0.0)],
-)
-def test_the_speed_of_a_pcie_link(line: str, link: str, speed: float) -> None:
-    assert pcie_link(line) == (link, pytest.approx(speed))
 
 
 # Timing on a stream
@@ -262,7 +246,7 @@ def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
         None,
         "not captured: RuntimeError: this is not captured",
     )
-    assert row.floor_us == pytest.approx(4096 / 450e3)  # the links' speed, not the memory's
+    assert row.floor_us == 0
     ratio = row.host_times_as_fast(other)
     assert ratio == pytest.approx((other.host_us or 0) / (row.ours.host_us or 1))
 
@@ -285,14 +269,6 @@ def gpu_report(placement: Placement, *rows: Row) -> Report:
     engines = {"fastdist": "fastdist 1", "torch": "torch 1"}
     missing = {"torch": "pip install it"}
     return Report(2, machine, engines, missing, 50.0, list(rows), placement)
-
-
-def test_links_are_the_floor_where_each_rank_has_a_gpu() -> None:
-    case = array_case("all_reduce", 4 << 20, 4, "float32", "sum", "torch")
-    assert link_us(case, 4, 450.0) == pytest.approx(1.5 * (4 << 20) / 450e3)
-    assert link_us(case, 4, 0.0) == 0.0
-    assert median_us([3000, 1000, 2000]) == 2.0
-    assert median_us([]) is None
 
 
 def test_host_and_graph_have_columns_of_their_own() -> None:
@@ -320,7 +296,12 @@ def test_the_tables_fit_a_narrow_terminal() -> None:
     assert lines[4].split() == ["torch", "30.00", "3.00x", "8.00"]
 
 
-def test_a_floor_that_is_not_known_is_not_shown() -> None:
+def test_the_median_of_no_times_is_none() -> None:
+    assert median_us([3000, 1000, 2000]) == 2.0
+    assert median_us([]) is None
+
+
+def test_gpus_of_one_rank_each_have_no_floor() -> None:
     assert text.row_lines(gpu_row(floor_us=0.0))[0].split()[9] == "-"
 
 
@@ -328,11 +309,7 @@ def test_a_floor_that_is_not_known_is_not_shown() -> None:
     ("placement", "expected"),
     [
         (SHARED, "2 ranks share GPU 0: not comparable with one rank per GPU"),
-        (APART, "each GPU sends 450 GB/s over 18 NVLinks"),
-        (
-            replace(APART, link="", link_gb_per_s=0.0),
-            "floor -: the links between the GPUs are unknown",
-        ),
+        (APART, "floor -: each rank has a GPU of its own"),
     ],
 )
 def test_the_table_says_what_the_gpus_are(placement: Placement, expected: str) -> None:

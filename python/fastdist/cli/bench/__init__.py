@@ -17,10 +17,9 @@ of nccl-tests: p50 and p99 of the slowest rank's time, algbw = bytes / p50,
 busbw = algbw times the collective's bus factor, the number of wrong elements.
 floor is the measured speed as a percentage of the memory floor: the speed at
 which memory can copy the minimum number of bytes. It is not shown where the
-caches hold all buffers. On GPUs, p50 and p99 are times between two events on
-the GPU, host is the time until a call returns, and graph is the time of a
-replay of a CUDA graph with the call; where each rank has a GPU of its own,
-floor is a percentage of the speed of the links between GPUs.
+caches hold all buffers, or each rank has a GPU of its own. On GPUs, p50 and p99
+are times between two events on the GPU, host is the time until a call returns,
+and graph is the time of a replay of a CUDA graph with the call.
 """
 _REPORT_DESCRIPTION = """\
 Measures every collective on the CPU next to every installed peer, at its

@@ -1,20 +1,14 @@
-"""GPUs for measurements: a GPU through torch, the GPUs of the ranks, the links between GPUs."""
+"""GPUs for measurements: a GPU through torch, and the GPUs of the ranks."""
 
 from __future__ import annotations
 
 import importlib
-import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import fastdist._core as _core
 from fastdist.cli.bench.driver import Call, torch_arrays
-from fastdist.cli.machine_facts import output_of
-
-_NVLINK = re.compile(r"Link \d+: ([\d.]+) GB/s")
-# GB/s of a lane in one direction, by generation, without the encoding overhead.
-_PCIE_LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 class Gpu:
@@ -64,8 +58,6 @@ class Placement:
 
     names: tuple[str, ...]  # of all GPUs
     of_rank: tuple[int, ...]  # GPU of each rank
-    link: str = ""  # kind of the links between GPUs, for messages; empty if unknown
-    link_gb_per_s: float = 0.0  # speed of a GPU's links in one direction; 0 if unknown
 
     @property
     def is_shared(self) -> bool:
@@ -90,30 +82,4 @@ def place_ranks(ranks: int) -> Placement:
     if not devices:
         raise ValueError(f"no GPU: {_core.why_no_cuda()}")
     of_rank = tuple(map(gpu_of_rank, range(ranks)))
-    link, speed = ("", 0.0) if len(set(of_rank)) == 1 else _link(of_rank[0])
-    return Placement(tuple(device.name for device in devices), of_rank, link, speed)
-
-
-def _link(gpu: int) -> tuple[str, float]:
-    # nvidia-smi numbers all GPUs, this process only its visible GPUs; UUIDs are unambiguous.
-    uuid = _core.cuda_devices()[gpu].uuid
-    nvlinks = output_of("nvidia-smi", "nvlink", "--status", "-i", uuid)
-    speed = nvlink_gb_per_s(nvlinks)
-    if speed:
-        return f"{len(_NVLINK.findall(nvlinks))} NVLinks", speed
-    query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
-    return pcie_link(output_of("nvidia-smi", query, "--format=csv,noheader", "-i", uuid))
-
-
-def nvlink_gb_per_s(status: str) -> float:
-    """Return the sum of a GPU's links in the output of `nvidia-smi nvlink --status`."""
-    return sum(map(float, _NVLINK.findall(status)))
-
-
-def pcie_link(line: str) -> tuple[str, float]:
-    """Return the name and speed in GB/s of a PCIe link given as `5, 16`: generation, lanes."""
-    match = re.fullmatch(r"\s*(\d+), *(\d+)\s*", line)
-    if match is None or int(match[1]) not in _PCIE_LANE_GB_PER_S:
-        return "", 0.0
-    generation, lanes = int(match[1]), int(match[2])
-    return f"PCIe {generation}.0 x{lanes}", lanes * _PCIE_LANE_GB_PER_S[generation]
+    return Placement(tuple(device.name for device in devices), of_rank)

@@ -104,21 +104,17 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
         )
     low, high = axes.get_ylim()
     rows = [row for row in report.rows if row.has_floor]
-    if _is_link(report):
-        floor = [value(row, row.floor_us) for row in rows]
-    else:  # by the copies of all rows: a straight line
-        speed = report.copy_gb_per_s
-        floor = [value(row, floor_us(row.case, report.ranks, speed)) for row in rows]
+    # By the copies of all rows: a straight line.
+    floor = [value(row, floor_us(row.case, report.ranks, report.copy_gb_per_s)) for row in rows]
     if floor:
-        sizes = [row.case.bytes for row in rows]
         axes.plot(
-            sizes,
+            [row.case.bytes for row in rows],
             floor,
             color=_FLOOR_COLOR,
             linestyle=(0, (4, 3)),
             linewidth=1.6,
             zorder=1,
-            label="speed of the links" if _is_link(report) else "memory floor",
+            label="memory floor",
         )
     axes.set_ylim(low, max(high, 1.5 * max(floor, default=0.0)))
     sizes = sorted({row.case.bytes for row in report.rows})

@@ -164,10 +164,7 @@ def _floor_lines(report: Report) -> list[str]:
         return [with_floor]
     if placement.is_shared:
         return [f"# {placement.sharing}: not comparable with one rank per GPU", with_floor]
-    if not placement.link_gb_per_s:
-        return [copies, "# floor -: the links between the GPUs are unknown"]
-    link = f"{placement.link_gb_per_s:.0f} GB/s over {placement.link}"
-    return [copies, f"# each GPU sends {link}; floor: busbw as % of that"]
+    return [copies, "# floor -: each rank has a GPU of its own"]
 
 
 def _figures(row: Row, measured: Measurement) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Row:
 
     case: Case
     ranks: int
-    floor_us: float  # least time for the traffic in memory or between GPUs; 0 if unknown
+    floor_us: float  # least time for the traffic in memory; 0 if each rank has a GPU of its own
     ours: Measurement
     others: tuple[Measurement, ...]  # peers
     fits_caches: bool = False  # all ranks' buffers; the memory's speed is then no floor
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def has_floor(self) -> bool:
-        """True if the floor is known and applies."""
+        """True if the memory's speed is a floor."""
         return self.floor_us > 0 and not self.fits_caches
 
     @property
@@ -199,12 +199,6 @@ def combined(rows: Sequence[Row]) -> Row:
     ours, *others = (combine(m.engine) for m in rows[-1].measurements)
     floor_us = statistics.median(row.floor_us for row in rows)
     return replace(rows[-1], floor_us=floor_us, ours=ours, others=tuple(others))
-
-
-def link_us(case: Case, world_size: int, link_gb_per_s: float) -> float:
-    """Return the time of a case at the speed of a GPU's links; 0 if that speed is unknown."""
-    factor = COLLECTIVES[case.collective].bus_factor(world_size)
-    return factor * case.bytes / link_gb_per_s / 1e3 if link_gb_per_s else 0.0
 
 
 def floor_us(case: Case, world_size: int, copy_gb_per_s: float) -> float:

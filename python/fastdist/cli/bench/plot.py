@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastdist.cli.bench.peers import peer_of, tuned_settings
 from fastdist.cli.bench.results import Report, Row, floor_us, format_time
 from fastdist.cli.sizes import format_size
 
@@ -89,18 +88,16 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     ours, *others = zip(*(row.measurements for row in report.rows), strict=True)
     for column in (*others, ours):
         name = column[0].engine
-        tuned = bool(tuned_settings(name))
         shown = [(r, m) for r, m in zip(report.rows, column, strict=True) if not m.unsupported]
         axes.plot(
             [row.case.bytes for row, _ in shown],
             [value(row, measured.p50_us) for row, measured in shown],
-            color=_COLORS[peer_of(name)],
-            linestyle=(0, (1, 1)) if tuned else "-",
+            color=_COLORS[name],
             linewidth=2.8 if column is ours else 1.5,
             marker="o",
             markersize=5.5 if column is ours else 3,
             zorder=3 if column is ours else 2,
-            label=report.engines[name] + (", tuned" if tuned else ""),
+            label=report.engines[name],
         )
     low, high = axes.get_ylim()
     rows = [row for row in report.rows if row.has_floor]
@@ -124,10 +121,6 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     title, tick = _FIGURES[figure]
     _style(axes, title)
     axes.yaxis.set_major_formatter(tick)
-
-
-def _is_link(report: Report) -> bool:
-    return report.placement is not None and not report.placement.is_shared
 
 
 def _style(axes: Any, title: str) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 from fastdist.cli.bench.cases import COLLECTIVES, DTYPE_BYTES, Case, buffer_elements
 from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.intervals import Interval, median_interval
-from fastdist.cli.bench.peers import peer_of
 from fastdist.cli.machine_facts import usable_cores
 
 # Quiet machines give ratios of p99 to p50 from 1.1 to 3.
@@ -217,17 +216,15 @@ def buffer_bytes(case: Case, world_size: int) -> int:
 
 
 def peer_sentences(report: Report) -> Iterator[str]:
-    """Yield a sentence per peer, with the faster of its engines, tuned or not, in each case."""
-    versions: dict[str, str] = {}
-    for name, version in report.engines.items():
-        versions.setdefault(peer_of(name), version)
-    del versions["fastdist"]
-    for peer, version in versions.items():
-        ratios: dict[str, Interval] = {}
-        for row in report.rows:
-            found = [m for m in row.others if peer_of(m.engine) == peer and not m.unsupported]
-            if found:
-                ratios[row.case.title] = row.ratio(min(found, key=lambda m: m.p50_us))
+    """Yield a sentence per peer."""
+    _, *peers = report.engines.items()
+    for name, version in peers:
+        ratios = {
+            row.case.title: row.ratio(other)
+            for row in report.rows
+            for other in row.others
+            if other.engine == name and not other.unsupported
+        }
         yield f"{version} {_compared(ratios) if ratios else 'supports none of the cases.'}"
 
 

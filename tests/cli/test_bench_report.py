@@ -19,7 +19,7 @@ from fastdist.cli.bench.cases import Case, array_case
 from fastdist.cli.bench.command import Plan, make_plan
 from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.engine_ranks import EngineError
-from fastdist.cli.bench.full_report import last_run, measure, page, recorded_object, report_cases
+from fastdist.cli.bench.full_report import measure, page, recorded_object, report_cases
 from fastdist.cli.bench.intervals import median_interval, ratio_interval
 from fastdist.cli.bench.peers import Engine
 from fastdist.cli.bench.results import Measurement, Report, Row, combined, peer_sentences
@@ -208,19 +208,6 @@ def test_cases_of_one_file_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "no case in common" in capsys.readouterr().err
 
 
-def test_the_last_run_is_the_latest_of_this_machine(tmp_path: Path) -> None:
-    recorded = recorded_object(a_report(1), 1.0)
-    assert last_run(tmp_path, recorded) is None
-    other = {**recorded["machine"], "processor": "another"}
-    write(tmp_path / "a.json", a_report(1), when="2026-01-02T00:00:00+00:00")
-    write(tmp_path / "b.json", a_report(1), when="2026-01-01T00:00:00+00:00")
-    write(tmp_path / "c.json", a_report(1), when="2026-01-03T00:00:00+00:00", machine=other)
-    (tmp_path / "bars.json").write_text('{"bars": []}')
-    found = last_run(tmp_path, recorded)
-    assert found is not None
-    assert found.name == str(tmp_path / "a.json")
-
-
 # What is measured
 
 
@@ -351,8 +338,7 @@ class Page(HTMLParser):
 def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
     report = a_report(1, 0.2)
     recorded = recorded_object(report, 1.0)
-    change = compare(RecordedRun("before.json", recorded), RecordedRun("", recorded))
-    text = page(report, recorded, change)
+    text = page(report, recorded)
     found = Page(text)
     (data,) = found.texts["script"]
     assert json.loads(data) == json.loads(json.dumps(recorded))
@@ -372,7 +358,6 @@ def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
     unstable = report.unstable_titles
     assert len(unstable) > 0
     assert any(item.endswith(", ".join(unstable)) for item in items)
-    assert "Since the last run on this machine" in found.texts["h2"]
 
 
 def test_a_sentence_per_peer_has_its_figures() -> None:
@@ -402,7 +387,7 @@ def test_options_of_a_report_that_make_no_sense_are_refused(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not makes_pages, reason="matplotlib or jinja2 is not installed")
-def test_a_report_is_measured_written_and_compared_with_the_last(
+def test_a_report_is_measured_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = (sys.executable, "-m", "fastdist", "run", "-n", "2", "-m", "fastdist.cli.bench.worker")
@@ -412,7 +397,6 @@ def test_a_report_is_measured_written_and_compared_with_the_last(
     monkeypatch.setattr(full_report, "find_peers", lambda *_, **__: (peers, missing))
     monkeypatch.setattr(full_report, "report_cases", lambda ranks: cases)
     monkeypatch.setattr(full_report, "_EFFORT", Effort(iterations=2, warmup=1, rounds=1))
-    write(tmp_path / "before.json", a_report(1))
     out = tmp_path / "a.html"
     assert main(["bench", "report", "--ranks", "2", "--out", str(out), "--json"]) == 1
     written = capsys.readouterr()
@@ -424,7 +408,6 @@ def test_a_report_is_measured_written_and_compared_with_the_last(
         in written.err
     )
     assert "pass 6 of 6, about " in written.err
-    assert f"({tmp_path / 'before.json'})" in written.err
     rows = recorded["rows"]
     assert [(row["collective"], row["bytes"]) for row in rows] == [
         (case.collective, case.bytes) for case in cases

@@ -23,9 +23,7 @@ and graph is the time of a replay of a CUDA graph with the call.
 """
 _REPORT_DESCRIPTION = """\
 Measures every collective on the CPU next to every installed peer, in a few
-minutes. Writes an HTML page that needs no
-other file, and its data as JSON, and says what changed since the last run on
-this machine."""
+minutes. Writes an HTML page that needs no other file, and its data as JSON."""
 _COMPARE_DESCRIPTION = """\
 Says for each case of two reports' JSON files how much slower or faster
 fastdist is in the second, with a 95 % confidence interval."""
@@ -123,8 +121,8 @@ def _add_report(add: Callable[..., object]) -> None:
         "--out",
         type=Path,
         metavar="FILE.html",
-        help="write FILE.html and FILE.json, and compare with the last report in their folder "
-        f"(default: a file with the date in {cache_dir('reports')})",
+        help="write FILE.html and FILE.json (default: files with the date in "
+        f"{cache_dir('reports')})",
     )
     add("--json", action="store_true", help="also write the JSON to stdout")
 

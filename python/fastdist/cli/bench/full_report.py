@@ -8,7 +8,6 @@ where arrays lie, and what else the machine does over minutes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.resources
 import importlib.util
 import json
@@ -24,14 +23,12 @@ from fastdist._version import __version__
 from fastdist.cli.bench import intervals, results
 from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case
 from fastdist.cli.bench.command import Plan, Progress, run_measured, shown_progress
-from fastdist.cli.bench.comparison import Comparison, RecordedRun, compare
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import PEER_NAMES, cache_dir, fastdist_engine, find_peers
 from fastdist.cli.bench.plot import to_svg
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort, Session
-from fastdist.cli.command import UsageError
 from fastdist.cli.machine_facts import busy_cores, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size, parse_sizes
@@ -84,23 +81,21 @@ def _run(options: argparse.Namespace, plan: Plan, out: Path) -> bool:
         report = measure(plan, PASSES, progress)
     recorded = recorded_object(report, time.monotonic() - began)
     json_path = out.with_suffix(".json")
-    before = last_run(json_path.parent, recorded)
-    change = None if before is None else compare(before, RecordedRun(str(json_path), recorded))
     text = json.dumps(recorded, indent=1) + "\n"
     json_path.write_text(text)
-    out.write_text(page(report, recorded, change), encoding="utf-8")
+    out.write_text(page(report, recorded), encoding="utf-8")
     file = sys.stderr if options.json else sys.stdout
-    lines = [*_summary(report, change), f"wrote {out} and {json_path}", ""]
+    lines = [*_summary(report), f"wrote {out} and {json_path}", ""]
     show(fitted("\n".join(lines), file), file)
     if options.json:
         show(text)
     return not (report.wrong or report.failed)
 
 
-def _summary(report: Report, change: Comparison | None) -> list[str]:
+def _summary(report: Report) -> list[str]:
     lines = list(peer_sentences(report))
     lines += [f"{name} is not installed: {how}" for name, how in report.missing.items()]
-    return lines + _cautions(report) + ([] if change is None else change.lines())
+    return lines + _cautions(report)
 
 
 def measure(plan: Plan, passes: int, progress: Progress) -> Report:
@@ -174,22 +169,10 @@ def _command(report: Report, case: Case) -> str:
     return " ".join(words)
 
 
-def last_run(folder: Path, recorded: dict[str, Any]) -> RecordedRun | None:
-    """Return the latest report in a folder that was measured on the machine of `recorded`."""
-    runs = []
-    for path in folder.glob("*.json"):
-        with contextlib.suppress(UsageError):  # results of another kind
-            runs.append(RecordedRun.read(path))
-    this = RecordedRun("", recorded)
-    runs = [run for run in runs if not run.other_machine(this)]
-    same = [run for run in runs if run.samples.keys() & this.samples]
-    return max(same, key=lambda run: run.when, default=None)
-
-
-def page(report: Report, recorded: dict[str, Any], change: Comparison | None) -> str:
+def page(report: Report, recorded: dict[str, Any]) -> str:
     """Return the page of a report: one HTML file with its charts and data, which loads nothing.
 
-    `recorded` is the same as JSON, `change` the comparison with the last run, if there is one.
+    `recorded` is the same as JSON.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -201,7 +184,6 @@ def page(report: Report, recorded: dict[str, Any], change: Comparison | None) ->
     return environment.from_string(template.read_text(encoding="utf-8")).render(
         report=report,
         recorded=recorded,
-        change=change,
         rows=rows,
         cautions=_cautions(report),
         sentences=list(peer_sentences(report)),

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +41,7 @@ from fastdist.cli.bench.results import (
     slowest_rank,
 )
 from fastdist.cli.bench.verify import count_wrong, patterned_inputs, write_input
-from fastdist.cli.machine_facts import busy_cores, total_cache_bytes
+from fastdist.cli.machine_facts import total_cache_bytes
 from fastdist.cli.sizes import format_size, parse_size, parse_sizes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -365,51 +363,22 @@ def test_caches_are_counted_once_however_many_cores_share_them(
     assert total_cache_bytes(tmp_path / "absent") == 0
 
 
-@pytest.mark.parametrize(
-    ("busy", "ranks", "warns"),
-    [(0.4, 4, False), (0.6, 4, True), (2.4, 2, False), (2.6, 2, True), (0.6, 9, True)],
-)
-def test_busy_cores_that_the_ranks_need_are_warned_of(
-    busy: float, ranks: int, warns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    report = replace(report_of(row_of(10.0)), busy_cores=busy, ranks=ranks)
-    (warning,) = report.busy_warnings or ("",)
-    assert (warning != "") is warns
-    if warns:
-        assert f"# warning: {warning}" in text.heading(report, "all_reduce")
-        assert f"kept {busy} of 4 cores busy before the run, which {ranks} ranks need" in warning
-    assert text.report_object(report)["busy_cores"] == busy
-    assert (warning in text.report_object(report)["warnings"]) is warns
-
-
-def test_a_core_that_a_program_keeps_busy_is_seen() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=-1
-    ) as program:
-        assert program.stdout is not None
-        program.stdout.readline()
-        busy = busy_cores()
-        program.kill()
-    assert 0.5 < busy < (os.cpu_count() or 0) + 0.5
-
-
 def test_a_wide_spread_and_few_calls_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = row_of(10.0)
     quiet = replace(quiet, ours=replace(quiet.ours, iterations=20))
     wide = array_case("all_reduce", 64, 2, "float32", "sum", "numpy")
     rows = [quiet, replace(quiet, case=wide, ours=replace(quiet.ours, p99_us=51.0))]
-    assert report_of(quiet).call_warnings == []
+    assert report_of(quiet).warnings == []
     for cores, why in (
         (2, "something else, such as another program, took a core during calls"),
         (1, "2 ranks take turns on 1 cores"),
     ):
         monkeypatch.setattr(results, "usable_cores", lambda cores=cores: cores)
-        assert report_of(*rows).call_warnings == [
+        assert report_of(*rows).warnings == [
             f"busy machine: p99 is more than 5 times p50 at all_reduce 64 B; {why}"
         ]
     rows[0] = replace(quiet, ours=replace(quiet.ours, iterations=19))
-    wide_warning, few = report_of(*rows).call_warnings
+    wide_warning, few = report_of(*rows).warnings
     assert few == "too few calls: fewer than 20 at all_reduce 1 MiB; --time-s or --iters gives more"
     assert text.footing(report_of(*rows))[-2:] == [
         f"# warning: {wide_warning}",

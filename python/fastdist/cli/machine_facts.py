@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,30 +18,11 @@ from fastdist.processes.proc import processor
 
 _CPUS = Path("/sys/devices/system/cpu")
 _PROGRAM_S = 30
-_LOOK_S = 0.25
-_IDLE, _IO_WAIT, _GUEST = 3, 4, 8  # columns of /proc/stat; guests' time is in the first two as well
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def busy_cores() -> float:
-    """Return how many of the usable cores other programs keep busy, measured for 0.25 s."""
-    before = _busy_ticks()
-    start = time.perf_counter()
-    time.sleep(_LOOK_S)
-    ticks = _busy_ticks() - before
-    return ticks / os.sysconf("SC_CLK_TCK") / (time.perf_counter() - start)
-
-
-def _busy_ticks() -> int:
-    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-    with open("/proc/stat", encoding="ascii") as file:
-        rows = [line.split() for line in file]
-    ticks = [[int(field) for field in row[1:]][:_GUEST] for row in rows if row[0] in names]
-    return sum(sum(core) - core[_IDLE] - core[_IO_WAIT] for core in ticks)
 
 
 def output_of(*command: str) -> str:

@@ -22,7 +22,7 @@ from fastdist.cli.bench.peers import Engine, fastdist_engine, find_peers, parse_
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
-from fastdist.cli.machine_facts import busy_cores, gpu_facts, machine_facts, usable_cores
+from fastdist.cli.machine_facts import gpu_facts, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import parse_sizes
 from fastdist.processes.terminal import fitted, note, show, width_of
@@ -174,7 +174,6 @@ def _files(options: argparse.Namespace) -> list[str]:
 def _measure(options: argparse.Namespace, plan: Plan, file: TextIO) -> Report:
     """Measure the cases while the table is printed."""
     width = width_of(file)
-    busy = busy_cores()
     with (
         shown_progress(file, len(plan.cases) * plan.effort.rounds) as progress,
         Session(plan.engines, plan.ranks, plan.effort, plan.placement) as session,
@@ -186,7 +185,6 @@ def _measure(options: argparse.Namespace, plan: Plan, file: TextIO) -> Report:
             plan.missing,
             placement=plan.placement,
             failed={error.engine: error.reason for error in session.failures},
-            busy_cores=busy,
         )
         for error in session.failures:
             note(f"fastdist bench: {error}")

@@ -29,7 +29,7 @@ from fastdist.cli.bench.plot import to_svg
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort, Session
-from fastdist.cli.machine_facts import busy_cores, machine_facts, usable_cores
+from fastdist.cli.machine_facts import machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size, parse_sizes
 from fastdist.processes.terminal import fitted, show
@@ -103,7 +103,7 @@ def measure(plan: Plan, passes: int, progress: Progress) -> Report:
 
     A peer that fails is left out, and the pass in which it failed is repeated.
     """
-    report = Report(plan.ranks, machine_facts(), {}, plan.missing, busy_cores=busy_cores())
+    report = Report(plan.ranks, machine_facts(), {}, plan.missing)
     left = plan.engines
     copies: list[float] = []
     done: list[list[Row]] = []
@@ -205,4 +205,4 @@ def _cautions(report: Report) -> list[str]:
         cautions.append(
             f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
         )
-    return cautions + report.busy_warnings + report.call_warnings
+    return cautions + report.warnings

@@ -24,7 +24,7 @@ Columns = dict[str, int]  # width by name
 
 
 def heading(report: Report, title: str) -> list[str]:
-    """Return the lines above the table: machine, engines, warnings."""
+    """Return the lines above the table: machine, engines."""
     lines = [
         f"# fastdist bench {title}, {report.ranks} ranks",
         f"# {report.machine_text}",
@@ -34,7 +34,6 @@ def heading(report: Report, title: str) -> list[str]:
         lines.insert(2, f"# {report.placement}; CUDA {report.machine['cuda driver']}")
     lines += [f"# {name} is not installed: {install}" for name, install in report.missing.items()]
     lines += [f"# {name} failed to start: {reason}" for name, reason in report.failed.items()]
-    lines += [f"# warning: {warning}" for warning in report.busy_warnings]
     return [*lines, "#"]
 
 
@@ -150,7 +149,7 @@ def footing(report: Report) -> list[str]:
         lines.append("# graph: replay of a CUDA graph with the call; -: no graph")
     if report.wrong:
         lines.append(f"# WRONG RESULTS: {report.wrong} elements")
-    return lines + [f"# warning: {warning}" for warning in report.call_warnings]
+    return lines + [f"# warning: {warning}" for warning in report.warnings]
 
 
 def _floor_lines(report: Report) -> list[str]:
@@ -216,8 +215,7 @@ def report_object(report: Report) -> dict[str, Any]:
         "engines": report.engines,
         "missing": report.missing,
         "failed": report.failed,
-        "busy_cores": round(report.busy_cores, 2),
-        "warnings": report.busy_warnings + report.call_warnings,
+        "warnings": report.warnings,
         "copy_gb_per_s": round(report.copy_gb_per_s, 2),
         "rows": [row_object(row) for row in report.rows],
     }

@@ -16,8 +16,6 @@ from fastdist.cli.machine_facts import usable_cores
 # Quiet machines give ratios of p99 to p50 from 1.1 to 3.
 _WIDE_SPREAD = 5.0
 _FEW_CALLS = 20
-# A core that the ranks need is busy half of the time.
-_MOST_BUSY_CORES = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,6 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     placement: Placement | None = None  # the ranks' GPUs; None on CPUs
     failed: dict[str, str] = field(default_factory=dict)  # reason by peer that failed to start
-    busy_cores: float = 0.0  # that other programs kept busy before the run
 
     @property
     def machine_text(self) -> str:
@@ -116,18 +113,7 @@ class Report:
         )
 
     @property
-    def busy_warnings(self) -> list[str]:
-        """A warning if other programs kept cores busy before the run that the ranks need."""
-        cores = usable_cores()
-        if self.busy_cores <= max(0, cores - self.ranks) + _MOST_BUSY_CORES:
-            return []
-        return [
-            f"busy machine: other programs kept {self.busy_cores:.1f} of {cores} cores busy before "
-            f"the run, which {self.ranks} ranks need"
-        ]
-
-    @property
-    def call_warnings(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Warnings if the machine was busy during the run, or timed calls were few."""
         warnings = []
         if wide := self._titles(lambda ours: ours.p99_us > _WIDE_SPREAD * ours.p50_us):

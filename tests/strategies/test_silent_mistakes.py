@@ -313,23 +313,14 @@ def losses(kind: str, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tor
     if kind == "masked":
         chosen = x[:, 0] > 0
         return F.cross_entropy(model(x)[chosen], classes[chosen])
-    if kind == "sum":
-        return -0.5 * F.mse_loss(model(x)[:, :1], y, reduction="sum") + x.sum()
-    if kind == "sum by hand":
-        return (model(x)[:, :1] - y).square().sum()
     penalty = sum(parameter.square().sum() for parameter in model.parameters())
-    whole = F.cross_entropy(model(x), classes) + 0.1 * penalty
-    by_hand = (model(x)[:, :1] - y).square().sum()
-    losses = torch.stack([whole / len(x)] * len(x))
-    return losses.sum() + by_hand / len(x) + by_hand * (1 / len(x))
+    return F.cross_entropy(model(x), classes) + 0.1 * penalty
 
 
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
         ("masked", "the loss is a mean over the positions that count"),
-        ("sum", "the loss is a sum over the examples of a batch"),
-        ("sum by hand", "the loss is a sum over the examples of a batch"),
         ("means", None),
     ],
 )
@@ -353,21 +344,6 @@ def test_losses_that_are_no_means_over_examples(
         assert all(said is not None and text.startswith(said) for text in found)
 
     run(case)
-
-
-def test_a_sum_under_sums(run: Run) -> None:
-    def case(strategy: Strategy) -> None:
-        with strategy.scope():
-            model = nn.Linear(3, 2).double()
-        step = lambda x, y: losses("sum", model, x, y).backward()  # noqa: E731
-
-        def train() -> None:
-            for batch in strategy.distribute_dataset(data(24), global_batch_size=12):
-                strategy.run(step, batch)
-
-        assert not warned(train)
-
-    run(case, gradient_reduction="sum")
 
 
 def test_tensors_outside_of_modules(run: Run) -> None:

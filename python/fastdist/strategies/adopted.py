@@ -106,7 +106,7 @@ class AdoptedModules:
         self._in_order: list[weakref.ref[torch.optim.Optimizer]] = []
         self._steps = OptimizerSteps(options.gradient_reduction, options.shard_optimizer)
         self._record = self._steps.record
-        self._first_runs = FirstRuns(sums=options.gradient_reduction == "sum")
+        self._first_runs = FirstRuns()
         self._outside = OutsideParameters(self.has)
         if (found := recording()) is not None:
             self._record.digests = StepDigests(found, central is None, options.shard_optimizer)

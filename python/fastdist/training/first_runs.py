@@ -9,10 +9,9 @@ first gradients, one number per bit, so that it needs no call of its own.
 from __future__ import annotations
 
 import contextlib
-import math
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,7 @@ from fastdist.training.patched import replaced
 _RUNS = 3  # runs whose batches are compared
 _LOSSES = 10  # runs whose losses are compared
 _NODES = 100  # of a loss's graph that are searched
-_MEAN, _SUM = 1, 2  # torch's reductions
-_KEEP_A_SUM = "AddBackward0", "SubBackward0", "NegBackward0", "MulBackward0", "ToCopyBackward0"
-_LAYERS = "Addmm", "Mm", "Bmm", "Convolution", "MkldnnLinear", "Linear", "Embedding"
+_MEAN = 1  # torch's reduction
 _ENGINE = "_engine_run_backward"
 _SAMPLE = 4096  # elements of a tensor that are hashed
 _UNEVEN = (
@@ -38,11 +35,6 @@ _UNEVEN = (
     "gradients is not the gradient of the global batch. Pass that number as weight: "
     "strategy.run(step, args=(batch,), weight=fastdist.map(lambda labels: (labels != -100).sum(), "
     "labels))"
-)
-_SUMMED = (
-    "the loss is a sum over the examples of a batch, and gradients are averaged over the replicas: "
-    "they are not those of the sum over the global batch. Divide the sum by the number of "
-    'examples, or use fastdist.CommunicationOptions(gradient_reduction="sum")'
 )
 _SAME = (
     f"run got the same tensors on all replicas in its first {_RUNS} runs, so every replica does "
@@ -54,13 +46,11 @@ _SAME = (
 class FirstRuns:
     """The batches and losses of one replica's first runs."""
 
-    def __init__(self, *, sums: bool) -> None:
+    def __init__(self) -> None:
         self._left = _RUNS
-        self._sums = sums  # gradients are summed over replicas, so a loss may be a sum
         self._losses_left = _LOSSES
         self._own: int | None = None  # examples in a divided batch
         self._all = 0  # in those of all replicas
-        self._has_sum = False
         self._is_uneven = False
         self._hash: int | None = None
         self._sent: int | None = None
@@ -98,14 +88,11 @@ class FirstRuns:
         """Hash how much the means in the losses count per example."""
         if is_capturing():
             return
-        found = _Means(self._own or 0, self._all)
-        found.search(losses)
-        self._has_sum |= found.has_sum
-        if found.counts and self._own:
+        counts = _counts_of_means(losses)
+        if counts and self._own:
             # A loss that compares the gathered examples of all replicas counts all everywhere.
             per_example = [
-                "all" if count == self._all else f"{count / self._own:.6g}"
-                for count in found.counts
+                "all" if count == self._all else f"{count / self._own:.6g}" for count in counts
             ]
             self._hash = zlib.crc32(repr(per_example).encode())
 
@@ -139,9 +126,6 @@ class FirstRuns:
         if self._is_uneven:
             self._losses_left = 0
             found.append(_UNEVEN)
-        if self._has_sum and not self._sums:
-            self._sums = True  # warned once
-            found.append(_SUMMED)
         if self._is_found:
             found.append(_SAME)
         self._is_uneven = self._is_found = False
@@ -149,61 +133,21 @@ class FirstRuns:
             warnings.warn(message, stacklevel=6)  # the line that calls run
 
 
-class _Means:
-    """Searches the graph near a loss for what it is a mean or a sum of."""
-
-    def __init__(self, examples: int, of_all: int) -> None:
-        self.counts: list[float] = []  # by each mean of negative log likelihoods
-        self.has_sum = False  # over the examples that a model has seen
-        self._examples = examples
-        self._of_all = of_all
-
-    def search(self, losses: Any) -> None:
-        waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
-        for node in _nodes(waiting, lambda node: not node.name().startswith("NllLoss")):
-            if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN:
-                self.counts.append(float(node._saved_total_weight))
-        for node in _nodes(waiting, self._keeps_a_sum):
-            if self._is_sum(node):
-                self.has_sum = True
-
-    def _keeps_a_sum(self, node: Any) -> bool:
-        if node.name() == "MulBackward0" and self._examples:
-            factor = node._saved_other
-            if factor is not None and factor.dim() == 0 and factor.device.type == "cpu":
-                # Such a factor makes a mean over the examples, or a sum over those of all replicas.
-                parts = 1 / self._examples, self._of_all / self._examples
-                return not any(math.isclose(factor.item(), part, rel_tol=1e-6) for part in parts)
-        return node.name() in _KEEP_A_SUM
-
-    def _is_sum(self, node: Any) -> bool:
-        name = node.name()
-        if name == "SumBackward0":
-            shape = tuple(node._saved_self_sym_sizes)
-        elif getattr(node, "_saved_reduction", None) == _SUM:
-            shape = tuple(node._saved_self.shape)
-        else:
-            return False
-        if self._examples < 2 or shape[:1] != (self._examples,):
-            return False
-        parts = [following for following, _ in node.next_functions]
-        if any(part is not None and part.name() == "StackBackward0" for part in parts):
-            return False  # of several losses, which may be as many as the examples
-        return any(part.name().startswith(_LAYERS) for part in _nodes(parts, lambda _: True))
-
-
-def _nodes(roots: Sequence[Any], goes_on: Callable[[Any], bool]) -> Iterator[Any]:
-    """Yield nodes of a graph, those near the roots first."""
-    waiting = list(roots)
+def _counts_of_means(losses: Any) -> list[float]:
+    """Return what each mean of negative log likelihoods in the graph near the losses counts."""
+    waiting: list[Any] = [loss.grad_fn for loss in losses if isinstance(loss, torch.Tensor)]
     seen: set[Any] = set()
+    counts = []
     while waiting and len(seen) < _NODES:
-        node = waiting.pop(0)
+        node = waiting.pop(0)  # those near the losses first
         if node is None or node in seen:
             continue
         seen.add(node)
-        yield node
-        if goes_on(node):
+        if not node.name().startswith("NllLoss"):
             waiting += [following for following, _ in node.next_functions]
+        elif node._saved_reduction == _MEAN:
+            counts.append(float(node._saved_total_weight))
+    return counts
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor | np.ndarray[Any, Any]]:

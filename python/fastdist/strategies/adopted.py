@@ -104,14 +104,18 @@ class AdoptedModules:
         self._buffers = BufferSync([], 0)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_order: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._steps = OptimizerSteps(options.gradient_reduction, options.shard_optimizer)
+        self._steps = OptimizerSteps(
+            options.gradient_reduction,
+            is_sharded=options.shard_optimizer,
+            has_one_copy=central is not None,
+        )
         self._record = self._steps.record
         self._first_runs = FirstRuns()
         self._outside = OutsideParameters(self.has)
         if (found := recording()) is not None:
             self._record.digests = StepDigests(found, central is None, options.shard_optimizer)
         if replicas > 1:
-            self._steps.begin(has_one_copy=central is not None)
+            self._steps.begin()
 
     def adopt(
         self,
@@ -270,7 +274,7 @@ class AdoptedModules:
         self._accumulation = Accumulation()
         self._buffers = BufferSync([], 0)
         if replicas > 1:
-            self._steps.begin(has_one_copy=False)
+            self._steps.begin()
         for model in self._models:
             for buffered in model.buffered:
                 buffered.seen, buffered.is_written = None, False

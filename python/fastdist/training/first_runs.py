@@ -51,11 +51,10 @@ class FirstRuns:
         self._losses_left = _LOSSES
         self._own: int | None = None  # examples in a divided batch
         self._all = 0  # in those of all replicas
-        self._is_uneven = False
         self._hash: int | None = None
         self._sent: int | None = None
         self._seen: set[int] = set()
-        self._is_found = False
+        self._found: list[str] = []  # warnings to give
 
     @contextlib.contextmanager
     def watching(self, given: Any, batch: PerReplica[Any] | None, replica: int) -> Iterator[None]:
@@ -106,7 +105,9 @@ class FirstRuns:
         having, *counts = total.tolist()
         is_same = all(count in (0.0, one_of_all) for count in counts)
         if self._own is not None:
-            self._is_uneven = self._losses_left > 0 and having == one_of_all and not is_same
+            if self._losses_left and having == one_of_all and not is_same:
+                self._losses_left = 0
+                self._found.append(_UNEVEN)
             self._losses_left = max(0, self._losses_left - 1)
             return
         if not having or not self._left:
@@ -117,18 +118,12 @@ class FirstRuns:
             return
         assert self._sent is not None
         self._seen.add(self._sent)
-        # Constant arguments are no batches.
-        self._is_found = not self._left and len(self._seen) == _RUNS
+        if not self._left and len(self._seen) == _RUNS:  # constant arguments are no batches
+            self._found.append(_SAME)
 
     def report(self, is_chief: bool) -> None:
         """Warn, once and on one replica, of what was found."""
-        found = []
-        if self._is_uneven:
-            self._losses_left = 0
-            found.append(_UNEVEN)
-        if self._is_found:
-            found.append(_SAME)
-        self._is_uneven = self._is_found = False
+        found, self._found = self._found, []
         for message in found if is_chief else ():
             warnings.warn(message, stacklevel=6)  # the line that calls run
 

@@ -29,10 +29,13 @@ class OptimizerSteps:
     """Hooks into the steps of optimizers that hold a strategy's parameters.
 
     The loss that a closure returns is reduced over all replicas: optimizers such as LBFGS choose
-    the step size by it, and replicas must take the same step.
+    the step size by it, and replicas must take the same step. `has_one_copy` is True if all
+    replicas have one copy of the parameters.
     """
 
-    def __init__(self, reduction: GradientReduction, is_sharded: bool) -> None:
+    def __init__(
+        self, reduction: GradientReduction, *, is_sharded: bool, has_one_copy: bool
+    ) -> None:
         self.record = StepRecord()  # to be compared with other replicas
         self._is_sharded = is_sharded
         self._reduction = reduction
@@ -41,22 +44,17 @@ class OptimizerSteps:
         self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._foreign = weakref.WeakKeyDictionary()
         self._runs = 0
-        self._is_running = False
         self._has_begun = False
-        self._has_one_copy = False
+        self._has_one_copy = has_one_copy
         self._sync: GradientSync | None = None
-        self._common: CommonStream | None = None
+        self._common: CommonStream | None = None  # of the present run
         self._depth = 0  # of steps that other steps call
 
-    def begin(self, *, has_one_copy: bool) -> None:
-        """Register the hooks of a job with several replicas; they are removed with this object.
-
-        `has_one_copy` is True if all replicas have one copy of the parameters.
-        """
+    def begin(self) -> None:
+        """Register the hooks of a job with several replicas; they are removed with this object."""
         if self._has_begun:
             return
         self._has_begun = True
-        self._has_one_copy = has_one_copy
         before = register_optimizer_step_pre_hook(
             functools.partial(call_weakly, weakref.WeakMethod(self._before_step))
         )
@@ -74,12 +72,10 @@ class OptimizerSteps:
         """
         self._runs += 1
         self.record.begin_run(origin)
-        self._is_running = True
         self._common = common
         try:
             yield
         finally:
-            self._is_running = False
             self._common = None
             self._depth = 0
 
@@ -101,7 +97,7 @@ class OptimizerSteps:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         context = state.replica
         if optimizer not in self._known:
-            if (context is not None and self._is_running) or self._has_one_copy:
+            if (context is not None and self._common is not None) or self._has_one_copy:
                 self._require_foreign(optimizer)
             return None
         self.prepare(optimizer)
@@ -164,7 +160,7 @@ class OptimizerSteps:
                     f"{name} was made outside the scope of the strategy whose parameters it "
                     "holds; make it inside `with strategy.scope():`"
                 )
-        in_run = state.replica is not None and self._is_running
+        in_run = state.replica is not None and self._common is not None
         if in_run and self._foreign.setdefault(optimizer, self._runs) != self._runs:
             raise ValueError(
                 f"{name} and the module it trains were made outside the scope, so every replica "

@@ -237,8 +237,9 @@ class AdoptedModules:
         if self.sync is not None:
             self.sync.close()
             self.sync = None
+        buffered = {b.place: b for model in self._models for b in model.buffered}  # each once
         self._buffers = BufferSync(
-            list(self._buffered()), self._buffer_places, self._buffers.examples
+            list(buffered.values()), self._buffer_places, self._buffers.examples
         )
         if communicators is not None:
             is_one_machine = not communicators.replicas.engine.machines
@@ -310,11 +311,6 @@ class AdoptedModules:
         places = {r.place: r for model in reversed(self._models) for r in model.parameters}
         for model in self._models:
             yield from (r for r in model.parameters if places[r.place] is r)
-
-    def _buffered(self) -> Iterator[BufferedModule]:
-        """Yield every module with buffers once."""
-        places = {b.place: b for model in self._models for b in model.buffered}
-        yield from places.values()
 
     def connect(self) -> Communicator | None:
         """Return the replicas' communicator, made again after a failure; None with one replica.

@@ -36,12 +36,12 @@ auto without_gil(py::handle timeout, const Call& call) {
   return call(options);
 }
 
-std::shared_ptr<Gpu> connect_gpu(const py::bytes& id, int rank, int size, int device, bool blocking,
+std::shared_ptr<Gpu> connect_gpu(const py::bytes& id, int rank, int size, int device,
                                  const py::object& host, const py::object& timeout,
                                  const std::optional<std::pair<int, int>>& lane) {
   const std::string bytes = id;
   auto checker = host.is_none() ? nullptr : std::make_unique<HostChecker>(host);
-  nccl::Connection connection{{}, rank, size, device, blocking, checker.get(), std::nullopt};
+  nccl::Connection connection{{}, rank, size, device, checker.get(), std::nullopt};
   if (lane) connection.lane = {lane->first, lane->second};
   if (bytes.size() != sizeof(connection.id.bytes)) {
     refuse(ErrorCode::kValue, "id must come from new_nccl_id (128 bytes), got ", bytes.size(),
@@ -79,15 +79,14 @@ struct GpuRegistration {
   std::vector<std::shared_ptr<void>> registrations;
 };
 
-GpuRegistration lend(Gpu& self, const py::object& arrays, const py::object& timeout) {
+GpuRegistration lend(Gpu& self, const py::object& arrays) {
   const Arrays views(arrays, Access::kRead, "array", self.placement());
   GpuRegistration result{arrays, {}};
-  without_gil(timeout, [&](const CallOptions& options) {
-    for (const TensorView& view : views.views()) {
-      if (view.count == 0) continue;
-      result.registrations.push_back(self.communicator().lend(view.data, view.bytes(), options));
-    }
-  });
+  const GilRelease release;
+  for (const TensorView& view : views.views()) {
+    if (view.count == 0) continue;
+    result.registrations.push_back(self.communicator().lend(view.data, view.bytes()));
+  }
   return result;
 }
 
@@ -235,7 +234,7 @@ void bind_arrays(py::module_& m) {
 void bind_communicator(py::module_& m) {
   py::class_<Gpu, std::shared_ptr<Gpu>>(m, "NcclCommunicator")
       .def_static("connect", &connect_gpu, py::arg("id"), py::arg("rank"), py::arg("size"),
-                  py::arg("device"), py::arg("blocking"), py::arg("hosts"), py::arg("timeout"),
+                  py::arg("device"), py::arg("hosts"), py::arg("timeout"),
                   py::arg("lane") = py::none())
       .def_property_readonly(
           "own_stream",

@@ -199,8 +199,7 @@ py::object Router::call_at_once(const CallArguments& given, int gpu) const {
   if (given.op == Op::kSend || given.op == Op::kRecv) return {};
   if (!given.stream.is_none()) return {};
   const auto stream = current_stream(given.first_array(), gpu);
-  constexpr std::uintptr_t kPerThreadStream = 2;  // NCCL's settings decide whether it can be used
-  if (!stream || reinterpret_cast<std::uintptr_t>(*stream) == kPerThreadStream) return {};
+  if (!stream) return {};
   py::object made = bindings::make_call(*engine_, given, static_cast<nccl::StreamHandle>(*stream));
   const bool is_async = given.async_op.ptr() != Py_False && PyObject_IsTrue(given.async_op.ptr());
   return is_async ? work_of_(made, given.first_array(), gpu) : made;

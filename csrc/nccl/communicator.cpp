@@ -90,8 +90,7 @@ void NcclCommunicator::Call::end() {
   entered_ = false;
 }
 
-NcclCommunicator::Group::Group(NcclCommunicator& communicator, const CallOptions& options)
-    : c_(communicator), options_(options) {
+NcclCommunicator::Group::Group(NcclCommunicator& communicator) : c_(communicator) {
   c_.handle_->check(functions().group_start(), "ncclGroupStart");
   ++c_.group_depth_;
 }
@@ -107,14 +106,11 @@ void NcclCommunicator::Group::end() {
   open_ = false;
   --c_.group_depth_;
   c_.handle_->check(functions().group_end(), "ncclGroupEnd");
-  if (c_.group_depth_ == 0) c_.handle_->settle(options_, "ncclGroupEnd");
 }
 
-NcclCommunicator::OutsideGroups::OutsideGroups(NcclCommunicator& communicator,
-                                               const CallOptions& options)
+NcclCommunicator::OutsideGroups::OutsideGroups(NcclCommunicator& communicator)
     : c_(communicator), depth_(std::exchange(communicator.group_depth_, 0)) {
   for (int i = 0; i < depth_; ++i) c_.handle_->check(functions().group_end(), "ncclGroupEnd");
-  if (depth_ != 0) c_.handle_->settle(options, "ncclGroupEnd");
 }
 
 NcclCommunicator::OutsideGroups::~OutsideGroups() {
@@ -134,13 +130,13 @@ Scratch& NcclCommunicator::captured_scratch() {
 void NcclCommunicator::as_one(const Signature& whole, const CallOptions& options,
                               const std::function<void(const CallOptions&)>& calls) {
   Call call(*this, whole, options);
-  Group group(*this, options);
+  Group group(*this);
   end_after(call, group, [&] { calls(options); });
 }
 
 void NcclCommunicator::as_group(const CallOptions& options, const std::function<void()>& calls) {
   Call call(*this, {.op = Op::kGroup}, options, Call::Compared::kNever);
-  Group group(*this, options);
+  Group group(*this);
   is_group_ = true;
   end_after(call, group, [&] {
     const struct Leave {
@@ -209,12 +205,11 @@ std::shared_ptr<std::byte> NcclCommunicator::allocate(std::size_t bytes,
   return {memory->data(), [memory](std::byte*) { memory->wait_for_device(); }};
 }
 
-std::shared_ptr<void> NcclCommunicator::lend(std::byte* data, std::size_t bytes,
-                                             const CallOptions& options) {
+std::shared_ptr<void> NcclCommunicator::lend(std::byte* data, std::size_t bytes) {
   const cuda::DeviceGuard device(handle_->device());
   const Use use(*handle_);
   check_usable();  // from here on, an abort by another thread waits for the use
-  return std::make_shared<Registration>(handle_, data, bytes, options);
+  return std::make_shared<Registration>(handle_, data, bytes);
 }
 
 void NcclCommunicator::share_failures(GpuCommunicator& other) {
@@ -255,13 +250,13 @@ int ranks_in(const Connection& connection) { return connection.lane ? 2 : connec
 abi::Config config_of(const Connection& connection) {
   constexpr int kBlocksOfLane = 8;  // so that the kernels of many lanes run at the same time
   abi::Config config;
-  config.blocking = connection.blocking ? 1 : 0;
+  config.blocking = 1;
   if (connection.lane) config.max_ctas = kBlocksOfLane;
   return config;
 }
 
-// A blocking connection attempt, in its own thread because NCCL offers no other way to abort it. If
-// the caller has given up, a late success is aborted immediately.
+// A connection attempt, in its own thread because NCCL offers no other way to abort it. If the
+// caller has given up, a late success is aborted immediately.
 struct Attempt {
   std::mutex mutex;
   std::condition_variable ended;
@@ -281,6 +276,11 @@ void attempt_in_thread(const std::shared_ptr<Attempt>& attempt, const Connection
       abi::Config config = config_of(connection);
       const abi::Result result = functions().init_rank(&comm, ranks_in(connection), connection.id,
                                                        rank_in(connection), &config);
+      if (result == abi::kInProgress) {  // the environment overrules the configuration
+        (void)functions().abort(comm);
+        throw Error(ErrorCode::kUnsupported,
+                    "fastdist needs NCCL's blocking communicators: unset NCCL_COMM_BLOCKING");
+      }
       if (result != abi::kSuccess) throw to_error(result, "ncclCommInitRank", nullptr);
     } catch (...) {
       failure = std::current_exception();
@@ -294,7 +294,7 @@ void attempt_in_thread(const std::shared_ptr<Attempt>& attempt, const Connection
   }).detach();
 }
 
-abi::Comm connect_blocking(const Connection& connection, const CallOptions& options) {
+abi::Comm connect_ranks(const Connection& connection, const CallOptions& options) {
   const auto attempt = std::make_shared<Attempt>();
   attempt_in_thread(attempt, connection);
   const auto deadline = std::chrono::steady_clock::now() + options.timeout;
@@ -316,17 +316,6 @@ abi::Comm connect_blocking(const Connection& connection, const CallOptions& opti
   return attempt->comm;
 }
 
-abi::Comm connect_polling(const Connection& connection) {
-  abi::Config config = config_of(connection);
-  abi::Comm comm = nullptr;
-  const abi::Result result = functions().init_rank(&comm, ranks_in(connection), connection.id,
-                                                   rank_in(connection), &config);
-  if (result != abi::kSuccess && result != abi::kInProgress) {
-    throw to_error(result, "ncclCommInitRank", comm);
-  }
-  return comm;
-}
-
 }  // namespace
 
 std::unique_ptr<GpuCommunicator> connect(const Connection& connection, const CallOptions& options) {
@@ -334,10 +323,7 @@ std::unique_ptr<GpuCommunicator> connect(const Connection& connection, const Cal
   const cuda::DeviceGuard device(connection.device);
   const cuda::RelaxedCapture relaxed;  // connecting allocates streams and memory
   cuda::load_packing_kernels();
-  const abi::Comm comm =
-      connection.blocking ? connect_blocking(connection, options) : connect_polling(connection);
-  auto handle = std::make_shared<Handle>(comm, connection.device, connection.blocking);
-  handle->settle(options, "ncclCommInitRank");
+  auto handle = std::make_shared<Handle>(connect_ranks(connection, options), connection.device);
   return std::make_unique<NcclCommunicator>(std::move(handle), connection);
 }
 

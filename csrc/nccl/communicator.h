@@ -70,8 +70,7 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<const Mark> record(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<std::byte> allocate(std::size_t bytes, const CallOptions&) override;
-  [[nodiscard]] std::shared_ptr<void> lend(std::byte* data, std::size_t bytes,
-                                           const CallOptions&) override;
+  [[nodiscard]] std::shared_ptr<void> lend(std::byte* data, std::size_t bytes) override;
   void share_failures(GpuCommunicator& other) override;
   void abort(const std::string& why) noexcept override;
   // Waits until the device has finished all enqueued work, or until a call times out.
@@ -98,12 +97,6 @@ class NcclCommunicator final : public GpuCommunicator {
   // Returns the signature that the ranks compare and that messages show.
   [[nodiscard]] static Signature announced_signature(const Signature& signature,
                                                      const CallOptions& options);
-
-  // Throws if an NCCL call failed. Outside of groups, waits until it is complete.
-  void check(abi::Result result, const char* call, const CallOptions& options) const {
-    handle_->check(result, call);
-    if (group_depth_ == 0) handle_->settle(options, call);
-  }
 
   // native.cpp: must be called within a call.
   void give(const std::byte* data, std::size_t bytes, int to, const CallOptions& options);
@@ -170,7 +163,7 @@ class NcclCommunicator::Call {
 // An NCCL group: its work is launched together, at the end of the outermost group.
 class NcclCommunicator::Group {
  public:
-  Group(NcclCommunicator& communicator, const CallOptions& options);
+  explicit Group(NcclCommunicator& communicator);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
   ~Group();
@@ -178,14 +171,13 @@ class NcclCommunicator::Group {
 
  private:
   NcclCommunicator& c_;
-  const CallOptions& options_;
   bool open_ = true;
 };
 
 // Suspends open groups, so that work is launched immediately: for steps that depend on each other.
 class NcclCommunicator::OutsideGroups {
  public:
-  OutsideGroups(NcclCommunicator& communicator, const CallOptions& options);
+  explicit OutsideGroups(NcclCommunicator& communicator);
   OutsideGroups(const OutsideGroups&) = delete;
   OutsideGroups& operator=(const OutsideGroups&) = delete;
   ~OutsideGroups();

@@ -98,8 +98,7 @@ class GpuCommunicator : public Communicator {
   [[nodiscard]] virtual std::shared_ptr<std::byte> allocate(std::size_t bytes,
                                                             const CallOptions&) = 0;
   // Registers the caller's memory with NCCL until the result is destroyed. One rank alone may call.
-  [[nodiscard]] virtual std::shared_ptr<void> lend(std::byte* data, std::size_t bytes,
-                                                   const CallOptions&) = 0;
+  [[nodiscard]] virtual std::shared_ptr<void> lend(std::byte* data, std::size_t bytes) = 0;
   // From now on a failure of one communicator is a failure of both.
   virtual void share_failures(GpuCommunicator& other) = 0;
   // Aborts pending calls of this rank; peers in the same calls wait until they are aborted too.
@@ -121,9 +120,6 @@ struct Connection {
   int rank;
   int size;  // number of all ranks, even if only the two of a lane connect
   int device;
-  // NCCL's mode: blocking calls take less of the host's time; non-blocking calls can be aborted at
-  // any point, even while ranks connect.
-  bool blocking = true;
   Checker* checker = nullptr;  // null: calls are not compared
   std::optional<Lane> lane;
 };

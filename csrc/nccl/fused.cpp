@@ -96,7 +96,7 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
     };
     const auto sent_as = [&](DType dtype) { return divides(dtype) ? ReduceOp::kSum : op; };
     {
-      const OutsideGroups outside(*this, options);
+      const OutsideGroups outside(*this);
       move_buckets(plan,
                    {in, out, divides,
                     [&](const TensorView& bucket) {
@@ -105,7 +105,7 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
                    options);
     }
     if (!plan.alone.empty()) {
-      Group alone(*this, options);
+      Group alone(*this);
       for (const std::size_t i : plan.alone) reduce_one(in[i], out[i], op, std::nullopt, options);
       alone.end();
     }
@@ -119,9 +119,9 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
       signature_of({.op = Op::kBroadcast, .root = static_cast<std::int16_t>(root)}, out);
   const auto send = [&](const TensorView& from, const TensorView& to) {
     if (to.count == 0) return;
-    check(functions().broadcast(from.data, to.data, to.bytes(), abi::kUint8, root, handle_->get(),
-                                stream_of(options)),
-          "ncclBroadcast", options);
+    handle_->check(functions().broadcast(from.data, to.data, to.bytes(), abi::kUint8, root,
+                                         handle_->get(), stream_of(options)),
+                   "ncclBroadcast");
   };
   Call call(*this, signature, options);
   if (in.size() == 1) {
@@ -131,7 +131,7 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
     const bool is_root = rank_ == root;
     const bool in_place = in.data() == out.data();
     {
-      const OutsideGroups outside(*this, options);
+      const OutsideGroups outside(*this);
       move_buckets(
           plan,
           {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out,
@@ -139,7 +139,7 @@ void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
           options);
     }
     if (!plan.alone.empty()) {
-      Group alone(*this, options);
+      Group alone(*this);
       for (const std::size_t i : plan.alone) send(in[i], out[i]);
       alone.end();
     }

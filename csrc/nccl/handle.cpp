@@ -50,8 +50,7 @@ Error to_error(abi::Result result, const std::string& call, abi::Comm comm) {
   return {ErrorCode::kState, message + "; set NCCL_DEBUG=WARN for details"};
 }
 
-Handle::Handle(abi::Comm comm, int device, bool blocking)
-    : comm_(comm), device_(device), blocking_(blocking) {}
+Handle::Handle(abi::Comm comm, int device) : comm_(comm), device_(device) {}
 
 Handle::~Handle() { close(); }
 
@@ -66,55 +65,21 @@ void Handle::check_usable() const {
   throw Error(failure_->code(), failure_->what(), failure_->ranks());
 }
 
-void Handle::throw_unless_settled(abi::Result result, const char* call) const {
-  if (!blocking_ && result == abi::kInProgress) return;  // `settle` waits for it
+void Handle::throw_failure(abi::Result result, const char* call) const {
   // If another thread aborted the call, `result` follows from that, so throw the reason instead.
   check_usable();
   throw to_error(result, call, comm_);
 }
 
-// Another thread may abort the communicator meanwhile, after which NCCL no longer knows it.
-abi::Result Handle::report() const {
-  const std::lock_guard lock(mutex_);
-  if (failed_) return abi::kSuccess;
-  abi::Result result = abi::kSuccess;
-  const abi::Result asked = functions().get_async_error(comm_, &result);
-  return asked == abi::kSuccess ? result : asked;
-}
-
-void Handle::settle(const CallOptions& options, const char* call) {
-  if (blocking_) return;
-  using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
-  std::chrono::microseconds pause{1};
-  for (;;) {
-    const abi::Result result = report();
-    check_usable();
-    if (result == abi::kSuccess) return;
-    if (result !=
-        abi::kInProgress) {  // permanent: NCCL destroys a failed communicator only by abort
-      fail(to_error(result, call, comm_));
-      check_usable();
-    }
-    if (Clock::now() - start > options.timeout) {
-      fail({ErrorCode::kTimeout, std::string(call) + " has not finished after " +
-                                     text_of(options.timeout) + "; not all ranks have called it"});
-      check_usable();
-    }
-    try {
-      options.caller->check_interrupt();
-    } catch (...) {
-      fail({ErrorCode::kState, "the communicator was aborted by an interrupt"});
-      throw;
-    }
-    std::this_thread::sleep_for(pause);
-    pause = std::min<std::chrono::microseconds>(pause * 2, std::chrono::milliseconds(1));
-  }
-}
-
 std::optional<Error> Handle::background_error() const {
-  const abi::Result result = report();
-  if (result == abi::kSuccess || result == abi::kInProgress) return std::nullopt;
+  abi::Result result = abi::kSuccess;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failed_) return std::nullopt;  // NCCL no longer knows the communicator
+    const abi::Result asked = functions().get_async_error(comm_, &result);
+    if (asked != abi::kSuccess) result = asked;
+  }
+  if (result == abi::kSuccess) return std::nullopt;
   return to_error(result, "asynchronous error", comm_);
 }
 

@@ -26,8 +26,8 @@ namespace fastdist::nccl {
 
 class Handle {
  public:
-  // Takes ownership of `comm`. A non-blocking one may still be connecting.
-  Handle(abi::Comm comm, int device, bool blocking);
+  // Takes ownership of `comm`.
+  Handle(abi::Comm comm, int device);
   ~Handle();
 
   [[nodiscard]] abi::Comm get() const noexcept { return comm_; }
@@ -40,13 +40,10 @@ class Handle {
 
   // Throws if an NCCL call failed.
   void check(abi::Result result, const char* call) const {
-    if (result != abi::kSuccess) throw_unless_settled(result, call);
+    if (result != abi::kSuccess) throw_failure(result, call);
   }
-  // For non-blocking communicators: waits until the last call is complete. Aborts the communicator
-  // if `options.timeout` passes or the caller is interrupted.
-  void settle(const CallOptions& options, const char* call);
 
-  // Returns an error that NCCL reported asynchronously, if any.
+  // Returns an error that NCCL reported asynchronously, if any; nothing after a failure.
   [[nodiscard]] std::optional<Error> background_error() const;
 
   // Aborts all pending calls. Every later call throws `why`. Only the first failure has an effect:
@@ -75,9 +72,7 @@ class Handle {
   }
 
  private:
-  void throw_unless_settled(abi::Result result, const char* call) const;
-  // Returns what NCCL reports about the last call and its own threads; success after a failure.
-  [[nodiscard]] abi::Result report() const;
+  [[noreturn]] void throw_failure(abi::Result result, const char* call) const;
   // Returns false if the communicator has already failed or is closed.
   [[nodiscard]] bool set_failure(const Error& why, const std::function<void()>& tell = {}) noexcept;
   void end(abi::Result (*call)(abi::Comm)) noexcept;
@@ -85,7 +80,6 @@ class Handle {
 
   abi::Comm comm_;
   int device_;
-  bool blocking_;
   int generation_ = process_generation();
   mutable std::mutex mutex_;  // guards failure_, held_ and the end of the communicator
   std::optional<Error> failure_;

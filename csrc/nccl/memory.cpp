@@ -33,13 +33,11 @@ void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
 
 }  // namespace
 
-Registration::Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes,
-                           const CallOptions& options)
+Registration::Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes)
     : handle_(std::move(handle)) {
   const cuda::RelaxedCapture relaxed;
   handle_->check(functions().register_memory(handle_->get(), data, bytes, &registration_),
                  "ncclCommRegister");
-  handle_->settle(options, "ncclCommRegister");
 }
 
 Registration::~Registration() {
@@ -68,7 +66,7 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
   handle_->hold_until_end(data_);
   if (make_window(bytes, options, checker)) return;
   try {
-    registration_.emplace(handle_, data_.get(), bytes, options);
+    registration_.emplace(handle_, data_.get(), bytes);
   } catch (const Error&) {
     handle_->check_usable();  // registration only saves time: use the memory without it
   }
@@ -80,9 +78,7 @@ bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Chec
   if (f.window_register == nullptr || !handle_->has_windows()) return false;
   const abi::Result result =
       f.window_register(handle_->get(), data_.get(), bytes, &window_, abi::kSymmetricWindow);
-  if (result == abi::kSuccess || result == abi::kInProgress) {
-    handle_->settle(options, "ncclCommWindowRegister");
-  } else {
+  if (result != abi::kSuccess) {
     handle_->check_usable();
     window_ = nullptr;  // refused, which is no failure
   }

@@ -18,8 +18,7 @@ namespace fastdist::nccl {
 class Registration {
  public:
   // The device must be current. Throws if NCCL refuses.
-  Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes,
-               const CallOptions& options);
+  Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes);
   Registration(const Registration&) = delete;
   Registration& operator=(const Registration&) = delete;
   ~Registration();

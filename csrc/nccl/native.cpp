@@ -32,7 +32,7 @@ void NcclCommunicator::reduce_one(const TensorView& in, const TensorView& out, R
                                              *root, handle_->get(), stream_of(options))
                                   : f.all_reduce(in.data, out.data, count, native.type, native.op,
                                                  handle_->get(), stream_of(options));
-  check(result, root ? "ncclReduce" : "ncclAllReduce", options);
+  handle_->check(result, root ? "ncclReduce" : "ncclAllReduce");
 }
 
 void NcclCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
@@ -43,7 +43,7 @@ void NcclCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
 void NcclCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
                               const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kReduce, root, op), in), options);
-  Group group(*this, options);
+  Group group(*this);
   for (std::size_t i = 0; i < in.size(); ++i) {
     reduce_one(in[i], rank_ == root ? out[i] : in[i], op, root, options);
   }
@@ -54,9 +54,9 @@ void NcclCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int 
 void NcclCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
   Call call(*this, signature_of({.op = Op::kAllGather}, {&in, 1}), options);
   if (in.count != 0) {
-    check(functions().all_gather(in.data, out.data, in.bytes(), abi::kUint8, handle_->get(),
-                                 stream_of(options)),
-          "ncclAllGather", options);
+    handle_->check(functions().all_gather(in.data, out.data, in.bytes(), abi::kUint8,
+                                          handle_->get(), stream_of(options)),
+                   "ncclAllGather");
   }
   call.end();
 }
@@ -66,7 +66,7 @@ void NcclCommunicator::gather(TensorView in, TensorView out, int root, const Cal
   const abi::Functions& f = functions();
   const std::size_t bytes = in.bytes();
   if (bytes != 0) {
-    Group group(*this, options);
+    Group group(*this);
     if (f.gather != nullptr) {
       handle_->check(
           f.gather(in.data, out.data, bytes, abi::kUint8, root, handle_->get(), stream_of(options)),
@@ -88,7 +88,7 @@ void NcclCommunicator::scatter(TensorView in, TensorView out, int root,
   const abi::Functions& f = functions();
   const std::size_t bytes = out.bytes();
   if (bytes != 0) {
-    Group group(*this, options);
+    Group group(*this);
     if (f.scatter != nullptr) {
       handle_->check(f.scatter(in.data, out.data, bytes, abi::kUint8, root, handle_->get(),
                                stream_of(options)),
@@ -109,9 +109,10 @@ void NcclCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
   Call call(*this, signature_of({.op = Op::kReduceScatter, .reduce_op = op}, {&in, 1}), options);
   if (out.count != 0) {
     const NativeReduction native = native_reduction(in.dtype, op);
-    check(functions().reduce_scatter(in.data, out.data, out.count * native.per_element, native.type,
-                                     native.op, handle_->get(), stream_of(options)),
-          "ncclReduceScatter", options);
+    handle_->check(
+        functions().reduce_scatter(in.data, out.data, out.count * native.per_element, native.type,
+                                   native.op, handle_->get(), stream_of(options)),
+        "ncclReduceScatter");
   }
   call.end();
 }
@@ -123,7 +124,7 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
   const auto n = static_cast<std::size_t>(size_);
   const auto r = static_cast<std::size_t>(rank_);
   const std::size_t item = size_of(in.dtype);
-  Group group(*this, options);
+  Group group(*this);
   if (counts.empty() && f.all_to_all != nullptr) {
     if (in.count != 0) {
       handle_->check(f.all_to_all(in.data, out.data, in.bytes() / n, abi::kUint8, handle_->get(),
@@ -152,7 +153,6 @@ void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) 
   Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNever);
   if (in.count != 0) {
     give(in.data, in.bytes(), lane_ ? 1 : dst, options);
-    if (group_depth_ == 0) handle_->settle(options, "ncclSend");
   }
   call.end();
 }
@@ -162,7 +162,6 @@ void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options)
             Call::Compared::kNever);
   if (out.count != 0) {
     take(out.data, out.bytes(), lane_ ? 0 : src, options);
-    if (group_depth_ == 0) handle_->settle(options, "ncclRecv");
   }
   call.end();
 }

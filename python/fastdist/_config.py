@@ -4,7 +4,6 @@
 |---|---|---|
 | FASTDIST_TIMEOUT_S | seconds that a collective waits for other ranks | 600 |
 | FASTDIST_RENDEZVOUS_TIMEOUT_S | seconds that `fd.init()` waits for all ranks | 120 |
-| NCCL_COMM_BLOCKING | 0: NCCL calls can be aborted at any point, and take longer | 1 |
 | FASTDIST_PS_FOLDER | folder of the sockets of a job with parameter servers on one machine | none |
 | FASTDIST_SECRET | secret that the processes of a job on several machines share | see below |
 | FASTDIST_SECRET_FILE | path of a file with that secret | see below |
@@ -42,7 +41,6 @@ class Settings:
 
     timeout_s: float = 600.0
     rendezvous_timeout_s: float = 120.0
-    nccl_blocking: bool = True
     ps_folder: str | None = None
     secret: str | None = field(default=None, repr=False)
     secret_file: str | None = None
@@ -59,7 +57,6 @@ def settings(environ: Mapping[str, str] = os.environ) -> Settings:
         rendezvous_timeout_s=_seconds(
             environ, "FASTDIST_RENDEZVOUS_TIMEOUT_S", defaults.rendezvous_timeout_s
         ),
-        nccl_blocking=_flag(environ, "NCCL_COMM_BLOCKING", defaults.nccl_blocking),
         ps_folder=environ.get(FOLDER_VARIABLE) or None,
         secret=environ.get(SECRET_VARIABLE) or None,
         secret_file=environ.get("FASTDIST_SECRET_FILE") or None,

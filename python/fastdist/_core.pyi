@@ -414,7 +414,6 @@ class NcclCommunicator:
         rank: int,
         size: int,
         device: int,
-        blocking: bool,
         hosts: Any,
         timeout: float,
         lane: tuple[int, int] | None = None,  # the only ranks, of which the first sends

@@ -67,8 +67,12 @@ def test_threads_with_a_gpu_each(ranks: int) -> None:
     passes(start(["gpu_communicator.py", *parts, "--threads", str(ranks)], gpus_for(ranks)))
 
 
-def test_calls_that_do_not_block() -> None:
-    passes(by_processes(2, *ALONE, *TOGETHER, NCCL_COMM_BLOCKING="0"))
+@pytest.mark.skipif(not IS_VIRTUAL, reason="reads the refusal of a whole job")
+def test_calls_that_do_not_block_are_refused() -> None:
+    process = by_processes(2, "every_op", NCCL_COMM_BLOCKING="0")
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode != 0
+    assert "UnsupportedError: fastdist needs NCCL's blocking communicators: unset NCCL_COMM" in out
 
 
 @pytest.mark.skipif(not IS_VIRTUAL, reason="torch's tensors have it already")

@@ -143,7 +143,7 @@ def test_calls_need_a_library_and_a_gpu() -> None:
 @pytest.mark.skipif(not _core.cuda_is_built(), reason="this build has no CUDA")
 def test_connecting_without_a_gpu_says_why() -> None:
     with pytest.raises(Exception, match=r"CUDA driver|no GPU") as caught:
-        _core.NcclCommunicator.connect(bytes(128), 0, 1, 0, True, None, 10.0)
+        _core.NcclCommunicator.connect(bytes(128), 0, 1, 0, None, 10.0)
     assert type(caught.value).__name__ == "UnsupportedError"
 
 

@@ -76,28 +76,21 @@ def test_windows_that_one_rank_does_not_get() -> None:
     as_threads(2, ["lists", "memory", "graphs"], VIRTUAL_NCCL_REFUSES="1")
 
 
-@pytest.mark.parametrize("version", ["22703", "23004"])
-def test_calls_that_do_not_block(version: str) -> None:
-    as_threads(3, [*LIFETIMES, *COLLECTIVES[1:]], VARIANT="polling", VIRTUAL_NCCL_VERSION=version)
-
-
 def test_slow_streams() -> None:
     """Slow streams reveal work that does not wait for its inputs."""
     as_threads(2, ["lists", "grouped", *LIFETIMES], VIRTUAL_GPU_DELAY_US="2000")
 
 
-# One rank, on the second GPU; argv: blocking or polling.
+# One rank, on the second GPU.
 ALONE_ON_THE_SECOND = """
-import ctypes, sys
+import ctypes
 import virtual_arrays
 import fastdist._core as _core
 from fastdist.collectives.engines import nccl_library
 nccl_library.load()
 virtual_arrays.set_device(1)
 x = virtual_arrays.array(__import__("numpy").ones(8, "float32"))
-gpu = _core.NcclCommunicator.connect(
-    _core.new_nccl_id(), 0, 1, 1, sys.argv[1] == "blocking", None, 20.0
-)
+gpu = _core.NcclCommunicator.connect(_core.new_nccl_id(), 0, 1, 1, None, 20.0)
 calls = gpu.calls(20.0)
 stream = virtual_arrays.current_stream()
 calls["all_reduce"](x, op="sum", stream=stream, async_op=True).wait(0)
@@ -110,7 +103,7 @@ print([runtime.virtual_gpu_has_context(device) for device in range(2)])
 
 # The same by a thread whose current device is the first GPU.
 FROM_ANOTHER_DEVICE = """
-import ctypes, sys, threading
+import ctypes, threading
 import numpy as np
 import virtual_arrays
 import fastdist
@@ -132,21 +125,17 @@ print([runtime.virtual_gpu_has_context(device) for device in range(2)])
 """
 
 
-@pytest.mark.parametrize("way", ["blocking", "polling"])
-def test_no_memory_is_taken_of_other_gpus(way: str) -> None:
-    environ = os.environ | {"NCCL_COMM_BLOCKING": str(int(way == "blocking"))}
+def test_no_memory_is_taken_of_other_gpus() -> None:
     for program in (ALONE_ON_THE_SECOND, FROM_ANOTHER_DEVICE):
-        command = [sys.executable, "-c", program, way]
-        result = subprocess.run(
-            command, cwd=SUPPORT, capture_output=True, text=True, timeout=60, env=environ
-        )
+        command = [sys.executable, "-c", program]
+        result = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         assert result.stdout == "[0, 1]\n"
 
 
-# Two ranks as threads; argv: the device of the second rank, blocking or polling.
+# Two ranks as threads; argv: the device of the second rank.
 CONNECT = """
-import sys, time
+import sys
 import fastdist, virtual_arrays
 from concurrent.futures import ThreadPoolExecutor
 import fastdist._core as _core
@@ -156,9 +145,7 @@ unique_id = _core.new_nccl_id()
 def connect(rank):
     device = rank * int(sys.argv[1])
     try:
-        _core.NcclCommunicator.connect(
-            unique_id, rank, 2, device, sys.argv[2] == "blocking", None, 20.0
-        ).close()
+        _core.NcclCommunicator.connect(unique_id, rank, 2, device, None, 20.0).close()
         return "connected"
     except fastdist.errors.FastdistError as error:
         return str(error)
@@ -167,10 +154,9 @@ with ThreadPoolExecutor(2) as pool:
 """
 
 
-@pytest.mark.parametrize("way", ["blocking", "polling"])
 @pytest.mark.parametrize("device", [0, 1])
-def test_a_gpu_is_shared_by_settings_alone(device: int, way: str) -> None:
-    command = [sys.executable, "-c", CONNECT, str(device), way]
+def test_a_gpu_is_shared_by_settings_alone(device: int) -> None:
+    command = [sys.executable, "-c", CONNECT, str(device)]
     result = subprocess.run(command, cwd=SUPPORT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -3,8 +3,7 @@
     gpu_rank.py PART...              this process is a rank of a job of `fastdist run`
     gpu_rank.py PART... --threads N  N ranks are threads of this process
 
-Ranks share GPUs if there are fewer GPUs than ranks. The environment variable VARIANT selects how
-ranks connect: `polling` uses NCCL's non-blocking calls.
+Ranks share GPUs if there are fewer GPUs than ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from gpu_arrays import GpuArrays, choose
 from reference import sample
 
 TIMEOUT_S = 60.0
-IS_BLOCKING = os.environ.get("VARIANT") != "polling"
 
 
 class Rank:
@@ -50,7 +48,7 @@ class Rank:
     def connect(self, unique_id: bytes, checker: Any = None) -> Any:
         host = None if checker is None else checker.engine.compiled
         return _core.NcclCommunicator.connect(
-            unique_id, self.rank, self.size, self.device, IS_BLOCKING, host, TIMEOUT_S
+            unique_id, self.rank, self.size, self.device, host, TIMEOUT_S
         )
 
     def new_id(self) -> bytes:

@@ -1,10 +1,7 @@
 // Collectives, sends, receives and groups, up to their place in a stream.
 
 #include <algorithm>
-#include <chrono>
-#include <random>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "virtual_gpu/nccl/comm.h"
@@ -109,25 +106,13 @@ bool meet_peers(RankComm& comm, const std::vector<Task>& tasks) {
   });
 }
 
-// A non-blocking communicator completes the call later.
 abi::Result launch(const CommPtr& comm, cudaStream_t stream, std::vector<Task> tasks) {
   for (const Task& task : tasks) {
     if (const abi::Result result = check_place(task, *comm); result != abi::kSuccess) return result;
   }
   if (const abi::Result result = check_ranges(*comm, tasks); result != abi::kSuccess) return result;
-  if (comm->blocking) {
-    if (!meet_peers(*comm, tasks)) return refuse(abi::kInternalError, "aborted");
-    return enqueue_now(comm, stream, std::move(tasks));
-  }
-  ++comm->jobs;
-  std::thread([comm, stream, tasks = std::move(tasks)]() mutable {
-    std::minstd_rand random{std::random_device{}()};
-    std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
-    const abi::Result result = enqueue_now(comm, stream, std::move(tasks));
-    if (result != abi::kSuccess) comm->fail(result, last_text());
-    --comm->jobs;
-  }).detach();
-  return abi::kInProgress;
+  if (!meet_peers(*comm, tasks)) return refuse(abi::kInternalError, "aborted");
+  return enqueue_now(comm, stream, std::move(tasks));
 }
 
 abi::Result end_group() {

@@ -26,11 +26,8 @@ abi::Result RankComm::status() {
     error = abi::kRemoteError;
     error_text = "another rank has failed";
   }
-  if (error != abi::kSuccess) {
-    the_text = error_text;
-    return error;
-  }
-  return jobs != 0 ? abi::kInProgress : abi::kSuccess;
+  if (error != abi::kSuccess) the_text = error_text;
+  return error;
 }
 
 void RankComm::fail(abi::Result result, const std::string& why) {
@@ -71,12 +68,7 @@ void drop(abi::Comm handle) {
 abi::Result find_ready(abi::Comm handle, CommPtr& comm) {
   comm = find(handle);
   if (!comm) return refuse(abi::kInvalidArgument, "no communicator");
-  const abi::Result status = comm->status();
-  if (status == abi::kInProgress) {
-    return refuse(abi::kInvalidArgument, "the previous call has not ended yet");
-  }
-  if (status != abi::kSuccess) return status;
-  return abi::kSuccess;
+  return comm->status();
 }
 
 abi::Result refuse(abi::Result result, const std::string& text) {

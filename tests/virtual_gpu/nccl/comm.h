@@ -20,7 +20,6 @@ struct RankComm {
   int rank = 0;
   int size = 0;
   int device = 0;
-  bool blocking = true;
   std::string name;  // of the segment
   std::shared_ptr<Segment> segment;
   std::atomic<Shared*> shared{nullptr};  // of the segment, once open
@@ -28,8 +27,7 @@ struct RankComm {
 
   std::atomic<bool> is_aborted{false};
   std::atomic<bool> is_destroyed{false};
-  std::atomic<int> jobs{0};  // pending, of a non-blocking communicator
-  std::mutex running;        // held while the device runs a call
+  std::mutex running;  // held while the device runs a call
 
   std::uint64_t turns = 0;  // number of exchanges between hosts
 
@@ -45,7 +43,7 @@ struct RankComm {
     return known != nullptr && known->has_failed.load(std::memory_order_acquire) != 0;
   }
   [[nodiscard]] bool is_over() const { return is_given_up() || has_failed_peer(); }
-  // Returns the asynchronous error; kInProgress while jobs run.
+  // Returns the asynchronous error.
   [[nodiscard]] abi::Result status();
   // Fails visibly: reports on stderr, to the peers, and as an asynchronous error.
   void fail(abi::Result result, const std::string& why);

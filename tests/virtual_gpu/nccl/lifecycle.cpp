@@ -1,7 +1,8 @@
 // Creation and destruction of communicators.
 
+#include <cstdlib>
 #include <string>
-#include <thread>
+#include <string_view>
 
 #include "virtual_gpu/nccl/comm.h"
 #include "virtual_gpu/nccl/exported.h"
@@ -17,23 +18,17 @@ abi::Result check_config(const abi::Config* config) {
   return abi::kSuccess;
 }
 
-bool is_blocking(const abi::Config* config) { return config == nullptr || config->blocking != 0; }
+// NCCL's variable for this overrules the configuration.
+bool is_blocking(const abi::Config* config) {
+  if (const char* set = std::getenv("NCCL_COMM_BLOCKING")) return std::string_view(set) != "0";
+  return config == nullptr || config->blocking != 0;
+}
 
-// Joins `comm` to its ranks: immediately, or in the background.
-abi::Result connect(const CommPtr& comm, abi::Comm* handle) {
-  if (comm->blocking) {
-    const abi::Result result = join(comm);
-    if (result == abi::kSuccess) *handle = make_handle(comm);
-    return result;
-  }
-  *handle = make_handle(comm);
-  ++comm->jobs;
-  std::thread([comm] {
-    const abi::Result result = join(comm);
-    if (result != abi::kSuccess) comm->fail(result, last_text());
-    --comm->jobs;
-  }).detach();
-  return abi::kInProgress;
+// Joins `comm` to its ranks. A non-blocking one, which can only be aborted here, does not connect.
+abi::Result connect(const CommPtr& comm, abi::Comm* handle, bool is_blocking) {
+  const abi::Result result = is_blocking ? join(comm) : abi::kInProgress;
+  if (result == abi::kSuccess || !is_blocking) *handle = make_handle(comm);
+  return result;
 }
 
 void stop_running(RankComm& comm) {
@@ -72,12 +67,11 @@ abi::Result ncclCommInitRankConfig(abi::Comm* handle, int size, abi::UniqueId id
   if (cudaGetDevice(&device) != cudaSuccess) return refuse(abi::kUnhandledCudaError, "no device");
   const auto comm = std::make_shared<RankComm>();
   comm->device = device;
-  comm->blocking = is_blocking(config);
   comm->rank = rank;
   comm->size = size;
   id.bytes.back() = '\0';
   comm->name = id.bytes.data();
-  return connect(comm, handle);
+  return connect(comm, handle, is_blocking(config));
 }
 
 // Waits for enqueued work, and for the end of all graphs that calls were captured into.

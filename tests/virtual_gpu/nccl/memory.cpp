@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <string>
-#include <thread>
 
 #include "virtual_gpu/nccl/comm.h"
 #include "virtual_gpu/nccl/exported.h"
@@ -135,14 +134,7 @@ abi::Result ncclCommWindowRegister(abi::Comm handle, void* data, std::size_t byt
     (void)exchange(*comm, bytes);
     return refuse(abi::kInvalidUsage, "this rank has no windows");
   }
-  if (comm->blocking) return register_window(comm, data, bytes, window);
-  ++comm->jobs;
-  std::thread([=] {
-    const abi::Result result = register_window(comm, data, bytes, window);
-    if (result != abi::kSuccess) comm->fail(result, last_text());
-    --comm->jobs;
-  }).detach();
-  return abi::kInProgress;
+  return register_window(comm, data, bytes, window);
 }
 
 abi::Result ncclCommWindowDeregister(abi::Comm handle, abi::Window window) {

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 import fastdist._core as _core
-from fastdist._config import settings
 from fastdist.cluster.launch import detect_launch
 from fastdist.collectives.arguments import to_rank
 from fastdist.collectives.engines import nccl_library
@@ -31,8 +30,6 @@ from fastdist.collectives.engines.gpu_arrays import (
 )
 from fastdist.collectives.engines.nccl_lanes import ID_BYTES, Lane, LaneWork
 from fastdist.errors import FastdistError, UnsupportedError
-
-_PER_THREAD = 2  # cudaStreamPerThread
 
 
 def is_possible() -> bool:
@@ -70,11 +67,6 @@ class NcclEngine:
         assert device is not None
         gpu = self._gpu or self._connect(device, timeout_s)
         handle = current_stream(array, device) if stream is None else stream_handle(stream, device)
-        if handle == _PER_THREAD and not async_op and not settings().nccl_blocking:
-            raise ValueError(
-                "the per-thread default stream needs NCCL_COMM_BLOCKING=1, since NCCL's own "
-                "thread would enqueue the call on another stream; or pass stream="
-            )
         keeper: Lane | _core.NcclCommunicator = gpu
         if op in ("send", "recv") and gpu.device == device:
             keeper = self._lane(op, given["dst" if op == "send" else "src"], timeout_s)
@@ -109,7 +101,7 @@ class NcclEngine:
         device = device_of(arrays)
         if device is None or device == SOME_GPU:
             raise ValueError("register is for arrays on GPUs, got an array that is not on a GPU")
-        return (self._gpu or self._connect(device, timeout_s)).lend(arrays, timeout_s)
+        return (self._gpu or self._connect(device, timeout_s)).lend(arrays)
 
     def abort(self, why: str) -> None:
         """End the calls that run on the GPU, at once."""
@@ -187,7 +179,6 @@ class NcclEngine:
             self._host_engine.rank,
             self._host_engine.size,
             device,
-            settings().nccl_blocking,
             # One rank's calls are compared with nobody.
             self._host_engine.compiled if self._host_engine.size > 1 else None,
             timeout_s,

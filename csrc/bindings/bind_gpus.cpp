@@ -1,6 +1,5 @@
 // GPUs: the devices as the driver shows them, NCCL, its communicators and their pending calls.
 
-#include <pybind11/critical_section.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -71,23 +70,6 @@ GpuMemory allocate(Gpu& self, std::size_t bytes, const py::object& timeout) {
     memory.reset();
   };
   return {{made, free}, bytes, self.communicator().device()};
-}
-
-// Arrays that NCCL may use without a copy.
-struct GpuRegistration {
-  py::object arrays;
-  std::vector<std::shared_ptr<void>> registrations;
-};
-
-GpuRegistration lend(Gpu& self, const py::object& arrays) {
-  const Arrays views(arrays, Access::kRead, "array", self.placement());
-  GpuRegistration result{arrays, {}};
-  const GilRelease release;
-  for (const TensorView& view : views.views()) {
-    if (view.count == 0) continue;
-    result.registrations.push_back(self.communicator().lend(view.data, view.bytes()));
-  }
-  return result;
 }
 
 // Version 3 of the CUDA array interface, which torch.as_tensor and cupy.asarray accept without a
@@ -204,12 +186,6 @@ void bind_arrays(py::module_& m) {
           })
       .def("wait", &wait_on_stream, py::arg("stream"), py::kw_only(), py::arg("compared") = true)
       .def("synchronize", &synchronize, py::arg("timeout") = py::none());
-  py::class_<GpuRegistration>(m, "GpuRegistration").def("close", [](const py::object& self) {
-    const py::scoped_critical_section one_thread(self);
-    auto& lent = self.cast<GpuRegistration&>();
-    lent.registrations.clear();
-    lent.arrays = py::none();
-  });
   py::class_<GpuMemory>(m, "GpuMemory")
       .def_readonly("nbytes", &GpuMemory::bytes)
       .def_readonly("device", &GpuMemory::device)
@@ -253,7 +229,6 @@ void bind_communicator(py::module_& m) {
       .def("calls", &bind_calls<Gpu>)
       .def("keep_for_last", &Gpu::keep_for_last)
       .def("allocate", &allocate)
-      .def("lend", &lend)
       .def("abort",
            [](Gpu& g, const std::string& why) {
              const GilRelease release;

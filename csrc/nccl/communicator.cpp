@@ -205,13 +205,6 @@ std::shared_ptr<std::byte> NcclCommunicator::allocate(std::size_t bytes,
   return {memory->data(), [memory](std::byte*) { memory->wait_for_device(); }};
 }
 
-std::shared_ptr<void> NcclCommunicator::lend(std::byte* data, std::size_t bytes) {
-  const cuda::DeviceGuard device(handle_->device());
-  const Use use(*handle_);
-  check_usable();  // from here on, an abort by another thread waits for the use
-  return std::make_shared<Registration>(handle_, data, bytes);
-}
-
 void NcclCommunicator::share_failures(GpuCommunicator& other) {
   Handle::share_failures(handle_, dynamic_cast<NcclCommunicator&>(other).handle_);
 }

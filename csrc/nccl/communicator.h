@@ -70,7 +70,6 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<const Mark> record(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<std::byte> allocate(std::size_t bytes, const CallOptions&) override;
-  [[nodiscard]] std::shared_ptr<void> lend(std::byte* data, std::size_t bytes) override;
   void share_failures(GpuCommunicator& other) override;
   void abort(const std::string& why) noexcept override;
   // Waits until the device has finished all enqueued work, or until a call times out.

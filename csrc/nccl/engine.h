@@ -97,8 +97,6 @@ class GpuCommunicator : public Communicator {
   // Returns memory that NCCL can use without a copy. Every rank must call, with the same `bytes`.
   [[nodiscard]] virtual std::shared_ptr<std::byte> allocate(std::size_t bytes,
                                                             const CallOptions&) = 0;
-  // Registers the caller's memory with NCCL until the result is destroyed. One rank alone may call.
-  [[nodiscard]] virtual std::shared_ptr<void> lend(std::byte* data, std::size_t bytes) = 0;
   // From now on a failure of one communicator is a failure of both.
   virtual void share_failures(GpuCommunicator& other) = 0;
   // Aborts pending calls of this rank; peers in the same calls wait until they are aborted too.

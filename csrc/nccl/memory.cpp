@@ -33,19 +33,6 @@ void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
 
 }  // namespace
 
-Registration::Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes)
-    : handle_(std::move(handle)) {
-  const cuda::RelaxedCapture relaxed;
-  handle_->check(functions().register_memory(handle_->get(), data, bytes, &registration_),
-                 "ncclCommRegister");
-}
-
-Registration::~Registration() {
-  if (!handle_->is_usable()) return;  // NCCL has ended or releases its registrations as it ends
-  try_on(handle_->device(),
-         [this] { (void)functions().deregister_memory(handle_->get(), registration_); });
-}
-
 NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
                        const CallOptions& options, Checker* checker)
     : handle_(std::move(handle)) {
@@ -65,11 +52,11 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
   agree_on_memory(bytes, failure, options, checker);
   handle_->hold_until_end(data_);
   if (make_window(bytes, options, checker)) return;
-  try {
-    registration_.emplace(handle_, data_.get(), bytes);
-  } catch (const Error&) {
-    handle_->check_usable();  // registration only saves time: use the memory without it
-  }
+  const abi::Result registered =
+      functions().register_memory(handle_->get(), data_.get(), bytes, &registration_);
+  if (registered == abi::kSuccess) return;
+  registration_ = nullptr;
+  handle_->check_usable();  // registration only saves time: use the memory without it
 }
 
 // NCCL's algorithm depends on whether memory is a window, so all ranks must have one, or none.
@@ -101,9 +88,12 @@ void NcclMemory::wait_for_device() const noexcept {
 
 NcclMemory::~NcclMemory() {
   // NCCL releases its registrations as it ends.
-  if (window_ == nullptr || !handle_->is_usable()) return;
-  try_on(handle_->device(),
-         [this] { (void)functions().window_deregister(handle_->get(), window_); });
+  if (!handle_->is_usable()) return;
+  try_on(handle_->device(), [this] {
+    const abi::Functions& f = functions();
+    if (window_ != nullptr) (void)f.window_deregister(handle_->get(), window_);
+    if (registration_ != nullptr) (void)f.deregister_memory(handle_->get(), registration_);
+  });
 }
 
 // --- the memory of a communicator's calls -------------------------------------------------------

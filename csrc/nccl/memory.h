@@ -14,26 +14,14 @@
 
 namespace fastdist::nccl {
 
-// Memory owned by the caller, registered with NCCL, which can then use it without a copy.
-class Registration {
- public:
-  // The device must be current. Throws if NCCL refuses.
-  Registration(std::shared_ptr<Handle> handle, std::byte* data, std::size_t bytes);
-  Registration(const Registration&) = delete;
-  Registration& operator=(const Registration&) = delete;
-  ~Registration();
-
- private:
-  std::shared_ptr<Handle> handle_;
-  void* registration_ = nullptr;
-};
-
 class NcclMemory {
  public:
   // Every rank must call. The device must be current. `checker` may be null: then all ranks must
   // get a window, or none.
   NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, const CallOptions& options,
              Checker* checker);
+  NcclMemory(const NcclMemory&) = delete;
+  NcclMemory& operator=(const NcclMemory&) = delete;
   ~NcclMemory();
 
   [[nodiscard]] std::byte* data() const noexcept { return data_.get(); }
@@ -47,7 +35,7 @@ class NcclMemory {
   std::shared_ptr<Handle> handle_;
   std::shared_ptr<std::byte> data_;  // the handle also holds it, until NCCL has ended
   abi::Window window_ = nullptr;
-  std::optional<Registration> registration_;
+  void* registration_ = nullptr;
 };
 
 // The buckets of a communicator's calls, which grow to the size that the largest call needs. One

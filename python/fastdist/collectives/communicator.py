@@ -823,20 +823,6 @@ class Communicator(ObjectCalls):
             return view_gpu_bytes(memory, nbytes, shape, dtype)
         return view_bytes(self.engine.empty(nbytes), shape, dtype)
 
-    def register(self, array: Arrays, *, timeout: float | None = None) -> _core.GpuRegistration:
-        """Let NCCL use GPU arrays without copies into its own buffers, as long as they are used.
-
-        For arrays that many calls use, such as parameters. It is for this rank alone, but the first
-        call on GPU arrays of a communicator, which this may be, is one of all ranks. Arrays of
-        `empty` are registered already.
-
-        Returns:
-            An object that keeps the arrays alive; they are registered until it is closed or
-            dropped.
-        """
-        self._refuse_inside("register")
-        return self._on_gpus().lend(array, self.timeout_s if timeout is None else timeout)
-
     def _on_gpus(self) -> NcclEngine:
         if self._gpus is None:
             raise UnsupportedError(f"no GPU can be used: {_core.why_no_cuda()}")

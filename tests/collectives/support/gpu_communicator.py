@@ -408,22 +408,6 @@ def arrays_of_cupy(comm: Communicator) -> None:
     assert isinstance(comm.empty((4, 5), "float32", device="cuda:0"), cupy.ndarray)
 
 
-def registering(comm: Communicator) -> None:
-    x, many = arrays.full(1000, 1), [arrays.full(size, 1) for size in (3, 0, 5000)]
-    lent = [comm.register(x), comm.register(many)]
-    for turn in range(3):
-        comm.all_reduce(x)
-        comm.all_reduce(many)
-        assert arrays.is_full(x, comm.world_size ** (turn + 1))
-        assert arrays.is_full(many[2], comm.world_size ** (turn + 1))
-        if turn == 0:
-            lent.pop().close()
-    with pytest.raises(ValueError, match="register is for arrays on GPUs"):
-        comm.register(np.ones(3))
-    comm.close()
-    del lent
-
-
 def between_two(comm: Communicator) -> None:
     """Sends and receives that are called in any order, alone and in groups."""
     n = comm.world_size

@@ -7,7 +7,6 @@ ALONE = [
     "on_given_streams",
     "bad_arrays",
     "arrays_of_cupy",
-    "registering",
     "in_ranges",
 ]
 TOGETHER = [

@@ -96,13 +96,6 @@ class NcclEngine:
             raise ValueError(f"device must be cuda:{gpu.device}, this rank's, got cuda:{device}")
         return gpu.allocate(nbytes, timeout_s)
 
-    def lend(self, arrays: Any, timeout_s: float) -> _core.GpuRegistration:
-        """Register arrays on this rank's GPU with NCCL. Connects, as the first call does."""
-        device = device_of(arrays)
-        if device is None or device == SOME_GPU:
-            raise ValueError("register is for arrays on GPUs, got an array that is not on a GPU")
-        return (self._gpu or self._connect(device, timeout_s)).lend(arrays)
-
     def abort(self, why: str) -> None:
         """End the calls that run on the GPU, at once."""
         for lane in self._lanes.values():

@@ -175,17 +175,6 @@ def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
     assert [row["peers"][name]["wrong"] for row in rows] == [0, 0]
 
 
-@pytest.mark.slow
-def test_mlx_is_measured_side_by_side() -> None:
-    pytest.importorskip("mlx")
-    options = ("--ranks", "2", "--iters", "2", "--vs", "mlx", "--json", "-")
-    for arguments in (("--sizes", "8,4K"), ("--list", "resnet50")):
-        done = run_bench("all_reduce", *arguments, *options)
-        assert done.returncode == 0, done.stderr
-        rows = json.loads(done.stdout)["rows"]
-        assert [row["peers"]["mlx"]["wrong"] for row in rows] == [0] * len(rows)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -26,7 +26,6 @@ _DRIVERS = {
     "fastdist": "FastdistDriver",
     "fastdist_torch": "open_fastdist",
     "gloo": "open_gloo",
-    "mlx": "MlxDriver",
     "mpi": "MpiDriver",
     "fastdist_cuda": "open_cuda",
     "torch_nccl": "open_nccl",

@@ -41,10 +41,9 @@ MPI_NAMES = tuple(_MPIS)
 # Driver and module of each peer that is a Python package, and what pip installs.
 _PACKAGES = {
     "gloo": ("gloo", "torch", "torch"),
-    "mlx": ("mlx", "mlx", "'mlx[cpu]'"),
     "torch": ("torch_nccl", "torch", "torch"),
 }
-PEER_NAMES = ("gloo", "mlx", *MPI_NAMES)
+PEER_NAMES = ("gloo", *MPI_NAMES)
 CUDA_PEER_NAMES = ("torch",)
 
 

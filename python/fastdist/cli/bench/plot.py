@@ -13,7 +13,6 @@ from fastdist.cli.sizes import format_size
 _COLORS = {
     "fastdist": "#d1495b",
     "gloo": "#7a7f87",
-    "mlx": "#b59410",
     "openmpi": "#2a6fbb",
     "mpich": "#2e9c6a",
     "impi": "#8a5fbf",

@@ -1,4 +1,4 @@
-"""Concurrent requests, steps of values, and gradients that are applied by rounds."""
+"""Concurrent requests, and gradients that are applied by rounds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastdist.ps import Client, DenseSpec, Item, RowsSpec, RuleSpec, Server
 from fastdist.ps.client.partition import FixedShards, RoundRobin
 from fastdist.ps.client.sharded import commit_round, discard_rounds, items_of, pull_together
 from fastdist.ps.server.changes import DISCARDED, Rounds
-from fastdist.ps.wire.protocol import UNKNOWN_STEP, Header, Op
+from fastdist.ps.wire.protocol import Header, Op
 from raw_link import RawServer
 from sharded_things import ShardedRows, ShardedVariable, pull
 
@@ -86,14 +86,13 @@ def test_sums_do_not_depend_on_arrival(stack: ExitStack, servers: list[Server]) 
     assert found[0] == found[1] == found[2]
 
 
-def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Server]) -> None:
+def test_concurrent_requests(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     lookups = [worker.dense.lookup() for _ in range(3)]
     tickets = [worker.client.begin_read(items_of([lookup])) for lookup in lookups]
     for lookup, read in zip(lookups, tickets, strict=True):
         worker.client.wait_all(read)
         assert (lookup.value == 0).all()
-        assert lookup.steps == (0, 0)
     pushes = [
         worker.client.begin_change(worker.dense.change(np.ones((4, 3)), lr=0.5)) for _ in range(4)
     ]
@@ -103,32 +102,11 @@ def test_concurrent_requests_and_their_steps(stack: ExitStack, servers: list[Ser
     (last,) = pull_together(worker.client, [worker.dense.lookup(out)])
     assert last.value is out
     assert (out == -2).all()
-    assert last.steps == (4, 4)
     with pytest.raises(ValueError, match=r"out must be contiguous float32 of shape \(4, 3\)"):
         worker.dense.lookup(np.empty((4, 3)))
 
     (one,) = pull_together(worker.client, [worker.rows.lookup([5])])
     assert one.value.tolist() == [[0, 0]]
-    assert sorted(one.steps) == [0, UNKNOWN_STEP]
-
-
-def test_staleness_is_counted(stack: ExitStack, servers: list[Server]) -> None:
-    (worker,) = workers(stack, servers, 1)
-    gradient = np.ones((4, 3))
-    (pulled,) = pull_together(worker.client, [worker.dense.lookup()])
-    worker.dense.push(gradient)  # without a step
-    for _ in range(6):
-        worker.client.wait_all(
-            worker.client.begin_change(worker.dense.change(gradient, steps=pulled.steps))
-        )
-    worker.client.wait_all(worker.client.begin_change(worker.dense.change(gradient, steps=[7, 7])))
-    worker.client.wait_all(
-        worker.client.begin_change(worker.dense.change(gradient, steps=[1000] * 2))
-    )
-    for server in servers:
-        assert server.stats()["staleness"] == {"0": 2, "1": 1, "2-3": 2, "4-7": 3}
-    with pytest.raises(ValueError, match="steps has 3 numbers, there are 2 pieces"):
-        worker.client.begin_change(worker.dense.change(gradient, steps=[1, 2, 3]))
 
 
 def test_a_round_is_one_push_of_the_mean(stack: ExitStack, servers: list[Server]) -> None:

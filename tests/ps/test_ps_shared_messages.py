@@ -16,7 +16,6 @@ from fastdist.ps.wire.protocol import (
     IDS,
     PART_SIZE,
     SMALL_SIZE,
-    UNKNOWN_STEP,
     Entry,
     Op,
     pack_names,
@@ -55,7 +54,7 @@ def joined(changes: list[list[Item]]) -> list[Item]:
 
 
 def names(number: int, size: int = 2, count: int = 1, begin: int = 0) -> bytes:
-    return pack_names([Entry(number, UNKNOWN_STEP, np.nan, size, begin)] * count, [])
+    return pack_names([Entry(number, np.nan, size, begin)] * count, [])
 
 
 def values_of(client: Client, variables: list[ShardedVariable]) -> list[np.ndarray]:
@@ -77,21 +76,17 @@ def test_pushes_and_pulls(client: Client, wire: str) -> None:
         assert out is None or got.value is out
         assert got.value.shape == SHAPES[number]
         np.testing.assert_allclose(got.value, 0, atol=2e-4 if wire == "int8" else 0)
-        assert got.steps == ((2,) if number == 0 else (1,) * len(variables[number].pieces))
 
 
 def test_one_message_for_each_server(client: Client, servers: list[Server]) -> None:
     variables = [*make(client)[:5]]
     before = [server.stats()["requests"] for server in servers]
     pulled = pull_together(client, [one.lookup() for one in variables])
-    changes = [
-        v.change(one.value, None, one.steps) for v, one in zip(variables, pulled, strict=True)
-    ]
+    changes = [v.change(one.value) for v, one in zip(variables, pulled, strict=True)]
     client.wait_all(client.begin_change(joined(changes)))
     assert [
         server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)
     ] == [2, 2]
-    assert [server.stats()["staleness"] for server in servers] == [{"0": 4}, {"0": 4}]
 
 
 def test_a_change_brings_new_values(client: Client, servers: list[Server]) -> None:
@@ -196,7 +191,7 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
             [about, bytes(4)],
             r"expected values of shape \(2,\), got 4 bytes instead of 8",
         ),
-        (Op.CHANGE, [about[:-1], bytes(8)], "39 bytes for 1 entries of 32 bytes"),
+        (Op.CHANGE, [about[:-1], bytes(8)], "31 bytes for 1 entries of 24 bytes"),
         (Op.CHANGE, [about + bytes(8), bytes(8)], "8 bytes of ids, the entries name 0"),
         (Op.READ, [names(number, 1, begin=IDS) + bytes(8)], "a DenseSpec, expected a RowsSpec"),
         (Op.READ, [names(number + 99)], "does not exist"),
@@ -287,8 +282,7 @@ def test_tables_share_messages(client: Client, servers: list[Server], wire: str)
     changes = [variable.change(np.ones(3))]
     for table, own, got in zip(tables, ids, pulled, strict=True):
         assert got.value.shape == (9, table.spec.dim)
-        assert set(got.steps) <= {0, UNKNOWN_STEP}
-        changes.append(table.change(own, np.ones(got.value.shape), 0.5, got.steps))
+        changes.append(table.change(own, np.ones(got.value.shape), 0.5))
     client.wait_all(client.begin_change(joined(changes)))
     took = [server.stats()["requests"] - was for server, was in zip(servers, before, strict=True)]
     assert took == [2, 2]
@@ -297,7 +291,6 @@ def test_tables_share_messages(client: Client, servers: list[Server], wire: str)
         times = np.array([(own == id_).sum() for id_ in own])[:, None]
         np.testing.assert_allclose(got.value, np.broadcast_to(-0.5 * times, got.value.shape), 0.02)
         np.testing.assert_array_equal(got.value, table.pull(own))
-        assert set(got.steps) <= {1, UNKNOWN_STEP}
     assert (variable.pull()[:2] == 0).all()
 
 
@@ -329,10 +322,10 @@ def test_the_padding_of_replies_is_zero(client: Client) -> None:
     for name in "ab":
         spec = DenseSpec(name, (3,), SGD, wire="bfloat16")
         numbers.append(client.create(0, spec, np.full(3, 1.7)))
-    entries = [Entry(number, UNKNOWN_STEP, np.nan, 3, 0) for number in numbers]
+    entries = [Entry(number, np.nan, 3, 0) for number in numbers]
     table = client.create(0, RowsSpec("t", 64, SGD, initializer=("constant", 1.7, 0.0)))
     for _ in range(5):
         pull_rows(client, 0, table, np.arange(9), 64)
         reply = bytes(client.wait(client.submit(0, Op.READ, 0, [pack_names(entries, [])])))
-        assert len(reply) == 2 * 8 + 2 * 8
-        assert reply[22:24] == reply[30:32] == bytes(2)
+        assert len(reply) == 2 * 8
+        assert reply[6:8] == reply[14:16] == bytes(2)

@@ -131,12 +131,11 @@ class Stream:
     # --- sending --------------------------------------------------------------------------------
 
     def send(self, frames: Sequence[Any]) -> Upload:
-        """Send what the socket takes now, and the rest in `flush`. A tuple is one frame."""
-        pieces = [frame if isinstance(frame, tuple) else (frame,) for frame in frames]
-        views = [[memoryview(piece) for piece in each] for each in pieces]
-        sizes = [sum(view.nbytes for view in each) for each in views]
+        """Send what the socket takes now, and the rest in `flush`."""
+        views = [memoryview(frame) for frame in frames]
+        sizes = [view.nbytes for view in views]
         prefix = _PREFIX.pack(len(sizes), *sizes, *[0] * (MAX_FRAMES - len(sizes)))
-        whole = (view.cast("B") for each in views for view in each if view.nbytes)
+        whole = (view.cast("B") for view in views if view.nbytes)
         return self._send([memoryview(prefix), *whole])
 
     def _send(self, parts: Sequence[memoryview]) -> Upload:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,6 @@ from fastdist.ps.wire.protocol import (
     IDS,
     PART_SIZE,
     SMALL_SIZE,
-    UNKNOWN_STEP,
     Array,
     Entry,
     Header,
@@ -37,8 +35,6 @@ class Item:
         values: contiguous float32: where to put what is read, or the gradient.
         ids: the rows, contiguous 64-bit integers; None for a dense variable.
         wire: encoding of the values; None for float32.
-        step: the number of pushes it had seen when it was read; with a gradient, when the value was
-            read that the gradient was computed from.
         lr: learning rate of a gradient; None for the update rule's own.
         begin: the first of the elements of a dense variable.
     """
@@ -48,7 +44,6 @@ class Item:
     values: Array
     ids: Array | None = None
     wire: _core.WireFormat | None = None
-    step: int = UNKNOWN_STEP
     lr: float | None = None
     begin: int = 0
 
@@ -89,7 +84,7 @@ def names_of(items: Sequence[Item]) -> bytes:
     for item in items:
         lr = math.nan if item.lr is None else item.lr
         size, begin = (item.values.size, item.begin) if item.ids is None else (item.ids.size, IDS)
-        entries.append(Entry(item.number, item.step, lr, size, begin))
+        entries.append(Entry(item.number, lr, size, begin))
     return pack_names(entries, [item.ids.data for item in items if item.ids is not None])
 
 
@@ -108,39 +103,33 @@ def values_of(items: Sequence[Item]) -> Array:
 
 
 class Destination:
-    """The memory that the reply to a READ goes to: the items' values and steps."""
+    """The memory that the reply to a READ goes to: the items' values."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._items = items
-        self._steps = bytearray(8 * len(items))
 
     def memory(self, nbytes: int) -> list[memoryview] | None:
         """Return where a reply of so many bytes can be received as it is; None if nowhere."""
         if any(item.wire is not None for item in self._items):
             return None
-        values = (item.values.reshape(-1).view(np.uint8).data for item in self._items)
-        places = [memoryview(self._steps), *values]
+        places = [item.values.reshape(-1).view(np.uint8).data for item in self._items]
         return places if sum(place.nbytes for place in places) == nbytes else None
 
     def store(self, reply: memoryview | None) -> None:
         """Store a reply; None if it was received in `memory`."""
-        count, taken = len(self._items), len(self._steps)
-        if reply is not None:
-            extents, size = extents_of(_kinds(self._items))
-            if reply.nbytes != taken + size:
-                raise ValueError(
-                    f"expected {count} steps and {count} values in {taken + size} bytes, "
-                    f"got {reply.nbytes}"
-                )
-            self._steps[:] = reply[:taken]
-            data = np.frombuffer(reply, np.uint8, offset=taken)
-            for item, extent in zip(self._items, extents, strict=True):
-                if item.wire is None:
-                    item.values.reshape(-1).view(np.uint8)[...] = data[extent]
-                else:
-                    item.wire.decode(data[extent], item.values)
-        for item, step in zip(self._items, struct.unpack(f"<{count}Q", self._steps), strict=True):
-            item.step = step
+        if reply is None:
+            return
+        extents, size = extents_of(_kinds(self._items))
+        if reply.nbytes != size:
+            raise ValueError(
+                f"expected {len(self._items)} values in {size} bytes, got {reply.nbytes}"
+            )
+        data = np.frombuffer(reply, np.uint8)
+        for item, extent in zip(self._items, extents, strict=True):
+            if item.wire is None:
+                item.values.reshape(-1).view(np.uint8)[...] = data[extent]
+            else:
+                item.wire.decode(data[extent], item.values)
 
 
 def _kinds(items: Sequence[Item]) -> Kinds:

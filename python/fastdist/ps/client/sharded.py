@@ -15,7 +15,7 @@ import fastdist._core as _core
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item, Ticket
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.wire.protocol import UNKNOWN_STEP, Array, Op, to_floats, to_ids
+from fastdist.ps.wire.protocol import Array, Op, to_floats, to_ids
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
@@ -24,7 +24,7 @@ from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 class Lookup:
     """A variable or rows, which are here once all items have been read; see `pull_together`."""
 
-    items: list[list[Item]]  # what to read of each piece
+    items: list[Item]  # what to read
     values: Array  # where it is put
     places: Array | None = None  # of each id's row in `values`; None: they are in order
 
@@ -32,12 +32,6 @@ class Lookup:
     def value(self) -> Array:
         """The variable's value, or the rows in the order of their ids; float32."""
         return self.values if self.places is None else self.values.take(self.places, 0)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The number of pushes that each piece has seen; `UNKNOWN_STEP` for those without ids."""
-        items = self.items
-        return tuple(min((one.step for one in own), default=UNKNOWN_STEP) for own in items)
 
 
 class ShardedVariable:
@@ -81,18 +75,14 @@ class ShardedVariable:
                 f"{self.spec.name!r}: out must be contiguous float32 of shape {shape}, "
                 f"got {value.dtype} of shape {value.shape}"
             )
-        return Lookup([item.cut() for item in self._split(value)], value)
+        return Lookup([part for item in self._split(value) for part in item.cut()], value)
 
-    def change(
-        self, gradient: Any, lr: float | None = None, steps: Sequence[int] | None = None
-    ) -> list[Item]:
+    def change(self, gradient: Any, lr: float | None = None) -> list[Item]:
         """Return what to send for a gradient of the whole shape.
 
-        `lr` None is the update rule's own, or set by the round's commit; `steps` is that of the
-        `Lookup` that the gradient was computed from.
+        `lr` None is the update rule's own, or set by the round's commit.
         """
-        items = self._split(self._to_array(gradient))
-        _complete(items, lr, steps)
+        items = self._split(self._to_array(gradient), lr)
         if self.spec.refuse_nonfinite:  # whole, so that no part of a gradient is applied
             return items
         return [part for item in items for part in item.cut()]
@@ -108,11 +98,11 @@ class ShardedVariable:
             raise ValueError(f"{self.spec.name!r} has shape {self.spec.shape}, got {array.shape}")
         return array
 
-    def _split(self, values: Array) -> list[Item]:
+    def _split(self, values: Array, lr: float | None = None) -> list[Item]:
         """Return the pieces of a value, as views."""
         rows = self._as_rows(values)
         return [
-            Item(piece.server, number, rows[piece.begin : piece.end], wire=self._wire)
+            Item(piece.server, number, rows[piece.begin : piece.end], None, self._wire, lr)
             for piece, number in zip(self.pieces, self._numbers, strict=True)
         ]
 
@@ -165,18 +155,11 @@ class ShardedRows:
         items = [item for item in self._divide(ids, values) if item.values.size]
         self.client.wait_all(begin_assign(self.client, items))
 
-    def change(
-        self,
-        ids: Any,
-        gradients: Any,
-        lr: float | None = None,
-        steps: Sequence[int] | None = None,
-    ) -> list[Item]:
-        """Return what to send for gradients; `lr`, `steps` as for `ShardedVariable.change`."""
+    def change(self, ids: Any, gradients: Any, lr: float | None = None) -> list[Item]:
+        """Return what to send for gradients; `lr` as for `ShardedVariable.change`."""
         # If an effect depends on the number of pushes, all pieces must count this one.
         to_all_pieces = self.spec.rule.counts_steps or self.spec.max_age
-        items = self._divide(ids, gradients)
-        _complete(items, lr, steps)
+        items = self._divide(ids, gradients, lr)
         return [item for item in items if to_all_pieces or item.values.size]
 
     def lookup(self, ids: Any) -> Lookup:
@@ -186,9 +169,10 @@ class ShardedRows:
         if places is not None:
             to, places = places, np.empty_like(places)
             places[to] = np.arange(places.size)
-        return Lookup([item.cut() for item in self._items(local, counts, rows)], rows, places)
+        items = [part for item in self._items(local, counts, rows) for part in item.cut()]
+        return Lookup(items, rows, places)
 
-    def _divide(self, ids: Any, values: Any) -> list[Item]:
+    def _divide(self, ids: Any, values: Any, lr: float | None = None) -> list[Item]:
         """Return the rows of each piece."""
         rows = to_floats(values)
         local, counts, places = self._route(ids)
@@ -198,12 +182,14 @@ class ShardedRows:
                 f"({local.size}, {self.spec.dim}), got {rows.shape}"
             )
         rows = rows.reshape(-1, self.spec.dim)
-        return self._items(local, counts, rows if places is None else rows.take(places, 0))
+        return self._items(local, counts, rows if places is None else rows.take(places, 0), lr)
 
-    def _items(self, ids: Array, counts: Sequence[int], rows: Array) -> list[Item]:
+    def _items(
+        self, ids: Array, counts: Sequence[int], rows: Array, lr: float | None = None
+    ) -> list[Item]:
         """Return the rows of each piece, as views."""
         return [
-            Item(piece.server, number, rows[end - n : end], ids[end - n : end], self._wire)
+            Item(piece.server, number, rows[end - n : end], ids[end - n : end], self._wire, lr)
             for piece, number, n, end in zip(
                 self.pieces, self._numbers, counts, accumulate(counts), strict=True
             )
@@ -243,7 +229,7 @@ def pull_together(client: Client, lookups: Sequence[Lookup]) -> Sequence[Lookup]
 
 def items_of(lookups: Sequence[Lookup]) -> list[Item]:
     """Return all that lookups read."""
-    return [item for lookup in lookups for items in lookup.items for item in items]
+    return [item for lookup in lookups for item in lookup.items]
 
 
 def commit_round(
@@ -282,12 +268,3 @@ def begin_assign(client: Client, items: Sequence[Item]) -> list[Ticket]:
     for item in items:
         item.wire = None
     return client.begin_change(items, op=Op.ASSIGN)
-
-
-def _complete(items: Sequence[Item], lr: float | None, steps: Sequence[int] | None) -> None:
-    """Set the learning rate of gradients, and the step of each piece; None if unknown."""
-    steps = [UNKNOWN_STEP] * len(items) if steps is None else steps
-    if len(steps) != len(items):
-        raise ValueError(f"steps has {len(steps)} numbers, there are {len(items)} pieces")
-    for item, step in zip(items, steps, strict=True):
-        item.step, item.lr = step, lr

@@ -28,7 +28,6 @@ class ServedTensor:
     def __init__(self, tensor: torch.Tensor, variable: ShardedVariable, *, is_buffer: bool) -> None:
         self.tensor = tensor
         self.sharded = variable
-        self._steps: tuple[int, ...] | None = None
         self._is_buffer = is_buffer
         self.mark_synced()
 
@@ -48,7 +47,6 @@ class ServedTensor:
 
     def store(self, pulled: Lookup) -> None:
         """Take a pulled value, which is already in the array that `out` returned, if any."""
-        self._steps = pulled.steps
         if self.is_in_place:
             torch.autograd.graph.increment_version(self.tensor)
         else:
@@ -88,14 +86,14 @@ class ServedTensor:
         assert gradient is not None
         value = to_array(gradient.to_dense() if gradient.is_sparse else gradient)
         value = value if weight == 1.0 else value * np.float32(weight)
-        return self.sharded.change(value, lr, self._steps)
+        return self.sharded.change(value, lr)
 
     def difference(self, factor: float) -> list[Item]:
         """Return what to send for a buffer's change times a factor; other workers' changes stay."""
         value = exact_value(self.sharded.spec.name, self.tensor)
         change = (self._synced - value) * np.float32(factor)  # the rule subtracts
         self.mark_synced()
-        return self.sharded.change(change, None, self._steps)
+        return self.sharded.change(change)
 
 
 class ServedBuffers:

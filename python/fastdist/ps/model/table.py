@@ -71,7 +71,6 @@ class ServedTable:
         self._ids: list[Array] = []
         self._first_index = self._next_index = 0
         self._pushed: list[Array] = []
-        self._steps: tuple[int, ...] = ()  # of the oldest pulled values
 
     def __deepcopy__(self, memo: dict[int, object]) -> ServedTable:
         """Return the same table: copies of a module share their rows."""
@@ -102,7 +101,7 @@ class ServedTable:
                 if table._cache is not None:
                     rows[i] = table._cache.pull(ids[i])
                 elif one.pulled is not None:
-                    rows[i] = table._take(one.pulled)
+                    rows[i] = one.pulled.value
             rest = [i for i in range(len(tables)) if i not in rows]
             if rest:
                 from fastdist.ps.client.sharded import pull_together
@@ -110,16 +109,11 @@ class ServedTable:
                 lookups = [tables[i].sharded.lookup(ids[i]) for i in rest]
                 found = pull_together(tables[0].sharded.client, lookups)
                 for i, pulled in zip(rest, found, strict=True):
-                    rows[i] = tables[i]._take(pulled)
+                    rows[i] = pulled.value
         for i, table in enumerate(tables):
             if table._padding is not None:
                 rows[i][ids[i] == table._padding] = 0
         return [torch.from_numpy(rows[i]).to(one.unique.device) for i, one in enumerate(wanted)]
-
-    def _take(self, pulled: Lookup) -> Array:
-        steps = pulled.steps
-        self._steps = tuple(map(min, self._steps or steps, steps))
-        return pulled.value
 
     def prefetch(self, ids: torch.Tensor) -> None:
         """Announce ids; a table with a cache reads them when they are needed."""
@@ -159,7 +153,7 @@ class ServedTable:
         ids = self._ids_at(indices) if self._is_hashed else indices
         values = values if weight == 1.0 else values * np.float32(weight)
         self._pushed.append(ids)
-        return self.sharded.change(ids, values, lr, self._steps or None)
+        return self.sharded.change(ids, values, lr)
 
     def coalesce(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the weight's gradient with each row once."""
@@ -194,7 +188,6 @@ class ServedTable:
             for ids in self._pushed:
                 self._cache.forget(ids)
         self._pushed.clear()
-        self._steps = ()
         if self._is_hashed:  # drop ids, but for a gradient that stays after it was applied
             gradient = self.weight.grad
             kept = self._next_index

@@ -47,10 +47,10 @@ class SendBuffers:
                 raise BusyError(f"{self._unsent_bytes} bytes of replies are not sent yet")
 
     def note_sent(self, upload: Upload, body: Any, client: bytes) -> None:
-        """Take note of a reply: bytes, the memory from `take`, or steps and lent values."""
+        """Take note of a reply: bytes, the memory from `take`, or lent values."""
         if upload.done or isinstance(body, bytes):
             return
-        if isinstance(body, tuple):
+        if body.base is not None:  # a part of a value; memory from `take` is whole
             self._lent = [each for each in self._lent if not each.done]
             self._lent.append(upload)
         nbytes = sum(part.nbytes for part in upload.parts)

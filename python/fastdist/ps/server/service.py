@@ -20,10 +20,8 @@ from fastdist.ps.server.registry import Registry
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.wire.protocol import (
     APPLIED_ONCE,
-    IDS,
     MAX_JSON_BYTES,
     PART_SIZE,
-    UNKNOWN_STEP,
     VERSION,
     Array,
     BusyError,
@@ -49,7 +47,6 @@ _OTHER_VERSION = (
     f"the server speaks version {VERSION} of the protocol, the client version {{}}; use the same "
     "version of fastdist"
 )
-_Body = Array | tuple[Array, Array]
 _Wanted = tuple[Sequence[tuple[Spec, Any]], Sequence[Place], Kinds]
 
 
@@ -63,7 +60,6 @@ class Service:
         self._rounds = Rounds(max_staged_bytes)
         self._deduplicator = Deduplicator()
         self._counts = {"requests": 0, "repeated": 0, "malformed": 0}
-        self._staleness: Counter[int] = Counter()  # of pushes, by the bits of their staleness
         self._nonfinite: Counter[int] = Counter()  # of elements, by the number of their object
         self._counts_lock = threading.Lock()
         self._started = time.monotonic()
@@ -72,10 +68,9 @@ class Service:
         """Return what the server keeps and has done.
 
         Returns:
-            requests, repeated, malformed: counts; uptime_s; staleness: counts of pushes by the
-            number of other pushes since the pull ("0", "1", "2-3", "4-7", …); rounds: open, nbytes;
-            objects: for each its name, kind, nbytes, steps (pushes), nonfinite (elements of
-            gradients that were NaN or infinite), and for tables rows.
+            requests, repeated, malformed: counts; uptime_s; rounds: open, nbytes; objects: for each
+            its name, kind, nbytes, steps (pushes), nonfinite (elements of gradients that were NaN
+            or infinite), and for tables rows.
         """
         objects = []
         for number, spec, stored in self._registry.all():
@@ -86,11 +81,10 @@ class Service:
                 entry["rows"] = len(stored)
             objects.append(entry)
         with self._counts_lock:
-            counts, staleness = dict(self._counts), sorted(self._staleness.items())
+            counts = dict(self._counts)
         return {
             **counts,
             "uptime_s": time.monotonic() - self._started,
-            "staleness": {_range(bits): count for bits, count in staleness},
             "rounds": self._rounds.stats(),
             "objects": objects,
         }
@@ -163,22 +157,16 @@ class Service:
         return found, places, _kinds(found, entries)
 
     @staticmethod
-    def _read_values(header: Header, wanted: _Wanted, buffers: SendBuffers) -> _Body:
-        """Return steps, then values: values may be newer than their steps, never older.
-
-        The values of a large part of a dense variable are the variable's own memory, if it may be
-        lent.
-        """
+    def _read_values(header: Header, wanted: _Wanted, buffers: SendBuffers) -> Array:
+        """Return values; a large part of a dense variable is its own memory, if it may be lent."""
         found, places, kinds = wanted
-        steps = np.array([stored.step for _, stored in found], np.uint64).view(np.uint8)
         extents, size = extents_of(kinds)
         begin, wire = (places[0], kinds[0][1]) if len(kinds) == 1 else (None, None)
         if buffers.may_lend and isinstance(begin, int) and size >= _LENT_BYTES and wire is None:
             buffers.require_room(size, header.client)
-            return steps, found[0][1].values[begin : begin + size // 4]
-        reply = buffers.take(steps.size + size, header.client)
-        reply[: steps.size] = steps
-        body = reply[steps.size :]
+            values: Array = found[0][1].values[begin : begin + size // 4]
+            return values
+        body = buffers.take(size, header.client)
         for (_, stored), at, extent, (shape, wire) in zip(
             found, places, extents, kinds, strict=True
         ):
@@ -189,7 +177,7 @@ class Service:
                 stored.pull(at, values)
                 wire.encode(values, body[extent])
             body[extent.stop : padded(extent.stop)] = 0  # of freed memory
-        return reply
+        return body
 
     def _change(self, op: Op, header: Header, frames: Sequence[memoryview]) -> bytes:
         reply = None
@@ -202,7 +190,6 @@ class Service:
                 # In this order, a late request of the previous job finds its rounds, or no objects.
                 self._registry.clear()
                 self._rounds = Rounds(self._max_staged_bytes)
-                self._staleness = Counter()
                 reply = b""
             else:
                 reply = self._change_values(op, header, *frames)
@@ -224,10 +211,6 @@ class Service:
         lrs = [_checked_lr(None if math.isnan(entry.lr) else entry.lr) for entry in entries]
         for entry, (spec, _), gradient in zip(entries, found, values, strict=True):
             self._check_finite(entry.object, spec, gradient)
-        for entry, (_, stored) in zip(entries, found, strict=True):
-            if entry.begin in (0, IDS) and entry.step != UNKNOWN_STEP:  # once for all parts
-                with self._counts_lock:
-                    self._staleness[max(0, stored.step - entry.step).bit_length()] += 1
         if header.round:
             staged = zip(entries, places, values, strict=True)
             gradients = [(e.object, part) for e, at, own in staged for part in _parts(at, own)]
@@ -339,12 +322,6 @@ def _checked_lr(lr: float | None) -> float | None:
     if lr is not None and not 0 <= lr <= _MAX_LR:
         raise ValueError(f"lr must be a finite number, 0 or more, got {lr}")
     return lr
-
-
-def _range(bits: int) -> str:
-    """Return the numbers of so many bits: "0", "1", "2-3", "4-7", …."""
-    first, last = 1 << bits >> 1, (1 << bits) - 1
-    return str(first) if first >= last else f"{first}-{last}"
 
 
 def _json_bytes(frame: memoryview) -> bytes:

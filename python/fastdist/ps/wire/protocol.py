@@ -24,7 +24,6 @@ from fastdist.errors import FastdistError, UnavailableError
 VERSION = 11
 MAX_JSON_BYTES = 4 << 20
 MAX_FRAME_BYTES = 2**31 - 1
-UNKNOWN_STEP = 2**64 - 1
 _MAGIC = b"FDPS"
 # Magic, version, kind, object, place, number, floor, client: these stay the same in all versions,
 # so that each version can answer every other with an error. Then round, incarnation.
@@ -38,7 +37,7 @@ SMALL_SIZE = 1 << 14
 PART_SIZE = 1 << 19
 # The frame that names what a message is about: the number of entries, the entries, all ids.
 _COUNT = struct.Struct("<Q")
-_ENTRY = struct.Struct("<QQfIQ")
+_ENTRY = struct.Struct("<QfIQ")
 IDS = 2**64 - 1
 
 Place = Array | int  # ids in a table, or the first element of a range of a dense variable
@@ -206,7 +205,6 @@ class Entry(NamedTuple):
     """The rows of a table, or the range of a dense variable, that a message reads or changes."""
 
     object: int  # the object's number
-    step: int  # of the value that a CHANGE's gradient was computed from
     lr: float  # the learning rate of a CHANGE; NaN: the update rule's own
     size: int  # number of the message's ids that are its own, or of the elements of the range
     begin: int = IDS  # the first element of the range; `IDS` for a table

@@ -124,15 +124,16 @@ std::unique_ptr<RowTable> make_row_table(std::size_t dim, const UpdateRule& rule
   return std::make_unique<RowTable>(std::move(options));
 }
 
-// Returns the ids, values and slots of a part's rows as new arrays.
-py::tuple read_part(RowTable& table, std::size_t part) {
-  if (part >= table.parts()) {
-    refuse(ErrorCode::kIndex, "part ", part, ", the table has ", table.parts());
-  }
+// Returns the ids, values and slots of the rows of parts from `part` on, until they are `enough` or
+// no part is left, and the number of the next part.
+py::tuple read_parts(RowTable& table, std::size_t part, std::size_t enough) {
   std::vector<std::uint64_t> ids;
   {
     const GilRelease release;
-    ids = table.ids_of_part(part);
+    for (; part < table.parts() && ids.size() < enough; ++part) {
+      const std::vector<std::uint64_t> more = table.ids_of_part(part);
+      ids.insert(ids.end(), more.begin(), more.end());
+    }
   }
   py::array_t<float> values({ids.size(), table.dim()});
   py::array_t<float> slots({ids.size(), table.slot_floats()});
@@ -145,7 +146,7 @@ py::tuple read_part(RowTable& table, std::size_t part) {
   }
   const py::slice present(py::int_(0), py::int_(rows), py::none());
   return py::make_tuple(py::array_t<std::uint64_t>(rows, ids.data()), values[present],
-                        slots[present]);
+                        slots[present], part);
 }
 
 void bind_row_table(py::module_& m) {
@@ -181,7 +182,7 @@ void bind_row_table(py::module_& m) {
             t.assign(to.span(), from.span(), span_of(state));
           },
           py::arg("ids"), py::arg("values"), py::arg("slots") = py::none())
-      .def("read_part", &read_part)
+      .def("read_parts", &read_parts)
       .def("__len__", &RowTable::size)
       .def("clear", &RowTable::clear, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("parts", &RowTable::parts)

@@ -91,7 +91,6 @@ def test_wrong_tables(options: Given, message: str) -> None:
             ValueError,
             "slots must hold 2 × 3 elements, got 3",
         ),
-        ("read_part", (128,), IndexError, "part 128, the table has 128"),
     ],
     ids=str,
 )

@@ -34,7 +34,11 @@ def push_all(
 
 
 def parts_of(table: _core.RowTable) -> list[tuple[Any, ...]]:
-    return [table.read_part(part) for part in range(table.parts)]
+    pieces, part = [], 0
+    while part < table.parts:
+        *piece, part = table.read_parts(part, 1)
+        pieces.append(tuple(piece))
+    return pieces
 
 
 def slots_of(table: _core.RowTable, ids: Any) -> Floats:

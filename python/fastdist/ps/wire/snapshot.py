@@ -111,13 +111,10 @@ def _contents(spec: Spec, stored: Any) -> Iterator[tuple[int, dict[str, Array]]]
         slots = np.empty((len(spec.rule.make().slots), *spec.shape), np.float32)
         yield stored.read_state(values, slots), {"values": values, "slots": slots}
         return
-    pieces: list[tuple[Array, ...]] = []
-    for part in range(stored.parts):
-        pieces.append(stored.read_part(part))
-        if part + 1 == stored.parts or sum(ids.size for ids, *_ in pieces) >= _FILE_ROWS:
-            ids, values, slots = (np.concatenate(each) for each in zip(*pieces, strict=True))
-            yield stored.step, {"ids": ids.view(np.int64), "values": values, "slots": slots}
-            pieces.clear()
+    part = 0
+    while part < stored.parts:
+        ids, values, slots, part = stored.read_parts(part, _FILE_ROWS)
+        yield stored.step, {"ids": ids.view(np.int64), "values": values, "slots": slots}
 
 
 def _open(path: Path) -> _SnapshotFile:

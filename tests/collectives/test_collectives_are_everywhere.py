@@ -14,6 +14,7 @@ from paths import ROOT
 from ranks import ThreadRanks
 
 MESSAGES = {"send", "recv"}
+REFUSED_ON_TPUS = {"reduce", "gather", "scatter", "all_to_all", *MESSAGES}
 
 
 def of_cpp() -> list[str]:
@@ -49,7 +50,7 @@ def read(name: str) -> str:
     [
         (of_cpp, set()),
         (of_running_engine, set()),
-        (of_tpus, set()),
+        (of_tpus, REFUSED_ON_TPUS),
         (of_torch_backend, set()),
         (lambda: vars(fd.Communicator), set()),
         (lambda: vars(fd), set()),

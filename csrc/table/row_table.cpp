@@ -4,6 +4,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <thread>
 
 #include "core/error.h"
 
@@ -21,6 +22,7 @@ constexpr std::size_t kMaxIds = std::size_t{1} << 31;
 // rows.
 constexpr std::size_t kRowsAhead = 16;
 constexpr std::size_t kPlacesAhead = 16;
+constexpr std::size_t kRowsRead = 256;  // for checkpoints, in a few tens of microseconds
 // The processor itself prefetches the rest of longer rows.
 constexpr std::size_t kPrefetchedBytes = 1024;
 
@@ -272,15 +274,20 @@ void RowTable::assign(std::span<const std::uint64_t> ids, std::span<const float>
 std::size_t RowTable::read_present(std::span<std::uint64_t> ids, std::span<float> values,
                                    std::span<float> slots) {
   std::size_t count = 0;
-  const std::span<const Item> items = by_stripe(striping_, ids);
-  visit<Access::kPeek>(
-      items, static_cast<std::uint32_t>(step()), [&](const Item& item, std::byte* row) {
-        if (row == nullptr) return;
-        ids[count] = striping_.id(item.key);
-        layout_.read(values.data() + count * dim(), row);
-        std::copy_n(layout_.slots(row), slot_floats(), slots.data() + count * slot_floats());
-        ++count;
-      });
+  const auto read = [&](const Item& item, std::byte* row) {
+    if (row == nullptr) return;
+    ids[count] = striping_.id(item.key);
+    layout_.read(values.data() + count * dim(), row);
+    std::copy_n(layout_.slots(row), slot_floats(), slots.data() + count * slot_floats());
+    ++count;
+  };
+  std::span<const Item> items = by_stripe(striping_, ids);
+  while (!items.empty()) {
+    const std::span<const Item> piece = items.first(std::min(kRowsRead, items.size()));
+    visit<Access::kPeek>(piece, static_cast<std::uint32_t>(step()), read);
+    items = items.subspan(piece.size());
+    std::this_thread::yield();  // mutexes are not fair; let other threads lock the stripes
+  }
   return count;
 }
 

@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
             commands,
             name,
             "bench.command:run_command",
-            errors=(ImportError, ValueError),
+            errors=(ImportError,),
             title="fastdist bench",
             parents=[options],
             help=f"measure {name}",
@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         commands,
         "report",
         "bench.full_report:run_report",
-        errors=(ImportError, ValueError),
+        errors=(ImportError,),
         title="fastdist bench",
         help="measure every collective next to every installed peer, and write a page",
         description=_REPORT_DESCRIPTION,
@@ -110,7 +110,7 @@ def _add_output(add: Callable[..., object]) -> None:
     through = "call fastdist as the backend of torch.distributed, as DDP and FSDP do"
     add("--through", choices=("torch",), help=through)
     add("--json", metavar="FILE", help="write JSON; -: JSON to stdout, the table to stderr")
-    plot = "draw latency and bandwidth into a file, such as plot.png"
+    plot = "draw latency and bandwidth over several sizes into a file, such as plot.png"
     add("--plot", metavar="FILE", help=plot)
 
 

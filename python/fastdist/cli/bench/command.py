@@ -22,6 +22,7 @@ from fastdist.cli.bench.peers import Engine, fastdist_engine, find_peers, parse_
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
+from fastdist.cli.command import UsageError
 from fastdist.cli.machine_facts import gpu_facts, machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import parse_sizes
@@ -45,7 +46,10 @@ class Plan:
 
 def run_command(options: argparse.Namespace) -> int:
     """Measure one collective; return an exit code as `run_measured` does."""
-    plan = make_plan(options)
+    try:
+        plan = make_plan(options)
+    except ValueError as error:  # later ones are defects
+        raise UsageError(str(error)) from None
     file = sys.stderr if options.json == "-" else sys.stdout
 
     def measure() -> bool:

@@ -29,6 +29,7 @@ from fastdist.cli.bench.plot import to_svg
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort, Session
+from fastdist.cli.command import UsageError
 from fastdist.cli.machine_facts import machine_facts, usable_cores
 from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size, parse_sizes
@@ -43,7 +44,10 @@ _EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
 
 def run_report(options: argparse.Namespace) -> int:
     """Measure and write the page and the JSON; return an exit code as `run_measured` does."""
-    plan, out = _plan(options)
+    try:
+        plan, out = _plan(options)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     return run_measured(lambda: _run(options, plan, out))
 
 

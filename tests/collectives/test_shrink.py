@@ -63,9 +63,15 @@ except fd.errors.PeerFailureError as error:
     comm = comm.shrink(error.ranks)
 x = fd.all_reduce(np.full(1000, 1.0))  # the default communicator is the new one
 print(comm.rank, comm.world_size, x[0])
+if comm.rank == 2:
+    raise SystemExit
+comm = comm.shrink([2])
+print(comm.rank, comm.all_reduce(np.array([comm.world_size]))[0])
 """
-    found = run_ranks(script, 3)
-    assert found == [(0, "0 2 2.0"), (-signal.SIGKILL, ""), (0, "1 2 2.0")]
+    first, killed, second, third = run_ranks(script, 4)
+    assert killed == (-signal.SIGKILL, "")
+    assert (first, second) == ((0, "0 3 3.0\n0 4"), (0, "1 3 3.0\n1 4"))
+    assert third == (0, "2 3 3.0")
 
 
 def test_groups_shrink_too() -> None:
@@ -73,8 +79,13 @@ def test_groups_shrink_too() -> None:
 import fastdist as fd, numpy as np
 comm = fd.init()
 group = comm.subgroup([3, 1, 0])
-if group is None or group.rank == 1:
+if group is None:
     raise SystemExit
+if group.rank == 1:  # it is excluded, and lives
+    try:
+        group.barrier()
+    except fd.errors.PeerFailureError:
+        raise SystemExit(3)
 old = group
 group = group.shrink([1])
 print(group.rank, group.all_reduce(np.array([comm.rank]))[0])
@@ -91,7 +102,7 @@ except fd.errors.FastdistError as error:
     refused = "exclude must be some of the ranks 0 to 1, without this one, {0}; got [{0}]\nTrue"
     assert first == (0, "1 3\n" + refused.format(1))
     assert last == (0, "0 3\n" + refused.format(0))
-    assert others == [(0, "")] * 2
+    assert others == [(3, ""), (0, "")]
 
 
 @pytest.mark.slow

@@ -3,8 +3,6 @@
 #include <exception>
 #include <utility>
 
-#include "cuda/check.h"
-
 namespace fastdist::nccl {
 namespace {
 

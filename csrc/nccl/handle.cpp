@@ -1,10 +1,8 @@
 #include "nccl/handle.h"
 
-#include <algorithm>
 #include <future>
 #include <utility>
 
-#include "core/failure.h"
 #include "cuda/devices.h"
 #include "cuda/stream.h"
 

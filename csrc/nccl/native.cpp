@@ -1,6 +1,5 @@
 // The collectives that NCCL has, and those made of its sends and receives.
 
-#include <algorithm>
 #include <thread>
 
 #include "nccl/communicator.h"

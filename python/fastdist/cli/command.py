@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import pkgutil
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 from fastdist.processes.terminal import OutputError, fitted, note, show
@@ -70,3 +72,14 @@ def run_command(arguments: argparse.Namespace) -> int:
         note(f"{arguments.title}: {error}")
         return _USAGE_EXIT_CODE
     return exit_code or 0
+
+
+def check_plot(path: Path) -> None:
+    """Check that matplotlib can write such a file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    types = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.lstrip(".").lower() not in types:
+        raise ValueError(f"--plot {path}: expected a file type out of {', '.join(types)}")

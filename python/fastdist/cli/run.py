@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 _NAME = "fastdist run"
 _SPARE = str(Path(cluster.__file__).with_name("spare.py"))
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-_FILES_PER_RANK = 4  # of an elastic job, with its outputs
-_OTHER_FILES = 24
 _MAX_RESTARTS = 3
 _RECORD_EVERY = 100
 _MAX_MACHINE_RESTARTS = 100  # of each machine of an elastic job, some seconds after each other
@@ -213,15 +211,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.replace is not None:
         _check_replacing(arguments)
         arguments.env.append((REPLACE_VARIABLE, arguments.replace))
+    record = None
     record_every: int = arguments.record_every or _RECORD_EVERY
     if arguments.record is not None:
-        _record(arguments, record_every)
+        record = _record(arguments, record_every)
     elif arguments.record_every is not None:
         raise UsageError("--record-every needs --record FILE")
     _say_what_comes_first(arguments)
     outcome = _run_with_restarts(arguments)
-    if arguments.record is not None and not outcome.has_failed:
-        _say_if_nothing_is_recorded(arguments.record, record_every)
+    if record is not None and not outcome.has_failed:
+        _say_if_nothing_is_recorded(record, record_every)
     return outcome.exit_code
 
 
@@ -473,9 +472,9 @@ def _check_replacing(arguments: argparse.Namespace) -> None:
         raise UsageError("--replace needs fastdist to be installed by pip: torch cannot find it")
 
 
-def _record(arguments: argparse.Namespace, every: int) -> None:
-    """Tell the ranks where to write digests."""
-    path = arguments.record.absolute()
+def _record(arguments: argparse.Namespace, every: int) -> Path | None:
+    """Tell the ranks where to write digests; return the file if this launcher begins it."""
+    path: Path = arguments.record.absolute()
     here = arguments.max or arguments.ranks or len(os.sched_getaffinity(0))
     machines = arguments.nnodes if arguments.hosts is None else len(arguments.hosts)
     if arguments.workers is not None or max(here, machines) == 1:
@@ -484,14 +483,16 @@ def _record(arguments: argparse.Namespace, every: int) -> None:
         raise UsageError(f"--record {path}: there is no folder {path.parent}")
     values = str(path), str(every), secrets.token_hex(8)
     arguments.env += zip(RECORD_VARIABLES, values, strict=True)
-    if arguments.hosts is None and not arguments.node_rank:
-        with suppress(OSError):  # the ranks tell why
-            path.write_text(json.dumps({"run": values[-1]}) + "\n")
+    if arguments.hosts is not None or arguments.node_rank:
+        return None
+    with suppress(OSError):  # the ranks tell why
+        path.write_text(json.dumps({"run": values[-1]}) + "\n")
+    return path
 
 
-def _say_if_nothing_is_recorded(path: Path | None, every: int) -> None:
-    with suppress(OSError):
-        if path is not None and len(path.read_text().splitlines()) == 1:
+def _say_if_nothing_is_recorded(path: Path, every: int) -> None:
+    with suppress(OSError, ValueError):
+        if path.is_file() and len(path.read_text().splitlines()) == 1:
             note(
                 f"{_NAME}: --record {path}: no step was recorded; strategies record each "
                 f"{every}th run in which an optimizer steps (--record-every)"
@@ -630,7 +631,7 @@ def _tasks(
 def _check_open_files(ranks: int) -> None:
     """Refuse an elastic job whose roster could not hold each rank's connection and pidfd."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _FILES_PER_RANK * ranks + _OTHER_FILES
+    needed = 4 * ranks + 24  # with each rank's outputs, and other files
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise UsageError(
             f"{ranks} ranks need {needed} open files, the limit is {limit}; see ulimit -n"

@@ -42,6 +42,7 @@ _SAME_DATA = (
     "splits and shuffles a seed, sort lists of files, and number classes by sorted(set(…)); where "
     "each replica has its own data, use distribute_datasets_from_function"
 )
+_SAME_BATCHES = "All replicas must take the same batches"
 _OTHER_STEPS = "replicas have taken different optimizer steps before this backward"
 _SAME_STEPS = (
     "All replicas need the same hyperparameters; a scheduler that steps by the loss needs the loss "
@@ -273,12 +274,12 @@ def _require_same_runs(at: Sequence[tuple[int, int]]) -> None:
         f"backward {backward} of run {run}" if in_one_run else f"run {run}" for run, backward in at
     ]
     culprit = behind if in_one_run else ahead
+    run = "" if in_one_run else ", or made a run that others did not make"
     raise FastdistError(
         f"replica {ahead} is in {places[ahead]}, replica {behind} in {places[behind]}: replica "
-        f"{culprit} has left out a backward, or made a run that others did not make, so gradients "
-        "of different batches met. All replicas must make the same runs and backwards; to leave "
-        "out a batch, they must decide alike, by all_reduce of the replica context: if any loss is "
-        "not finite, all return",
+        f"{culprit} has left out a backward{run}, so gradients of different losses met. All "
+        "replicas must make the same runs and backwards; to leave out a batch, they must decide "
+        "alike, by all_reduce of the replica context: if any loss is not finite, all return",
         (culprit,),
     )
 
@@ -288,13 +289,13 @@ def _facts_of(weights: tuple[float, ...] | None, origin: Origin | None) -> Itera
     size = "not divided by distribute_dataset"
     if weights is not None:
         size = f"{sum(weights)} examples, {list(weights)}"
-    yield "global batches have different sizes: this one", size, _SAME_DATA
+    yield "global batches have different sizes: this one", size, _SAME_BATCHES
     if origin is None:
         return
     for name, value in origin.settings:
         yield f"replicas have different datasets: {name}", value, _SAME_DATA
     step = f"step {origin.step} of epoch {origin.epoch}"
-    yield "replicas compute on parts of different global batches: this one", step, _SAME_DATA
+    yield "replicas compute on parts of different global batches: this one", step, _SAME_BATCHES
     if origin.data >= 0:
         of_some = "replicas have other examples at the same places of their data: a hash of some"
         yield of_some, origin.data, _SAME_DATA

@@ -22,9 +22,8 @@ from fastdist.cli.bench.peers import Engine, fastdist_engine, find_peers, parse_
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Report
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
-from fastdist.cli.command import UsageError
+from fastdist.cli.command import UsageError, check_plot
 from fastdist.cli.machine_facts import gpu_facts, machine_facts, usable_cores
-from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import parse_sizes
 from fastdist.processes.terminal import fitted, note, show, width_of
 

@@ -29,9 +29,8 @@ from fastdist.cli.bench.plot import to_svg
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort, Session
-from fastdist.cli.command import UsageError
+from fastdist.cli.command import UsageError, check_plot
 from fastdist.cli.machine_facts import machine_facts, usable_cores
-from fastdist.cli.plot_file import check_plot
 from fastdist.cli.sizes import format_size, parse_sizes
 from fastdist.processes.terminal import fitted, show
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdist.cli.plot_file import check_plot
+from fastdist.cli.command import check_plot
 from fastdist.processes.terminal import fitted, show
 from fastdist.recorder.timeline import RankTimeline, align, find_late
 from fastdist.recorder.trace_file import read_trace, write_trace

@@ -130,9 +130,9 @@ class NetEngine(CompiledEngine):
                 self.compiled = _core.NetCommunicator(
                     inner.compiled, rank, places, fds, parent, silence_s, timeout_s
                 )
+                _connections[self.compiled] = _connections[self]
             finally:
-                descriptors = _connections.pop(self)
-            _connections[self.compiled] = descriptors
+                del _connections[self]
         except (LostRankError, OSError) as error:
             if isinstance(error, PeerFailureError) and parent is not None:
                 raise  # a rank of a communicator that worked has failed

@@ -20,8 +20,8 @@ from launched import Launcher
 Script = Callable[[str], Path]
 COUNT = int(os.environ.get("FASTDIST_CHAOS_ELASTIC", "6"))
 # Each process may be killed soon, also while it starts, meets others or gets their state; it is
-# stopped only as a rank: the launcher waits for one that takes long to start. That of slot 0 is
-# never stopped: a job whose ranks are all stopped is one that its user has suspended.
+# stopped only as a rank: the launcher waits for one that takes long to start or to end. That of
+# slot 0 is never stopped: a job whose ranks are all stopped is one that its user has suspended.
 STEPS = """
 import json, os, random, signal, sys, threading, time
 place = json.loads(os.environ["FASTDIST_ROSTER"])
@@ -29,8 +29,9 @@ chance = random.Random(f"{sys.argv[1]}/{place}/{time.time_ns()}")
 stops = int(sys.argv[3]) if place["slot"] > 0 else 0
 fault = chance.choice([signal.SIGKILL, *[signal.SIGSTOP] * stops])
 has_fault = chance.random() < float(sys.argv[2])
+kill = None
 def begin():
-    global has_fault
+    global has_fault, kill
     if has_fault:
         kill = threading.Timer(chance.expovariate(1.5), os.kill, (os.getpid(), fault))
         kill.daemon = True
@@ -58,6 +59,8 @@ while state[0] < 150:
     except LostRankError:
         pass
     time.sleep(0.01)
+if kill is not None and fault == signal.SIGSTOP:
+    kill.cancel()
 print([*state.astype(int).tolist()], flush=True)
 """
 

@@ -217,7 +217,7 @@ class Client:
             for number, late in list(in_flight.items()):  # none of them is sent again later
                 if now >= self._deadline(late):
                     late.abandon()
-                    late.error = self._unavailable(late)
+                    late.error = self._unavailable(late, now)
                     late.is_done = True
                     del in_flight[number]
             assert ticket.error is not None
@@ -238,7 +238,7 @@ class Client:
             return deadline
         return min(deadline, max(ticket.began, connection.lost_at) + self._grace_s)
 
-    def _unavailable(self, ticket: Ticket) -> UnavailableError:
+    def _unavailable(self, ticket: Ticket, now: float) -> UnavailableError:
         connection, server = self._connections[ticket.server], ticket.server
         silence = f"has not answered {ticket.op.name} for {ticket.timeout_s:g} s"
         if connection.was_refused:
@@ -250,8 +250,10 @@ class Client:
             what = f"{silence}, nor let this client in: is it running, or is it overloaded?"
         elif connection.lost_at is None:
             what = f"{silence}, but the connection holds: the server is overloaded, or hangs"
+        elif now - connection.lost_at < self._grace_s:
+            what = f"{silence}, and the connection is broken"
         else:
-            what = f"{silence}, and the connection is broken: the server is gone, or the network"
+            what = f"is gone: the connection broke during or before {ticket.op.name}"
         return UnavailableError(f"server {server} at {self.servers[server]} {what}", (server,))
 
     def _place(self, server: int, header_frame: memoryview, nbytes: int) -> list[memoryview] | None:

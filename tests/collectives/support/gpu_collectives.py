@@ -37,7 +37,7 @@ def nccl_lacks(op: str, dtype: str) -> bool:
 
 
 def refused(r: Rank, op: str, dtype: str) -> None:
-    """What NCCL lacks is refused before any array changes."""
+    """Reductions that NCCL lacks are refused before any array changes."""
     x, y = r.arrays.array(r.inputs(dtype, 7 * r.size)[r.rank]), r.arrays.full(9, 1)
     out = r.arrays.array(r.inputs(dtype, 7)[r.rank])
     for name, given in {

@@ -396,6 +396,14 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     assert [command for command in commands if command not in ci] == []
 
 
+def test_ci_names_cpp_tests_that_exist() -> None:
+    ci = (ROOT / ".ci" / "aarch64").read_text(encoding="utf-8")
+    named = re.search(r"^tests=\((.+)\)$", ci, re.MULTILINE)
+    assert named is not None
+    wanted = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "cpp").glob("test_*.cpp")}
+    assert sorted(set(named[1].split()) - wanted) == []
+
+
 def readme() -> str:
     return (ROOT / "README.md").read_text(encoding="utf-8")
 

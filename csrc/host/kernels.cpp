@@ -30,7 +30,7 @@ const Kernels& kernels() {
 
 }  // namespace
 
-Groups::Groups(std::size_t n, std::span<const std::uint8_t> after) {
+Groups::Groups(std::size_t n, std::span<const std::uint8_t> after, std::size_t divisor) {
   if (n > kUsual) many_.resize(n);
   Group* const groups = n > kUsual ? many_.data() : usual_.data();
   const auto follow = [&](std::size_t i) {
@@ -48,13 +48,13 @@ Groups::Groups(std::size_t n, std::span<const std::uint8_t> after) {
     groups[n_groups++] = {static_cast<std::uint8_t>(sources),
                           static_cast<std::uint8_t>(follow(i - 1) - own)};
   }
-  tree_ = {groups, n_groups, n};
+  tree_ = {groups, n_groups, n, divisor == 0 ? n : divisor};
 }
 
 void reduce(DType dtype, ReduceOp op, std::byte* dst, std::byte* also,
             std::span<const std::byte* const> sources, std::size_t count,
-            std::span<const std::uint8_t> after) {
-  const Groups groups(sources.size(), after);
+            std::span<const std::uint8_t> after, std::size_t divisor) {
+  const Groups groups(sources.size(), after, divisor);
   kernels().reduce(dtype, op)(dst, also, sources.data(), groups.tree(), count);
 }
 

@@ -13,11 +13,12 @@ namespace fastdist::host {
 
 // Reduces the sources' elements by the tree over their numbers (core/reduction_tree.h), or by the
 // one that `after` describes: as many reductions follow source i. dst may be one of the sources.
-// `also` receives a copy unless it is null. float16, bfloat16 and float8 accumulate in float32. The
-// operation must be defined for the dtype.
+// `also` receives a copy unless it is null. float16, bfloat16 and float8 accumulate in float32.
+// Means are divided by `divisor` or, if it is 0, by the number of sources. The operation must be
+// defined for the dtype.
 void reduce(DType dtype, ReduceOp op, std::byte* dst, std::byte* also,
             std::span<const std::byte* const> sources, std::size_t count,
-            std::span<const std::uint8_t> after = {});
+            std::span<const std::uint8_t> after = {}, std::size_t divisor = 0);
 
 // Copies memory. With `stream`, stores bypass the caches, for data that is not read again soon. A
 // release store does not order such stores; an atomic exchange does (on x86 a locked instruction

@@ -114,7 +114,7 @@ struct ByGroups {
   }
 };
 
-// Divides the results by the number of sources if kIsMean is true and `is_mean` too.
+// Divides the results by the tree's divisor if kIsMean is true and `is_mean` too.
 template <class Way, class Format, class Operation, bool kIsMean = false>
 void reduce_loop(std::byte* dst_bytes, std::byte* also_bytes, const std::byte* const* source_bytes,
                  const Tree& tree, std::size_t count, bool is_mean = false) {
@@ -122,7 +122,7 @@ void reduce_loop(std::byte* dst_bytes, std::byte* also_bytes, const std::byte* c
   using T = typename Format::Storage;
   using V = decltype(Format::read_vector(nullptr));
   constexpr std::size_t kLanes = kVector / sizeof(Value);
-  const auto n = static_cast<Value>(tree.n_sources);
+  const auto n = static_cast<Value>(tree.divisor);
   T* dst = reinterpret_cast<T*>(dst_bytes);
   T* also = reinterpret_cast<T*>(also_bytes);
   const T* const* sources = reinterpret_cast<const T* const*>(source_bytes);

@@ -22,13 +22,14 @@ struct Tree {
   const Group* groups;
   std::size_t n_groups;
   std::size_t n_sources;
+  std::size_t divisor;  // of means
 };
 
 // The groups of the tree over n sources or, with `after`, of the one in which as many reductions
-// follow each source.
+// follow each source. Means are divided by `divisor` or, if it is 0, by n.
 class Groups {
  public:
-  explicit Groups(std::size_t n, std::span<const std::uint8_t> after = {});
+  explicit Groups(std::size_t n, std::span<const std::uint8_t> after = {}, std::size_t divisor = 0);
   Groups(const Groups&) = delete;
   Groups& operator=(const Groups&) = delete;
   [[nodiscard]] Tree tree() const noexcept { return tree_; }

@@ -129,10 +129,9 @@ void NetCommunicator::reduce_payloads(const Reduction& call) {
     inputs[static_cast<std::size_t>(order_[i])] = payload;
   }
   std::vector<std::byte> sums(bytes);
-  host::reduce(call.wide, summed(call.op), sums.data(), nullptr, inputs, call.count);
+  host::reduce(call.wide, call.op, sums.data(), nullptr, inputs, call.count);
   std::vector<std::byte> result(call.count * size_of(call.dtype));
-  finish_sums(call.wide, call.op, places_.size(), sums.data(), call.dtype, result.data(),
-              call.count);
+  narrow(call.wide, sums.data(), call.dtype, result.data(), call.count);
   call.out.for_each_piece(0, result.size(), [&](const ArrayList::Piece& piece) {
     std::memcpy(piece.data, result.data() + piece.run_at, piece.bytes);
   });
@@ -304,9 +303,8 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
   // Sums go to memory that nothing is sent from: the result, or one of the inputs.
   std::byte* const sums =
       call.wide == call.dtype ? result + own_at * size_of(call.dtype) : received;
-  host::reduce(call.wide, summed(call.op), sums, nullptr, sources, part, after_);
-  finish_sums(call.wide, call.op, places_.size(), sums, call.dtype,
-              result + own_at * size_of(call.dtype), part);
+  host::reduce(call.wide, call.op, sums, nullptr, sources, part, after_, places_.size());
+  narrow(call.wide, sums, call.dtype, result + own_at * size_of(call.dtype), part);
   if (call.direct) return;
 
   const std::size_t bytes = part * size_of(call.dtype);

@@ -78,8 +78,8 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
                       : received + (first_partial_[static_cast<std::size_t>(m)] + number) * bytes);
       }
       std::byte* const sums = results_[0].of(*inner_, bytes);
-      host::reduce(wide, summed(op), sums, nullptr, sources, count, after_);
-      finish_sums(wide, op, places_.size(), sums, in.dtype, out.data + begin * item, count);
+      host::reduce(wide, op, sums, nullptr, sources, count, after_, places_.size());
+      narrow(wide, sums, in.dtype, out.data + begin * item, count);
       await_all_sent();
     }
   });

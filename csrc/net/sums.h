@@ -15,8 +15,7 @@ namespace fastdist::net {
 [[nodiscard]] inline TensorView view_of(std::byte* data, std::size_t count, DType dtype) noexcept {
   return {data, count, dtype, 0};
 }
-// Divides the sums by the number of ranks for a mean, and converts them to the arrays' dtype.
-void finish_sums(DType wide, ReduceOp op, std::size_t ranks, std::byte* sums, DType dtype,
-                 std::byte* to, std::size_t count);
+// Converts results to the arrays' dtype.
+void narrow(DType wide, const std::byte* from, DType dtype, std::byte* to, std::size_t count);
 
 }  // namespace fastdist::net

@@ -55,7 +55,8 @@ void reduce(DType dtype, ReduceOp op, std::byte* dst, std::byte* also,
             std::span<const std::byte* const> sources, std::size_t count,
             std::span<const std::uint8_t> after, std::size_t divisor) {
   const Groups groups(sources.size(), after, divisor);
-  kernels().reduce(dtype, op)(dst, also, sources.data(), groups.tree(), count);
+  const ReduceFunction* const functions = kernels().reductions[static_cast<int>(dtype)];
+  functions[static_cast<int>(op)](dst, also, sources.data(), groups.tree(), count);
 }
 
 void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {

@@ -2,10 +2,6 @@
 // Included only by kernels_loops.h, for one instruction set at a time; everything has internal
 // linkage.
 
-#if !defined(FASTDIST_ISA) || !defined(FASTDIST_VECTOR_BYTES)
-#error "included by kernels_loops.h only"
-#endif
-
 #include <cstddef>
 #include <cstdint>
 

@@ -207,7 +207,7 @@ void multiply_complex(std::byte* dst, std::byte* also, const std::byte* const* s
   }
 }
 
-// The tables have an entry for each enumerator, in order; null if the operation is not defined.
+// The tables have an entry for each enumerator, in order.
 static_assert(kDTypeCount == 17 && kReduceOpCount == 8);
 
 template <class Format>
@@ -270,10 +270,6 @@ constexpr const ReduceFunction* kReductions[kDTypeCount] = {
     kComplex<float>,
     kComplex<double>,
 };
-
-ReduceFunction find_reduce(DType dtype, ReduceOp op) {
-  return kReductions[static_cast<int>(dtype)][static_cast<int>(op)];
-}
 
 #if FASTDIST_VECTOR_BYTES == 64
 inline void store_past_caches(std::byte* p, const Vector<float>& v) {
@@ -385,8 +381,7 @@ void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* 
 
 #define FASTDIST_STRING_(x) #x
 #define FASTDIST_STRING(x) FASTDIST_STRING_(x)
-extern const Kernels kKernels;
-const Kernels kKernels{FASTDIST_STRING(FASTDIST_ISA), find_reduce, copy, convert};
+const Kernels kKernels{FASTDIST_STRING(FASTDIST_ISA), kReductions, copy, convert};
 #undef FASTDIST_STRING
 #undef FASTDIST_STRING_
 

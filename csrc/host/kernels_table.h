@@ -47,7 +47,7 @@ using ReduceFunction = void (*)(std::byte* dst, std::byte* also, const std::byte
 
 struct Kernels {
   std::string_view name;
-  ReduceFunction (*reduce)(DType dtype, ReduceOp op);
+  const ReduceFunction* const* reductions;  // by dtype and operation; null if not defined
   void (*copy)(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream);
   void (*convert)(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,
                   std::size_t count, float scale);

@@ -314,7 +314,6 @@ void normal(float* __restrict dst, std::size_t count, std::uint64_t key, float m
 
 }  // namespace
 
-extern const Kernels kKernels;
 const Kernels kKernels{{sgd, adagrad, adam, adam, rms_prop, row_wise_adagrad},
                        add,
                        widen_bfloat16,

@@ -40,6 +40,10 @@ std::vector<const Kernels*> instruction_sets() {
   return sets;
 }
 
+host::ReduceFunction function_of(const Kernels& kernels, DType dtype, ReduceOp op) {
+  return kernels.reductions[static_cast<int>(dtype)][static_cast<int>(op)];
+}
+
 constexpr DType kNarrow[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat8E4M3FN,
                              DType::kFloat8E5M2};
 
@@ -363,7 +367,7 @@ void check_reduce(const Kernels& kernels, DType dtype, ReduceOp op, std::size_t 
   auto second = std::make_unique<std::byte[]>(bytes + skip);
   std::byte* also = count % 2 == 0 ? second.get() + skip : nullptr;
   const Groups groups(n);
-  kernels.reduce(dtype, op)(dst, also, sources.data(), groups.tree(), count);
+  function_of(kernels, dtype, op)(dst, also, sources.data(), groups.tree(), count);
   CHECK(also == nullptr || std::memcmp(also, dst, bytes) == 0);
   for (std::size_t i = 0; i < count; ++i) {
     CHECK_THAT(fits(dtype, op, originals, i, dst),
@@ -377,7 +381,7 @@ void check_reductions(DType dtype) {
     for (int o = 0; o < kReduceOpCount; ++o) {
       const auto op = static_cast<ReduceOp>(o);
       if (!is_defined(op, dtype)) {
-        CHECK(kernels->reduce(dtype, op) == nullptr);
+        CHECK(function_of(*kernels, dtype, op) == nullptr);
         continue;
       }
       for (const std::size_t n : {1U, 2U, 3U, 8U, 13U}) {
@@ -426,12 +430,13 @@ CASE(bits_do_not_depend_on_the_place) {
         std::vector<std::byte> whole(kCount * item);
         std::vector<std::byte> one(item);
         const Groups groups(3);
-        kernels->reduce(dtype, op)(whole.data(), nullptr, sources.data(), groups.tree(), kCount);
+        function_of(*kernels, dtype, op)(whole.data(), nullptr, sources.data(), groups.tree(),
+                                         kCount);
         const Format format = format_of(dtype);
         for (std::size_t i = 0; i < kCount; ++i) {
           Sources at;
           for (const std::byte* s : sources) at.push_back(s + i * item);
-          kernels->reduce(dtype, op)(one.data(), nullptr, at.data(), groups.tree(), 1);
+          function_of(*kernels, dtype, op)(one.data(), nullptr, at.data(), groups.tree(), 1);
           if (std::memcmp(one.data(), whole.data() + i * item, item) == 0) continue;
           // NaNs may differ in their payload.
           const bool nan = is_narrow(dtype) ? is_nan_code(format, code_at(one.data(), item))

@@ -311,8 +311,7 @@ void bind_wire(py::module_& m) {
 void bind_table(py::module_& m) {
   py::class_<UpdateRule>(m, "UpdateRule")
       .def(py::init(&make_rule))
-      .def_property_readonly("slots", &slot_names)
-      .def("slot_floats", &UpdateRule::slot_floats);
+      .def_property_readonly("slots", &slot_names);
   bind_routing(m);
   bind_wire(m);
   bind_row_table(m);

@@ -63,9 +63,6 @@ class UpdateRule {
   [[nodiscard]] std::size_t slot_width(std::size_t dim) const noexcept {
     return is_row_wise() ? 1 : dim;
   }
-  [[nodiscard]] std::size_t slot_floats(std::size_t dim) const noexcept {
-    return slots_.size() * slot_width(dim);
-  }
   // Returns `other`, or the rule's own learning rate; throws kValue if it is negative or not
   // finite.
   [[nodiscard]] double learning_rate(std::optional<double> other) const;

@@ -305,10 +305,9 @@ class NetCommunicator final : public BlockingCommunicator {
   // move.cpp
   void broadcast_chunks(TensorViews inout, int root);
   void copy_payloads(std::byte* to, std::size_t bytes) const;
-  void all_to_all_here(std::byte* in, std::span<const std::size_t> give_at, std::byte* out,
-                       std::span<const std::size_t> take_at, std::span<const std::size_t> table);
+  template <class BytesBetween>
+  void exchange(std::byte* in, std::byte* out, const BytesBetween& bytes_between);
   void gather_here(TensorView in, std::byte* out, int root);
-  void scatter_here(const std::byte* in, TensorView out, int root);
 
   // lanes.cpp
   template <class Here, class Across>

@@ -102,11 +102,6 @@ void NetCommunicator::gather_here(TensorView in, std::byte* out, int root) {
   const std::size_t bytes = in.bytes();
   const std::vector<int>& here = ranks_of(machine_of(rank_));
   const bool has_result = root < 0 || rank_ == root;
-  if (width() == 1) {
-    std::byte* const own = out + static_cast<std::size_t>(rank_) * bytes;
-    if (own != in.data && bytes != 0) host::copy(own, in.data, bytes, false);
-    return;
-  }
   std::byte* target = nullptr;
   if (has_result) {
     target = is_contiguous() ? out + static_cast<std::size_t>(here.front()) * bytes
@@ -196,121 +191,72 @@ void NetCommunicator::gather(TensorView in, TensorView out, int root, const Call
   });
 }
 
-// Scatters the root's array among the ranks of this machine, which include the root.
-void NetCommunicator::scatter_here(const std::byte* in, TensorView out, int root) {
-  const std::size_t bytes = out.bytes();
-  const std::vector<int>& here = ranks_of(machine_of(rank_));
-  if (width() == 1) {
-    const std::byte* const own = in + static_cast<std::size_t>(rank_) * bytes;
-    if (own != out.data && bytes != 0) host::copy(out.data, own, bytes, false);
-    return;
-  }
-  const std::byte* source = nullptr;
-  if (rank_ == root && is_contiguous()) {
-    source = in + static_cast<std::size_t>(here.front()) * bytes;
-  } else if (rank_ == root) {
-    std::byte* const packed = packed_.of(*inner_, here.size() * bytes);
-    for (std::size_t i = 0; i < here.size(); ++i) {
-      host::copy(packed + i * bytes, in + static_cast<std::size_t>(here[i]) * bytes, bytes, false);
-    }
-    source = packed;
-  }
-  const TensorView whole =
-      bytes_at(const_cast<std::byte*>(source), source == nullptr ? 0 : here.size() * bytes);
-  const TensorView own = bytes_at(out.data, bytes);
-  inside(2, [&](const CallOptions& o) { inner_->scatter(whole, own, local_of(root), o); });
-}
-
 void NetCommunicator::scatter(TensorView in, TensorView out, int root, const CallOptions& options) {
-  const std::size_t bytes = out.bytes();
   run(signature_of(rooted(Op::kScatter, root), {&out, 1}), options, {}, nullptr, [&] {
-    if (rank_ == root) {
-      for (int q = 0; q < size(); ++q) {
-        if (!is_here(q)) post_send(q, in.data + static_cast<std::size_t>(q) * bytes, bytes);
-      }
-    } else if (!is_here(root)) {
-      post_receive(root, out.data, bytes);
-    }
-    progress();
-    if (is_here(root)) scatter_here(in.data, out, root);
-    if (!is_here(root)) await_received(root);
-    await_all_sent();
+    exchange(in.data, out.data, [&](int from, int) { return from == root ? out.bytes() : 0; });
   });
 }
 
 void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const std::size_t> counts,
                                  const CallOptions& options) {
   const std::size_t n = places_.size();
-  const auto r = static_cast<std::size_t>(rank_);
-  const std::size_t item = size_of(in.dtype);
-  const auto bytes_between = [&](std::size_t from, std::size_t to) {
-    return counts.empty() ? in.bytes() / n : counts[from * n + to] * item;
-  };
   run(all_to_all_signature({&in, 1}, counts), options, {}, nullptr, [&] {
-    std::vector<std::size_t> give_at(n + 1), take_at(n + 1);
-    for (std::size_t q = 0; q < n; ++q) {
-      give_at[q + 1] = give_at[q] + bytes_between(r, q);
-      take_at[q + 1] = take_at[q] + bytes_between(q, r);
-    }
-    for (std::size_t step = 1; step < n; ++step) {  // no two ranks send to the same rank in a step
-      const std::size_t to = (r + step) % n;
-      const std::size_t from = (r + n - step) % n;
-      if (!is_here(static_cast<int>(from))) {
-        post_receive(static_cast<int>(from), out.data + take_at[from], bytes_between(from, r));
-      }
-      if (!is_here(static_cast<int>(to))) {
-        post_send(static_cast<int>(to), in.data + give_at[to], bytes_between(r, to));
-      }
-    }
-    progress();
-    std::vector<std::size_t> table;
-    for (const int from : ranks_of(machine_of(rank_))) {
-      for (const int to : ranks_of(machine_of(rank_))) {
-        table.push_back(
-            bytes_between(static_cast<std::size_t>(from), static_cast<std::size_t>(to)));
-      }
-    }
-    all_to_all_here(in.data, give_at, out.data, take_at, table);
-    await_all_received();
-    await_all_sent();
+    exchange(in.data, out.data, [&](int from, int to) {
+      const std::size_t at = static_cast<std::size_t>(from) * n + static_cast<std::size_t>(to);
+      return counts.empty() ? in.bytes() / n : counts[at] * size_of(in.dtype);
+    });
   });
 }
 
-// Exchanges data between the ranks of this machine. `table` has the bytes from each to each; those
-// to rank q begin at `give_at[q]`, and those from it at `take_at[q]`.
-void NetCommunicator::all_to_all_here(std::byte* in, std::span<const std::size_t> give_at,
-                                      std::byte* out, std::span<const std::size_t> take_at,
-                                      std::span<const std::size_t> table) {
+// Moves `bytes_between(from, to)` bytes from each rank to each.
+template <class BytesBetween>
+void NetCommunicator::exchange(std::byte* in, std::byte* out, const BytesBetween& bytes_between) {
+  std::vector<std::byte*> give{in}, take{out};  // where the bytes to and from each rank begin
+  for (int q = 0; q < size(); ++q) {
+    give.push_back(give.back() + bytes_between(rank_, q));
+    take.push_back(take.back() + bytes_between(q, rank_));
+  }
+  for (int step = 1; step < size(); ++step) {  // no two ranks send to the same rank in a step
+    const int to = (rank_ + step) % size();
+    const int from = (rank_ + size() - step) % size();
+    if (!is_here(from)) {
+      post_receive(from, take[static_cast<std::size_t>(from)], bytes_between(from, rank_));
+    }
+    if (!is_here(to)) post_send(to, give[static_cast<std::size_t>(to)], bytes_between(rank_, to));
+  }
+  progress();
   const std::vector<int>& here = ranks_of(machine_of(rank_));
-  const auto bytes_of = [](std::span<const std::size_t> at, int q) {
-    return at[static_cast<std::size_t>(q) + 1] - at[static_cast<std::size_t>(q)];
-  };
+  std::vector<std::size_t> table;  // the bytes between the ranks of this machine
   std::size_t give_bytes = 0;
   std::size_t take_bytes = 0;
-  for (const int q : here) {
-    give_bytes += bytes_of(give_at, q);
-    take_bytes += bytes_of(take_at, q);
+  for (const int from : here) {
+    for (const int to : here) {
+      table.push_back(bytes_between(from, to));
+      if (from == rank_) give_bytes += table.back();
+      if (to == rank_) take_bytes += table.back();
+    }
   }
-  std::byte* source = in + give_at[static_cast<std::size_t>(here.front())];
-  std::byte* target = out + take_at[static_cast<std::size_t>(here.front())];
+  std::byte* source = give[static_cast<std::size_t>(here.front())];
+  std::byte* target = take[static_cast<std::size_t>(here.front())];
   if (!is_contiguous()) {
     source = packed_.of(*inner_, give_bytes);
     target = unpacked_.of(*inner_, take_bytes);
     std::byte* to = source;
     for (const int q : here) {
-      host::copy(to, in + give_at[static_cast<std::size_t>(q)], bytes_of(give_at, q), false);
-      to += bytes_of(give_at, q);
+      host::copy(to, give[static_cast<std::size_t>(q)], bytes_between(rank_, q), false);
+      to += bytes_between(rank_, q);
     }
   }
-  const TensorView give = bytes_at(source, give_bytes);
-  const TensorView take = bytes_at(target, take_bytes);
-  inside(2, [&](const CallOptions& o) { inner_->all_to_all(give, take, table, o); });
-  if (is_contiguous()) return;
-  const std::byte* from = target;
-  for (const int q : here) {
-    host::copy(out + take_at[static_cast<std::size_t>(q)], from, bytes_of(take_at, q), false);
-    from += bytes_of(take_at, q);
+  const TensorView given = bytes_at(source, give_bytes);
+  const TensorView taken = bytes_at(target, take_bytes);
+  inside(2, [&](const CallOptions& o) { inner_->all_to_all(given, taken, table, o); });
+  for (std::size_t i = 0; !is_contiguous() && i < here.size(); ++i) {
+    const std::size_t bytes = bytes_between(here[i], rank_);
+    host::copy(take[static_cast<std::size_t>(here[i])], target, bytes, false);
+    target += bytes;
   }
+  await_all_received();
+  await_all_sent();
 }
 
 }  // namespace fastdist::net

@@ -14,13 +14,11 @@ int unacknowledged(int fd) noexcept {
 }
 
 void Stream::send(const std::byte* data, std::size_t bytes) {
-  if (bytes == 0) return;
   outgoing_.push_back({data, bytes});
   to_send_ += bytes;
 }
 
 void Stream::receive(std::byte* data, std::size_t bytes) {
-  if (bytes == 0) return;
   incoming_.push_back({data, bytes});
   to_receive_ += bytes;
 }

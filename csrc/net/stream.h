@@ -16,7 +16,8 @@ class Stream {
  public:
   explicit Stream(FileDescriptor fd) : fd_(std::move(fd)) {}
 
-  // Queue memory to send, or to receive into; it must stay valid until the bytes have moved.
+  // Queue memory to send, or to receive into: a byte or more. It must stay valid until the bytes
+  // have moved.
   void send(const std::byte* data, std::size_t bytes);
   void receive(std::byte* data, std::size_t bytes);
 

@@ -8,12 +8,15 @@
 #include "net/communicator.h"
 
 namespace fastdist::net {
+
 void NetCommunicator::post_send(int p, const std::byte* data, std::size_t bytes) {
+  if (bytes == 0) return;
   peer(p).stream.send(data, bytes);
   note_busy(p);
 }
 
 void NetCommunicator::post_receive(int p, std::byte* data, std::size_t bytes) {
+  if (bytes == 0) return;
   peer(p).stream.receive(data, bytes);
   note_busy(p);
 }

@@ -58,8 +58,8 @@ std::byte* NetCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& o
   return inner_->allocate(bytes, owner);
 }
 
-// Runs a collective. If `payload` is small it may travel with the record: then `finish_payload`
-// ends the call; otherwise `body` does.
+// Runs a collective. A small `payload` travels with the record if there is a `finish_payload`,
+// which then ends the call; otherwise `body` does.
 void NetCommunicator::run(const Signature& signature, const CallOptions& options,
                           TensorViews payload, const std::function<void()>& finish_payload,
                           const std::function<void()>& body) {
@@ -77,7 +77,7 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   last_[static_cast<std::size_t>(rank_)] = own.head;
   std::size_t bytes = 0;
   for (const TensorView& view : payload) bytes += view.bytes();
-  const bool travels = finish_payload != nullptr && travels_with_records(signature.op, bytes);
+  const bool travels = finish_payload != nullptr && bytes <= kPayload;
   if (travels) {
     std::byte* at = own.payload.data();
     for (const TensorView& view : payload) {

@@ -144,8 +144,6 @@ class NetCommunicator final : public BlockingCommunicator {
     CallHead head;
     std::array<std::byte, kPayload> payload{};
   };
-  // True for collectives whose arrays of `bytes` need no crossing of their own.
-  [[nodiscard]] static bool travels_with_records(Op op, std::size_t bytes);
 
   // The call in which a thread of this rank waits: a collective, or transfer `number` of a lane.
   struct Wait {

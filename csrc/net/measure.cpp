@@ -16,11 +16,6 @@ constexpr int kBulks = 3;  // the first ones open TCP's window
 
 }  // namespace
 
-bool NetCommunicator::travels_with_records(Op op, std::size_t bytes) {
-  return bytes <= kPayload && is_one_of(op, {Op::kAllReduce, Op::kReduce, Op::kBroadcast,
-                                             Op::kAllGather, Op::kGather, Op::kBarrier});
-}
-
 // The first ranks of the machines form a ring: each sends to the next rank while it receives from
 // the previous one, so that links are used in both directions.
 void NetCommunicator::measure_links(const CallOptions& options) {

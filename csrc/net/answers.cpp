@@ -89,7 +89,7 @@ void AnswerReader::parse() {
         break;
       case AnswerKind::kState:
         state_number_ = head.number;
-        state_ = text;
+        state_ = net::parse(text, static_cast<std::size_t>(ranks_));
         break;
       case AnswerKind::kDeadlock:
         stuck_ = head.number;
@@ -105,7 +105,7 @@ std::optional<std::uint64_t> AnswerReader::take_question() {
   return std::exchange(question_, std::nullopt);
 }
 
-std::optional<std::string> AnswerReader::state(std::uint64_t number) const {
+std::optional<Waiting> AnswerReader::state(std::uint64_t number) const {
   const std::lock_guard lock(mutex_);
   if (state_number_ < number) return std::nullopt;
   return state_;
@@ -185,7 +185,6 @@ std::optional<Waiting> parse(const std::string& text, std::size_t ranks) {
   take(waiting.received, ranks);
   take(waiting.awaited, state.awaited);
   waiting.site.assign(at, text.data() + text.size());
-  waiting.call = unpack_signature(waiting.state.signature, waiting.state.count, waiting.state.list);
   return waiting;
 }
 

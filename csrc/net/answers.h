@@ -34,6 +34,44 @@ enum class AnswerKind : std::uint32_t {
   kDeadlock
 };
 
+// Identifies a collective of a rank, or another call after so many collectives.
+struct CallHead {
+  std::uint64_t sequence = 0;
+  std::uint64_t signature = 0;
+  std::uint64_t count = 0;
+  std::uint64_t list = 0;
+  [[nodiscard]] Signature call() const noexcept { return unpack_signature(signature, count, list); }
+};
+
+// The beginning of the reply of a waiting rank to a question; see deadlock.cpp. Then follow the
+// numbers of sends to and receives from each rank, the ids of the waits that a rank depends on in
+// another communicator, and the caller's line.
+struct State {
+  CallHead head;         // of the call in which the rank waits
+  std::uint64_t id;      // of the wait; 0 if the process may make other calls before the wait ends
+  std::uint32_t number;  // of the transfer, if the rank waits in one
+  std::uint32_t ranks;
+  std::uint32_t is_alone;  // no other call of the rank is pending
+  std::uint32_t is_elsewhere;
+  std::uint32_t awaited;
+  std::uint32_t unused;
+};
+
+inline constexpr std::size_t kMostAwaited = 64;
+
+struct Waiting {
+  State state;
+  std::vector<std::uint32_t> sent, received;  // by rank
+  std::vector<std::uint64_t> awaited;         // waits in another communicator
+  std::string site;
+};
+
+// Returns the reply as bytes.
+[[nodiscard]] std::string serialize(const Waiting& waiting);
+
+// Reads a reply in a communicator of `ranks` ranks; returns nothing if `text` is not one.
+[[nodiscard]] std::optional<Waiting> parse(const std::string& text, std::size_t ranks);
+
 // Reads the answers of one peer.
 class AnswerReader {
  public:
@@ -53,7 +91,7 @@ class AnswerReader {
   // Returns, once, the number of the peer's latest question about this rank's state.
   [[nodiscard]] std::optional<std::uint64_t> take_question();
   // Returns the peer's answer to question `number` or a later one, if it has arrived.
-  [[nodiscard]] std::optional<std::string> state(std::uint64_t number) const;
+  [[nodiscard]] std::optional<Waiting> state(std::uint64_t number) const;
   // Returns the peer's description of a deadlock that includes wait `id`, if it has found one.
   [[nodiscard]] std::optional<std::string> deadlock_of(std::uint64_t id) const;
 
@@ -75,7 +113,7 @@ class AnswerReader {
   std::optional<Failure> failure_;
   std::optional<std::uint64_t> question_;
   std::uint64_t state_number_ = 0;
-  std::string state_;
+  std::optional<Waiting> state_;
   std::uint64_t stuck_ = 0;  // a wait that is part of `deadlock_`
   std::string deadlock_;
 };
@@ -96,40 +134,5 @@ class AnswerWriter {
   int fd_;
   std::mutex mutex_;
 };
-
-// --- states -------------------------------------------------------------------------------------
-
-// The beginning of the reply of a waiting rank to a question; see deadlock.cpp. Then follow the
-// numbers of sends to and receives from each rank, the ids of the waits that a rank depends on in
-// another communicator, and the caller's line.
-struct State {
-  std::uint64_t sequence;   // number of collectives begun
-  std::uint64_t signature;  // of the call in which the rank waits
-  std::uint64_t count;
-  std::uint64_t list;
-  std::uint64_t id;      // of the wait; 0 if the process may make other calls before the wait ends
-  std::uint32_t number;  // of the transfer, if the rank waits in one
-  std::uint32_t ranks;
-  std::uint32_t is_alone;  // no other call of the rank is pending
-  std::uint32_t is_elsewhere;
-  std::uint32_t awaited;
-  std::uint32_t unused;
-};
-
-inline constexpr std::size_t kMostAwaited = 64;
-
-struct Waiting {
-  State state;
-  std::vector<std::uint32_t> sent, received;  // by rank
-  std::vector<std::uint64_t> awaited;         // waits in another communicator
-  std::string site;
-  Signature call;  // as in `state`
-};
-
-// Returns the reply as bytes; `call` is not used.
-[[nodiscard]] std::string serialize(const Waiting& waiting);
-
-// Reads a reply in a communicator of `ranks` ranks; returns nothing if `text` is not one.
-[[nodiscard]] std::optional<Waiting> parse(const std::string& text, std::size_t ranks);
 
 }  // namespace fastdist::net

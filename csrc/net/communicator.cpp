@@ -73,7 +73,7 @@ void NetCommunicator::run(const Signature& signature, const CallOptions& options
   watcher_ = &watcher;
   const Signature& call = wait.signature;
   if (options.record != nullptr) options.record->announce(call);
-  Record own{{sequence_, call.packed(), call.count, call.list}, {}};
+  Record own{head_of(call), {}};
   last_[static_cast<std::size_t>(rank_)] = own.head;
   std::size_t bytes = 0;
   for (const TensorView& view : payload) bytes += view.bytes();

@@ -58,8 +58,6 @@ struct Connections {
 // that knows which rank is late raises first.
 inline constexpr std::chrono::milliseconds kGrace{300};
 
-struct Waiting;  // the reply of a waiting rank; see answers.h
-
 class NetCommunicator final : public BlockingCommunicator {
  public:
   // `inner` connects the ranks of this machine, in ascending order. Ranks with equal
@@ -128,16 +126,6 @@ class NetCommunicator final : public BlockingCommunicator {
     std::atomic<std::int64_t> ended_at{0};   // when the end of the connection was noticed
   };
 
-  // Identifies a collective of a rank.
-  struct CallHead {
-    std::uint64_t sequence = 0;
-    std::uint64_t signature = 0;
-    std::uint64_t count = 0;
-    std::uint64_t list = 0;
-    [[nodiscard]] Signature call() const noexcept {
-      return unpack_signature(signature, count, list);
-    }
-  };
   // What a rank tells all others about its call.
   static constexpr std::size_t kPayload = 464;
   struct Record {
@@ -270,10 +258,13 @@ class NetCommunicator final : public BlockingCommunicator {
   static const std::string& line_of(Wait& wait);
   std::uint64_t ask_all();
   [[nodiscard]] std::vector<int> find_late(Wait& wait, const std::vector<int>& suspects);
-  [[nodiscard]] std::string state_of(Wait& wait, NetCommunicator& waiting) const;
+  [[nodiscard]] Waiting state_of(Wait& wait, NetCommunicator& waiting) const;
   [[nodiscard]] std::vector<std::optional<Waiting>> answers_in(Wait& wait);
   [[nodiscard]] std::vector<int> missing_in(Wait& wait);
   [[nodiscard]] CallHead last_call(int p) const;
+  [[nodiscard]] CallHead head_of(const Signature& call) const noexcept {
+    return {sequence_, call.packed(), call.count, call.list};
+  }
 
   // partials.cpp
   void plan_partials();

@@ -34,23 +34,24 @@ constexpr std::size_t kSiteBytes = 400;
 // Returns the ranks that have not started the call that rank `r` waits for.
 std::vector<int> missing_for(int r, const std::vector<std::optional<Waiting>>& ranks) {
   const Waiting& own = *ranks[static_cast<std::size_t>(r)];
+  const Signature call = own.state.head.call();
   const bool is_elsewhere = own.state.is_elsewhere != 0;
   const auto is_missing = [&](int p) {
     const auto& theirs = ranks[static_cast<std::size_t>(p)];
     if (is_elsewhere) return theirs && std::ranges::count(own.awaited, theirs->state.id) != 0;
     if (!theirs) return true;
-    if (own.call.op == Op::kSend) {
+    if (call.op == Op::kSend) {
       return theirs->received[static_cast<std::size_t>(r)] < own.state.number;
     }
-    if (own.call.op == Op::kRecv) {
+    if (call.op == Op::kRecv) {
       return theirs->sent[static_cast<std::size_t>(r)] < own.state.number;
     }
-    return theirs->state.sequence < own.state.sequence;
+    return theirs->state.head.sequence < own.state.head.sequence;
   };
   std::vector<int> missing;
-  const bool is_transfer = !is_elsewhere && (own.call.op == Op::kSend || own.call.op == Op::kRecv);
+  const bool is_transfer = !is_elsewhere && is_one_of(call.op, {Op::kSend, Op::kRecv});
   for (int p = 0; p < static_cast<int>(ranks.size()); ++p) {
-    if (p != r && (!is_transfer || p == own.call.root) && is_missing(p)) missing.push_back(p);
+    if (p != r && (!is_transfer || p == call.root) && is_missing(p)) missing.push_back(p);
   }
   return missing;
 }
@@ -90,7 +91,7 @@ const std::string& NetCommunicator::line_of(Wait& wait) {
 }
 
 // Returns the state of this rank, which waits in `waiting`: this communicator or another one.
-std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) const {
+Waiting NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) const {
   if (wait.id == 0) {
     std::random_device random;
     wait.id = std::uint64_t{random()} << 32 | random();
@@ -109,10 +110,7 @@ std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) cons
   const bool is_alone = is_elsewhere || (submitted_.load() == 0 && calls_.load() == 1 &&
                                          wait.caller->is_only_caller());
   Waiting own{};
-  own.state = {.sequence = sequence_,
-               .signature = wait.signature.packed(),
-               .count = wait.signature.count,
-               .list = wait.signature.list,
+  own.state = {.head = head_of(wait.signature),
                .id = is_elsewhere || wait.caller->is_alone() ? wait.id : 0,
                .number = is_elsewhere ? 0 : wait.number,
                .ranks = static_cast<std::uint32_t>(size()),
@@ -126,7 +124,7 @@ std::string NetCommunicator::state_of(Wait& wait, NetCommunicator& waiting) cons
   }
   own.awaited = std::move(awaited);
   own.site = line_of(wait);
-  return serialize(own);
+  return own;
 }
 
 void NetCommunicator::answer_questions(Wait& wait, NetCommunicator& waiting) {
@@ -135,7 +133,7 @@ void NetCommunicator::answer_questions(Wait& wait, NetCommunicator& waiting) {
     if (p == rank_) continue;
     const auto question = peer(p).answers.take_question();
     if (!question) continue;
-    if (own.empty()) own = state_of(wait, waiting);
+    if (own.empty()) own = serialize(state_of(wait, waiting));
     peer(p).writer.tell(AnswerKind::kState, *question, own);
   }
 }
@@ -171,15 +169,14 @@ void NetCommunicator::speak_elsewhere(Wait& wait) {
 std::vector<std::optional<Waiting>> NetCommunicator::answers_in(Wait& wait) {
   std::vector<std::optional<Waiting>> ranks(places_.size());
   for (int p = 0; p < size(); ++p) {
-    std::optional<std::string> answer;
+    std::optional<Waiting> answer;
     if (p == rank_) {
       answer = state_of(wait, *this);
     } else if (wait.question != 0) {
       answer = peer(p).answers.state(wait.question);
     }
-    auto parsed = answer ? parse(*answer, places_.size()) : std::nullopt;
-    if (parsed && parsed->state.is_alone != 0) {
-      ranks[static_cast<std::size_t>(p)] = std::move(parsed);
+    if (answer && answer->state.is_alone != 0) {
+      ranks[static_cast<std::size_t>(p)] = std::move(answer);
     }
   }
   return ranks;
@@ -217,9 +214,8 @@ std::vector<int> NetCommunicator::find_late(Wait& wait, const std::vector<int>& 
       if (const auto told = answers.failure()) throw_told(*told, wait.signature);
       const bool answers_now = answers.state(question).has_value();
       // An answer to an earlier question also shows that the rank has arrived.
-      const auto state = answers.state(1);
-      const auto theirs = state ? parse(*state, places_.size()) : std::nullopt;
-      const bool has_come = theirs && theirs->state.sequence >= sequence_;
+      const auto theirs = answers.state(1);
+      const bool has_come = theirs && theirs->state.head.sequence >= sequence_;
       if (!has_come) (answers_now ? behind : absent).push_back(p);
       if (has_come && !answers_now) stopped.push_back(p);
     }
@@ -235,16 +231,13 @@ std::vector<int> NetCommunicator::find_late(Wait& wait, const std::vector<int>& 
 
 // Returns the last collective of rank p that is known here: from its record in a crossing, or from
 // its last answer.
-NetCommunicator::CallHead NetCommunicator::last_call(int p) const {
+CallHead NetCommunicator::last_call(int p) const {
   const CallHead& known = last_[static_cast<std::size_t>(p)];
   if (p == rank_) return known;
-  const auto answer = peer(p).answers.state(1);
-  const auto theirs = answer ? parse(*answer, places_.size()) : std::nullopt;
-  if (!theirs || theirs->state.number != 0 || theirs->state.is_elsewhere != 0 ||
-      theirs->state.sequence <= known.sequence) {
-    return known;
-  }
-  return {theirs->state.sequence, theirs->state.signature, theirs->state.count, theirs->state.list};
+  const auto theirs = peer(p).answers.state(1);
+  const bool is_later = theirs && theirs->state.number == 0 && theirs->state.is_elsewhere == 0 &&
+                        theirs->state.head.sequence > known.sequence;
+  return is_later ? theirs->state.head : known;
 }
 
 // Called regularly by the thread that waits.
@@ -269,8 +262,9 @@ void NetCommunicator::check_deadlock(Wait& wait) {
     waits.push_back({.rank = p});
     if (!rank) continue;
     const std::vector<int> missing = missing_for(p, ranks);
-    waits.back() = {p, rank->call, missing.empty() ? std::nullopt : std::optional(missing.front()),
-                    rank->site, rank->state.is_elsewhere != 0};
+    waits.back() = {p, rank->state.head.call(),
+                    missing.empty() ? std::nullopt : std::optional(missing.front()), rank->site,
+                    rank->state.is_elsewhere != 0};
   }
   const std::string detail = describe_waits(waits, rank_, size());
   for (const int p : stuck) {

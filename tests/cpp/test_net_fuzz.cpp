@@ -109,10 +109,7 @@ Bytes bytes_of(const std::string& text) {
 // What rank 1 says while it waits in the call of rank 0, in one with rank 0, or elsewhere.
 Bytes state(Random& random, std::uint64_t signature) {
   net::Waiting waiting{};
-  waiting.state = {.sequence = random.below(3),
-                   .signature = signature,
-                   .count = 3,
-                   .list = 0,
+  waiting.state = {.head = {random.below(3), signature, 3, 0},
                    .id = random.below(2),
                    .number = static_cast<std::uint32_t>(random.below(3)),
                    .ranks = 2,
@@ -121,7 +118,7 @@ Bytes state(Random& random, std::uint64_t signature) {
                    .awaited = 0,
                    .unused = 0};
   if (random.one_in(2)) {
-    waiting.state.signature = rooted(random.one_in(2) ? Op::kSend : Op::kRecv, 0).packed();
+    waiting.state.head.signature = rooted(random.one_in(2) ? Op::kSend : Op::kRecv, 0).packed();
   }
   waiting.sent = waiting.received = {0, 0};
   if (waiting.state.is_elsewhere != 0) waiting.awaited.resize(random.below(net::kMostAwaited + 2));

@@ -207,11 +207,6 @@ class NetCommunicator final : public BlockingCommunicator {
     std::span<const std::size_t> from;
     std::size_t unit;
   };
-  // The value of a subtree that a machine sends.
-  struct Partial {
-    int machine;
-    std::size_t number;  // of the machine's
-  };
 
   // communicator.cpp
   void run(const Signature& signature, const CallOptions& options, TensorViews payload,
@@ -268,9 +263,8 @@ class NetCommunicator final : public BlockingCommunicator {
 
   // partials.cpp
   void plan_partials();
-  [[nodiscard]] std::size_t partials_of(int machine) const {
-    const auto m = static_cast<std::size_t>(machine);
-    return first_partial_[m + 1] - first_partial_[m];
+  [[nodiscard]] std::size_t first_partial(int machine) const {
+    return first_partial_[static_cast<std::size_t>(machine)];
   }
   [[nodiscard]] std::size_t all_partials() const { return first_partial_.back(); }
   void reduce_here(const std::byte* gathered, std::size_t stride, DType dtype, ReduceOp op,
@@ -337,9 +331,9 @@ class NetCommunicator final : public BlockingCommunicator {
   LinkModel links_;
   std::chrono::milliseconds patience_{0};   // with silent machines
   bool is_even_ = true;                     // all machines have the same number of ranks
-  std::vector<std::size_t> first_partial_;  // of each machine, where machine follows machine
+  std::vector<std::size_t> first_partial_;  // of each machine; the numbers go machine by machine
   std::vector<std::size_t> each_;           // 0, 1, …, machines
-  std::vector<Partial> partials_;           // of all machines, in the order of their ranks
+  std::vector<std::size_t> partials_;       // the numbers of all, in the order of their ranks
   std::vector<std::uint8_t> after_;         // how many reductions follow each
   std::vector<Subtree> here_;               // this machine's subtrees, of the numbers of its ranks
   std::vector<std::unique_ptr<Peer>> peers_;

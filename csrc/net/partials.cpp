@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "host/kernels.h"
 #include "net/communicator.h"
@@ -11,29 +13,23 @@
 namespace fastdist::net {
 
 void NetCommunicator::plan_partials() {
-  struct Placed {
-    Subtree ranks;
-    Partial partial;
-  };
-  std::vector<Placed> placed;
+  std::vector<std::pair<Subtree, std::size_t>> placed;
   first_partial_ = {0};
   for (int m = 0; m < machines(); ++m) {
-    const std::vector<Subtree> subtrees = subtrees_of(ranks_of(m), size());
-    for (std::size_t i = 0; i < subtrees.size(); ++i) placed.push_back({subtrees[i], {m, i}});
-    first_partial_.push_back(placed.size());
-    if (m != machine_of(rank_)) continue;
-    for (const Subtree& ranks : subtrees) {
+    for (const Subtree& ranks : subtrees_of(ranks_of(m), size())) {
+      placed.emplace_back(ranks, placed.size());
       const int begin = local_of(ranks.begin);
-      here_.push_back({begin, begin + ranks.end - ranks.begin});
+      if (m == machine_of(rank_)) here_.push_back({begin, begin + ranks.end - ranks.begin});
     }
+    first_partial_.push_back(placed.size());
   }
   each_.resize(machines_.size() + 1);
   std::iota(each_.begin(), each_.end(), 0);
-  std::ranges::sort(placed, {}, [](const Placed& p) { return p.ranks.begin; });
+  std::ranges::sort(placed, {}, [](const auto& p) { return p.first.begin; });
   std::vector<Subtree> subtrees;
-  for (const Placed& p : placed) {
-    subtrees.push_back(p.ranks);
-    partials_.push_back(p.partial);
+  for (const auto& [ranks, number] : placed) {
+    subtrees.push_back(ranks);
+    partials_.push_back(number);
   }
   after_ = reductions_of(subtrees, size());
 }

@@ -282,14 +282,13 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
   await_from_partners(call.first[slot]);
   std::vector<const std::byte*> sources;
   std::byte* received = nullptr;
-  for (const Partial& partial : partials_) {
-    if (partial.machine == here) {
-      const std::size_t at = own_at * here_.size() + partial.number * part;
+  for (const std::size_t number : partials_) {
+    if (number >= first_partial(here) && number < first_partial(here + 1)) {
+      const std::size_t at = own_at * here_.size() + (number - first_partial(here)) * part;
       sources.push_back(call.own[slot] + at * size_of(call.wide));
       continue;
     }
-    const std::size_t at =
-        (first_partial_[static_cast<std::size_t>(partial.machine)] + partial.number) * part;
+    const std::size_t at = number * part;
     received = buffer + at * wire_item;
     if (call.wire != call.wide) {
       std::byte* const to = widened.data() + at * size_of(call.wide);

@@ -32,8 +32,8 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
       std::byte* const received = parts_[0].of(*inner_, all_partials() * bytes);
       for (int m = 0; m < machines(); ++m) {
         if (m == here) continue;
-        post_receive(partner(m), received + first_partial_[static_cast<std::size_t>(m)] * bytes,
-                     partials_of(m) * bytes);
+        post_receive(partner(m), received + first_partial(m) * bytes,
+                     (first_partial(m + 1) - first_partial(m)) * bytes);
       }
       std::byte* mine = nullptr;
       // Begin with the next machine, so that not all send to the same one at the same time.
@@ -72,10 +72,10 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
       }
       std::vector<const std::byte*> sources;
       await_all_received();
-      for (const auto& [m, number] : partials_) {
-        sources.push_back(
-            m == here ? mine + number * bytes
-                      : received + (first_partial_[static_cast<std::size_t>(m)] + number) * bytes);
+      for (const std::size_t number : partials_) {
+        const bool is_own = number >= first_partial(here) && number < first_partial(here + 1);
+        sources.push_back(is_own ? mine + (number - first_partial(here)) * bytes
+                                 : received + number * bytes);
       }
       std::byte* const sums = results_[0].of(*inner_, bytes);
       host::reduce(wide, op, sums, nullptr, sources, count, after_, places_.size());

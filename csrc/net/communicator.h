@@ -275,8 +275,6 @@ class NetCommunicator final : public BlockingCommunicator {
                      const CallOptions& options);
   void reduce_payloads(const Reduction& call);
   void reduce_chunks(Reduction& call);
-  [[nodiscard]] bool carries(const Reduction& call) const;
-  [[nodiscard]] std::size_t parts_of(const Reduction& call) const;
   void load(Reduction& call, std::size_t chunk);
   [[nodiscard]] std::byte* pack(Reduction& call, std::size_t chunk, std::size_t padded);
   void send_share(Reduction& call, std::size_t chunk);

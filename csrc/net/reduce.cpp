@@ -41,13 +41,15 @@ struct NetCommunicator::Reduction {
   ReduceOp op;
   Op name;
   int root;
-  DType wide;         // in which sums are computed
-  DType wire;         // in which sums cross
-  std::size_t count;  // elements of the run
-  std::size_t chunk;  // elements per chunk
-  std::size_t chunks;
-  std::size_t shares;  // ranks of a machine that carry a share
-  bool direct;         // one crossing instead of two
+  DType wide;             // in which sums are computed
+  DType wire;             // in which sums cross
+  std::size_t count;      // elements of the run
+  std::size_t shares;     // ranks of a machine that carry a share
+  bool carries;           // this rank does
+  bool direct;            // one crossing instead of two
+  std::size_t parts;      // into which a share is divided
+  std::size_t chunk = 0;  // elements per chunk
+  std::size_t chunks = 0;
   // Of chunk k, in slot k % kSlots: this rank's share of the partial results in `wide`, part by
   // part, its result and, for each partner, the stream positions at which both crossings have
   // arrived (`first`, `second`) or are `sent`.
@@ -58,8 +60,8 @@ struct NetCommunicator::Reduction {
   [[nodiscard]] std::size_t length(std::size_t k) const {
     return std::min(count, begin(k) + chunk) - begin(k);
   }
-  // Elements of each rank's share of chunk k: a multiple of `parts`, into which it is divided.
-  [[nodiscard]] std::size_t share(std::size_t k, std::size_t parts) const {
+  // Elements of each rank's share of chunk k: a multiple of `parts`.
+  [[nodiscard]] std::size_t share(std::size_t k) const {
     return divide_up(length(k), shares * parts) * parts;
   }
   // Returns the memory of bytes [begin, begin + bytes) if they are in one array, else null.
@@ -74,16 +76,6 @@ struct NetCommunicator::Reduction {
   }
 };
 
-// Returns true if this rank's share crosses.
-bool NetCommunicator::carries(const Reduction& call) const {
-  return static_cast<std::size_t>(local_of(rank_)) < call.shares;
-}
-
-// Returns the number of parts into which a share is divided.
-std::size_t NetCommunicator::parts_of(const Reduction& call) const {
-  return call.direct ? 1 : machines_.size();
-}
-
 // Splits a list into runs of one dtype; every run's record has the hash of the whole list.
 void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op, Op name, int root,
                                     const CallOptions& options) {
@@ -94,20 +86,21 @@ void NetCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp op
     const DType dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype;
     const DType wide = dtype_of_sums(dtype);
     const std::size_t count = inputs.bytes() / size_of(dtype);
-    Reduction call{
-        .in = std::move(inputs),
-        .out = ArrayList(run_out),
-        .dtype = dtype,
-        .op = op,
-        .name = name,
-        .root = root,
-        .wide = wide,
-        .wire = is_compressed ? dtype : wide,
-        .count = count,
-        .chunk = 0,
-        .chunks = 0,
-        .shares = is_even_ ? static_cast<std::size_t>(width()) : 1,
-        .direct = links_.reduces_directly(machines(), static_cast<double>(count * size_of(dtype)))};
+    const std::size_t shares = is_even_ ? static_cast<std::size_t>(width()) : 1;
+    const bool direct = links_.reduces_directly(machines(), static_cast<double>(inputs.bytes()));
+    Reduction call{.in = std::move(inputs),
+                   .out = ArrayList(run_out),
+                   .dtype = dtype,
+                   .op = op,
+                   .name = name,
+                   .root = root,
+                   .wide = wide,
+                   .wire = is_compressed ? dtype : wide,
+                   .count = count,
+                   .shares = shares,
+                   .carries = static_cast<std::size_t>(local_of(rank_)) < shares,
+                   .direct = direct,
+                   .parts = direct ? 1 : machines_.size()};
     run(signature, options, run_in, [&] { reduce_payloads(call); }, [&] { reduce_chunks(call); });
   });
 }
@@ -139,8 +132,7 @@ void NetCommunicator::reduce_payloads(const Reduction& call) {
 
 void NetCommunicator::reduce_chunks(Reduction& call) {
   const std::size_t item = size_of(call.dtype);
-  const std::size_t pieces = call.shares * (call.direct ? 1 : machines_.size());
-  const std::size_t most = std::min(kMostChunkBytes, pieces * kPieceBytes);
+  const std::size_t most = std::min(kMostChunkBytes, call.shares * call.parts * kPieceBytes);
   const std::size_t wanted = std::clamp(divide_up(call.count * item, 4), kLeastChunkBytes, most);
   // A multiple of the number of parts, so that only the last chunk is padded.
   const std::size_t unit = call.shares * machines_.size() * 16;
@@ -160,7 +152,7 @@ void NetCommunicator::reduce_chunks(Reduction& call) {
 // Reduces chunk k within the machine, and starts to send this rank's share.
 void NetCommunicator::load(Reduction& call, std::size_t k) {
   const std::size_t slot = k % kSlots;
-  const std::size_t share = call.share(k, parts_of(call));
+  const std::size_t share = call.share(k);
   const std::size_t wide_item = size_of(call.wide);
   const std::size_t padded = share * (width() == 1 ? 1 : call.shares);
   await_to_partners(call.sent[slot]);  // what was sent from the slot must have left
@@ -184,12 +176,12 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
       inner_->reduce({&in, 1}, local_of(rank_) == 0 ? TensorViews{&out, 1} : TensorViews{},
                      summed(call.op), 0, o);
     });
-    if (!is_one && carries(call)) {
+    if (!is_one && call.carries) {
       reduce_here(gathered, share * wide_item, call.wide, summed(call.op), call.own[slot],
-                  parts_of(call), share / parts_of(call));
+                  call.parts, share / call.parts);
     }
   }
-  if (carries(call)) send_share(call, k);
+  if (call.carries) send_share(call, k);
 }
 
 // Returns the inputs of chunk k in `wide`, with zeros up to `padded` elements.
@@ -219,11 +211,11 @@ std::byte* NetCommunicator::pack(Reduction& call, std::size_t k, std::size_t pad
 // share in `wire`, if that differs from `wide`.
 void NetCommunicator::send_share(Reduction& call, std::size_t k) {
   const std::size_t slot = k % kSlots;
-  const std::size_t share = call.share(k, parts_of(call));
+  const std::size_t share = call.share(k);
   const std::size_t length = call.length(k);
   const std::size_t item = size_of(call.dtype);
   const std::size_t wire_item = size_of(call.wire);
-  const std::size_t part = share / parts_of(call);
+  const std::size_t part = share / call.parts;
   const std::size_t own = here_.size() * share;
   std::byte* const buffer = parts_[slot].of(
       *inner_, (all_partials() * part + (call.wire != call.wide ? own : 0)) * wire_item);
@@ -267,9 +259,9 @@ void NetCommunicator::cross(Reduction& call, std::size_t slot, bool to_all, cons
 
 // Reduces what the machines have sent for chunk k. If there is a second crossing, starts it.
 void NetCommunicator::combine(Reduction& call, std::size_t k) {
-  if (!carries(call)) return;
+  if (!call.carries) return;
   const std::size_t slot = k % kSlots;
-  const std::size_t part = call.share(k, parts_of(call)) / parts_of(call);
+  const std::size_t part = call.share(k) / call.parts;
   const int here = machine_of(rank_);
   const std::size_t own_at = call.direct ? 0 : static_cast<std::size_t>(here) * part;
   std::byte* const result = call.result[slot];
@@ -314,15 +306,13 @@ void NetCommunicator::combine(Reduction& call, std::size_t k) {
 // Gathers the shares of chunk k within the machine.
 void NetCommunicator::finish(Reduction& call, std::size_t k) {
   const std::size_t slot = k % kSlots;
-  const std::size_t parts = parts_of(call);
-  const std::size_t share = call.share(k, parts);
+  const std::size_t share = call.share(k);
   const std::size_t item = size_of(call.dtype);
   const std::size_t length = call.length(k);
-  const bool is_carrier = carries(call);
   if (call.name == Op::kReduce && machine_of(rank_) != machine_of(call.root)) return;
-  if (is_carrier && !call.direct) await_from_partners(call.second[slot]);
+  if (call.carries && !call.direct) await_from_partners(call.second[slot]);
   std::byte* const result =
-      is_carrier ? call.result[slot] : results_[slot].of(*inner_, share * item);
+      call.carries ? call.result[slot] : results_[slot].of(*inner_, share * item);
   const bool has_result = call.name == Op::kAllReduce || rank_ == call.root;
   std::byte* gathered = result;
   if (width() > 1) {
@@ -340,12 +330,12 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
       } else if (is_even_) {
         inner_->all_gather(in, out, o);
       } else {
-        const TensorView whole = view_of(is_carrier ? result : gathered, share, call.dtype);
+        const TensorView whole = view_of(call.carries ? result : gathered, share, call.dtype);
         inner_->broadcast({&whole, 1}, 0, o);
       }
     });
     if (direct != nullptr) return;
-    if (call.name == Op::kAllReduce && !is_even_ && is_carrier) gathered = result;
+    if (call.name == Op::kAllReduce && !is_even_ && call.carries) gathered = result;
   }
   if (!has_result || (width() == 1 && result != results_[slot].of(*inner_, 0))) return;
   if (width() == 1) await_to_partners(call.sent[slot]);  // sent from the arrays themselves

@@ -155,7 +155,6 @@ class HostCommunicator final : public BlockingCommunicator {
     std::size_t position = 0;  // in the lane's ring, the same on both ranks
     CopyToPeers copy;
   };
-  enum class Results { kEverywhere, kAtRoot, kOwnSlice };
   struct ReduceCall;
   struct PullPlan;
   struct Transfer;

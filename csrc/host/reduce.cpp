@@ -40,7 +40,7 @@ struct HostCommunicator::ReduceCall {
   ArrayList out;  // empty if this rank gets no results
   DType dtype;
   ReduceOp op;
-  Results results;
+  Op name;
   int root;
   bool stream;            // results bypass the caches
   bool fetch;             // the input is not in the caches
@@ -48,8 +48,10 @@ struct HostCommunicator::ReduceCall {
   std::size_t rounds = 0;
 
   [[nodiscard]] bool gathers(int rank) const noexcept {
-    return results == Results::kEverywhere || (results == Results::kAtRoot && rank == root);
+    return name == Op::kAllReduce || (name == Op::kReduce && rank == root);
   }
+  // True if each rank gets its own slice only.
+  [[nodiscard]] bool scatters() const noexcept { return name == Op::kReduceScatter; }
 };
 
 // Splits a list into runs of one dtype; every run's header has the hash of the whole list.
@@ -58,9 +60,6 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
   const Signature signature = signature_of(rooted(name, root, op), in);
   for_each_dtype(in, out, [&](TensorViews run_in, TensorViews run_out) {
     ArrayList inputs(run_in);
-    const Results results = name == Op::kAllReduce ? Results::kEverywhere
-                            : name == Op::kReduce  ? Results::kAtRoot
-                                                   : Results::kOwnSlice;
     const std::size_t bytes = inputs.bytes();
     // The lines of an array that is reduced in place are in the caches when they are written.
     const bool has_read_target =
@@ -69,7 +68,7 @@ void HostCommunicator::reduce_arrays(TensorViews in, TensorViews out, ReduceOp o
                     .out = ArrayList(run_out),
                     .dtype = run_in.empty() ? DType::kUInt8 : run_in[0].dtype,
                     .op = op,
-                    .results = results,
+                    .name = name,
                     .root = root,
                     .stream = bytes >= tuning_.stream_bytes && !has_read_target,
                     .fetch = bytes >= tuning_.stream_bytes / 4};
@@ -129,7 +128,7 @@ void HostCommunicator::reduce_payloads(const ReduceCall& call) {
   const std::size_t item = size_of(call.dtype);
   std::size_t begin = 0;
   std::size_t end = bytes;
-  if (call.results == Results::kOwnSlice) {
+  if (call.scatters()) {
     const std::size_t block = bytes / static_cast<std::size_t>(size());
     begin = block * static_cast<std::size_t>(rank_);
     end = begin + block;
@@ -149,7 +148,7 @@ void HostCommunicator::reduce_in_place(const ReduceCall& call) {
   const std::size_t item = size_of(call.dtype);
   const auto n = static_cast<std::size_t>(size());
   const auto r = static_cast<std::size_t>(rank_);
-  const bool own = call.results == Results::kOwnSlice;
+  const bool own = call.scatters();
   const std::size_t share = own ? bytes / n : round_up((bytes + n - 1) / n, kCacheLine);
   const std::size_t begin = std::min(bytes, r * share);
   const std::size_t end = std::min(bytes, begin + share);
@@ -202,7 +201,7 @@ HostCommunicator::Slice HostCommunicator::slice(const ReduceCall& call, std::siz
   const std::size_t bytes = call.in.bytes();
   const auto n = static_cast<std::size_t>(size());
   const auto d = static_cast<std::size_t>(owner);
-  if (call.results == Results::kOwnSlice) {
+  if (call.scatters()) {
     const std::size_t block = bytes / n;
     const std::size_t begin = std::min(block, round * call.chunk);
     const std::size_t end = std::min(block, begin + call.chunk);
@@ -228,7 +227,7 @@ std::size_t HostCommunicator::chunk_of_round(std::size_t bytes) noexcept {
 // At most two rounds are under way: `expose_round` waits until the peers have reduced the round
 // before the last one (consumed), `reduce_round` until they have gathered its results.
 void HostCommunicator::reduce_staged(ReduceCall& call) {
-  const bool own = call.results == Results::kOwnSlice;
+  const bool own = call.scatters();
   const std::size_t parts = own ? static_cast<std::size_t>(size()) : 1;
   const std::size_t bytes = call.in.bytes();
   const std::size_t whole_chunk = chunk_of_round(bytes);
@@ -279,12 +278,12 @@ void HostCommunicator::reduce_round(const ReduceCall& call, const Turn& turn, st
   constexpr std::size_t kCopied = kBlock / 2;  // which the first-level cache then still holds
   std::byte* result = result_of(rank_, turn, round);
   std::byte* scratch = scratch_.data();
-  const bool keeps = call.results == Results::kOwnSlice || call.gathers(rank_);
+  const bool keeps = call.scatters() || call.gathers(rank_);
   const bool copies = copy_to_peers_.past_caches();
-  const bool exposes = call.results == Results::kEverywhere ||
-                       (call.results == Results::kAtRoot && rank_ != call.root);
+  const bool exposes =
+      call.name == Op::kAllReduce || (call.name == Op::kReduce && rank_ != call.root);
   const std::size_t block_begin =
-      call.results == Results::kOwnSlice
+      call.scatters()
           ? call.in.bytes() / static_cast<std::size_t>(size()) * static_cast<std::size_t>(rank_)
           : 0;
   call.in.for_each_piece(s.run.begin, s.run.end, [&](const ArrayList::Piece& piece) {
@@ -295,8 +294,7 @@ void HostCommunicator::reduce_round(const ReduceCall& call, const Turn& turn, st
         sources_[static_cast<std::size_t>(p)] =
             p == rank_ ? piece.data + done : input_of(p, turn, round) + s.staged + offset;
       }
-      const std::size_t out_at =
-          (call.results == Results::kOwnSlice ? piece.run_at - block_begin : piece.at) + done;
+      const std::size_t out_at = (call.scatters() ? piece.run_at - block_begin : piece.at) + done;
       std::byte* out = keeps ? call.out.arrays()[piece.array].data + out_at : nullptr;
       std::byte* shared = exposes && !copies ? result + offset : nullptr;
       std::byte* sum = keeps && !call.stream ? out : keeps || copies ? scratch : shared;

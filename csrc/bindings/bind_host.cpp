@@ -177,7 +177,7 @@ void bind_machine(py::module_& m) {
                   [](const std::vector<int>& fds, int self) {
                     std::vector<FileDescriptor> files;
                     for (const int fd : fds) files.emplace_back(fd);
-                    return Machine::of_processes(std::move(files), self);
+                    return std::make_shared<Machine>(std::move(files), self);
                   })
       .def_static("of_threads", &Machine::of_threads);
 

@@ -124,14 +124,10 @@ Machine::Machine(std::vector<FileDescriptor> files, int self) : self_(self) {
   }
 }
 
-std::shared_ptr<Machine> Machine::of_processes(std::vector<FileDescriptor> files, int self) {
-  return std::shared_ptr<Machine>(new Machine(std::move(files), self));
-}
-
 std::shared_ptr<Machine> Machine::of_threads(int size) {
   std::vector<FileDescriptor> files;
   for (int rank = 0; rank < size; ++rank) files.push_back(create_segment_file(0));
-  return std::shared_ptr<Machine>(new Machine(std::move(files), -1));
+  return std::make_shared<Machine>(std::move(files), -1);
 }
 
 void Machine::give(int rank, std::size_t offset, std::size_t bytes) noexcept {
@@ -180,13 +176,11 @@ bool Machine::is_alive(int rank) const noexcept {
 }
 
 std::uint64_t Machine::locate(int rank, const std::byte* data) const noexcept {
-  if (one_process()) return reinterpret_cast<std::uint64_t>(data);
   const auto offset = static_cast<std::uint64_t>(data - window(rank));
   return offset < window_bytes() ? offset + 1 : 0;
 }
 
 std::byte* Machine::find(int rank, std::uint64_t location) const noexcept {
-  if (one_process()) return reinterpret_cast<std::byte*>(location);
   return window(rank) + (location - 1);
 }
 

@@ -87,9 +87,9 @@ class SharedBlock {
 
 class Machine {
  public:
-  // Makes the machine of ranks that are processes. `files[r]` is rank r's segment; this process
-  // created `files[self]`.
-  static std::shared_ptr<Machine> of_processes(std::vector<FileDescriptor> files, int self);
+  // The machine of ranks that are processes. `files[r]` is rank r's segment; this process created
+  // `files[self]`.
+  Machine(std::vector<FileDescriptor> files, int self);
   // Makes the machine of ranks that are threads of this process, which can read every address.
   static std::shared_ptr<Machine> of_threads(int size);
 
@@ -109,8 +109,8 @@ class Machine {
   // Returns false once the rank's process has ended.
   [[nodiscard]] bool is_alive(int rank) const noexcept;
 
-  // Returns a word with which every rank can find `data`: the address if ranks are threads, the
-  // offset in the window of `rank` if they are processes; 0 if other ranks cannot access it.
+  // Returns a word with which every process finds `data` in the window of `rank`; 0 if it lies
+  // elsewhere.
   [[nodiscard]] std::uint64_t locate(int rank, const std::byte* data) const noexcept;
   [[nodiscard]] std::byte* find(int rank, std::uint64_t location) const noexcept;
 
@@ -121,8 +121,6 @@ class Machine {
     Mapping mapping;
     std::unique_ptr<Heap> heap;
   };
-
-  Machine(std::vector<FileDescriptor> files, int self);
 
   // Holds a range and not the block, since block and machine would keep each other alive.
   struct Retired {

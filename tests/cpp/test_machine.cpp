@@ -139,7 +139,7 @@ CASE(a_lock_shows_whether_the_maker_lives) {
 CASE(locations_are_found_by_every_process) {
   std::vector<FileDescriptor> files;
   for (int r = 0; r < 2; ++r) files.push_back(host::create_segment_file(kPage));
-  const auto machine = Machine::of_processes(std::move(files), 0);
+  const auto machine = std::make_shared<Machine>(std::move(files), 0);
   CHECK(!machine->one_process());
   CHECK(machine->locate(0, machine->window(0)) != 0);  // 0 means not accessible
   const std::byte* last = machine->window(0) + machine->window_bytes() - 1;
@@ -192,7 +192,7 @@ struct TwoViews {
       files[0].emplace_back(::fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
       files[1].push_back(std::move(file));
     }
-    for (int r = 0; r < 2; ++r) machines[r] = Machine::of_processes(std::move(files[r]), r);
+    for (int r = 0; r < 2; ++r) machines[r] = std::make_shared<Machine>(std::move(files[r]), r);
     for (int r = 0; r < 2; ++r) {
       auto block = std::make_shared<SharedBlock>(machines[r], r, bytes);
       const std::vector<std::size_t> offsets(2, block->offset());

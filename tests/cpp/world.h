@@ -278,7 +278,7 @@ inline void start_process_ranks(Children& children, int n, const Tuning& tuning,
       for (int p = 0; p < n; ++p) {
         if (p != rank) files[static_cast<std::size_t>(p)] = receive_fd(parent);
       }
-      const auto machine = Machine::of_processes(std::move(files), rank);
+      const auto machine = std::make_shared<Machine>(std::move(files), rank);
       auto block = std::make_shared<SharedBlock>(machine, rank, block_bytes);
       std::vector<int> members(static_cast<std::size_t>(n));
       std::iota(members.begin(), members.end(), 0);

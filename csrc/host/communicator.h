@@ -22,7 +22,6 @@
 #include <string>
 #include <vector>
 
-#include "core/array_list.h"
 #include "core/communicator.h"
 #include "core/failure.h"
 #include "core/signature.h"
@@ -186,12 +185,10 @@ class HostCommunicator final : public BlockingCommunicator {
   [[nodiscard]] int label(int p) const noexcept {
     return labels_.empty() ? p : labels_[static_cast<std::size_t>(p)];
   }
-  [[nodiscard]] std::string name(int p) const { return std::to_string(label(p)); }
-  [[nodiscard]] Peer& me() noexcept { return peers_[static_cast<std::size_t>(rank_)]; }
-  [[nodiscard]] Peer& peer(int p) noexcept { return peers_[static_cast<std::size_t>(p)]; }
   [[nodiscard]] const Peer& peer(int p) const noexcept {
     return peers_[static_cast<std::size_t>(p)];
   }
+  [[nodiscard]] const Peer& me() const noexcept { return peer(rank_); }
   [[nodiscard]] RankState state_of(
       int p, std::memory_order order = std::memory_order_acquire) const noexcept {
     return peer(p).control->state.load(order);

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <vector>
 
-#include "core/error.h"
 #include "host/kernels.h"
 
 namespace fastdist::host {

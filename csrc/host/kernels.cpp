@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "core/error.h"
 #include "core/instruction_set.h"
 #include "core/reduction_tree.h"
 #include "host/kernels_table.h"

@@ -25,7 +25,6 @@
 #include <string>
 #include <vector>
 
-#include "core/array_list.h"
 #include "core/communicator.h"
 #include "core/failure.h"
 #include "core/file_descriptor.h"

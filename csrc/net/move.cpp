@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/array_list.h"
 #include "host/kernels.h"
 #include "net/communicator.h"
 

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/array_list.h"
 #include "host/kernels.h"
 #include "net/communicator.h"
 #include "net/sums.h"

@@ -2,83 +2,40 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <cstdint>
 
 #include "core/error.h"
+#include "core/types.h"
 #include "table/kernels.h"
-#include "table/memory.h"
 
 namespace fastdist::table {
 namespace {
 
-constexpr std::array<std::string_view, 4> kFormatNames{"float32", "bfloat16", "float16", "int8"};
-constexpr std::size_t kScaleBytes = sizeof(float);
+constexpr std::array<std::string_view, 4> kNames{"float32", "bfloat16", "float16", "int8"};
 
-}  // namespace
-
-std::optional<Format> find_format(std::string_view name) noexcept {
-  const auto found = std::ranges::find(kFormatNames, name);
-  if (found == kFormatNames.end()) return std::nullopt;
-  return static_cast<Format>(found - kFormatNames.begin());
+// Returns the format of that name unless it is `other`, which `what` cannot have.
+Format format_of(std::string_view name, Format other, const char* what) {
+  const auto found = std::ranges::find(kNames, name) - kNames.begin();
+  if (found != std::ssize(kNames) && static_cast<Format>(found) != other) {
+    return static_cast<Format>(found);
+  }
+  refuse(ErrorCode::kValue, "unknown ", what, ", got ", name);
 }
 
 std::size_t row_bytes(Format format, std::size_t count) noexcept {
-  switch (format) {
-    case Format::kFloat32:
-      return count * sizeof(float);
-    case Format::kBFloat16:
-    case Format::kFloat16:
-      return count * sizeof(std::uint16_t);
-    case Format::kInt8:
-      return kScaleBytes + (count + 3) / 4 * 4;
-  }
-  return 0;
+  if (format == Format::kFloat32) return count * sizeof(float);
+  if (format == Format::kInt8) return sizeof(float) + round_up(count, 4);
+  return count * sizeof(std::uint16_t);
 }
 
-void read_row(Format format, float* values, const std::byte* row, std::size_t count) {
-  switch (format) {
-    case Format::kFloat32:
-      std::memcpy(values, row, count * sizeof(float));
-      return;
-    case Format::kBFloat16:
-      return kernels().widen_bfloat16(values, reinterpret_cast<const std::uint16_t*>(row), count);
-    case Format::kFloat16:
-      return kernels().widen_float16(values, reinterpret_cast<const std::uint16_t*>(row), count);
-    case Format::kInt8:
-      float scale;
-      std::memcpy(&scale, row, kScaleBytes);
-      return kernels().widen_int8(values, reinterpret_cast<const std::int8_t*>(row + kScaleBytes),
-                                  scale, count);
-  }
-}
+}  // namespace
 
-void write_row(Format format, std::byte* row, const float* values, std::size_t count) {
-  switch (format) {
-    case Format::kFloat32:
-      std::memcpy(row, values, count * sizeof(float));
-      return;
-    case Format::kBFloat16:
-      return kernels().narrow_bfloat16(reinterpret_cast<std::uint16_t*>(row), values, count);
-    case Format::kFloat16:
-      return kernels().narrow_float16(reinterpret_cast<std::uint16_t*>(row), values, count);
-    case Format::kInt8:
-      std::memset(row + row_bytes(format, count) - 4, 0, 4);
-      const float scale =
-          kernels().narrow_int8(reinterpret_cast<std::int8_t*>(row + kScaleBytes), values, count);
-      std::memcpy(row, &scale, kScaleBytes);
-      return;
-  }
-}
-
-WireFormat::WireFormat(std::string_view name, std::size_t dim) {
-  const std::optional<Format> format = find_format(name);
-  if (!format || format == Format::kFloat32) {
-    refuse(ErrorCode::kValue,
-           "unknown wire format: expected float32, bfloat16, float16 or int8, got ", name);
-  }
+WireFormat::WireFormat(std::string_view name, std::size_t dim)
+    : format_(format_of(name, Format::kFloat32,
+                        "wire format: expected float32, bfloat16, float16 or int8")),
+      // Formats without a scale convert all values as one row.
+      dim_(format_ == Format::kInt8 ? dim : SIZE_MAX) {
   if (dim == 0) refuse(ErrorCode::kValue, "dim must be 1 or more, got 0");
-  format_ = *format;
-  dim_ = format == Format::kInt8 ? dim : SIZE_MAX;  // other formats convert all values as one row
 }
 
 std::size_t WireFormat::bytes(std::size_t values) const noexcept {
@@ -95,18 +52,20 @@ void WireFormat::check_size(std::size_t values, std::size_t size) const {
 void WireFormat::encode(std::span<const float> values, std::span<std::uint8_t> message) const {
   check_size(values.size(), message.size());
   auto* to = reinterpret_cast<std::byte*>(message.data());
+  const Codec& codec = kernels().codec(format_);
   const std::size_t stride = row_bytes(format_, dim_);
   for (std::size_t at = 0, row = 0; at < values.size(); at += dim_, row += stride) {
-    write_row(format_, to + row, values.data() + at, std::min(dim_, values.size() - at));
+    codec.narrow(to + row, values.data() + at, std::min(dim_, values.size() - at));
   }
 }
 
 void WireFormat::decode(std::span<const std::uint8_t> message, std::span<float> values) const {
   check_size(values.size(), message.size());
   const auto* from = reinterpret_cast<const std::byte*>(message.data());
+  const Codec& codec = kernels().codec(format_);
   const std::size_t stride = row_bytes(format_, dim_);
   for (std::size_t at = 0, row = 0; at < values.size(); at += dim_, row += stride) {
-    read_row(format_, values.data() + at, from + row, std::min(dim_, values.size() - at));
+    codec.widen(values.data() + at, from + row, std::min(dim_, values.size() - at));
   }
 }
 
@@ -124,9 +83,7 @@ std::size_t stride_of(std::size_t bytes) {
 }  // namespace
 
 Format storage_of(std::string_view name) {
-  const std::optional<Format> format = find_format(name);
-  if (format && format != Format::kFloat16) return *format;
-  refuse(ErrorCode::kValue, "unknown storage: expected float32, bfloat16 or int8, got ", name);
+  return format_of(name, Format::kFloat16, "storage: expected float32, bfloat16 or int8");
 }
 
 RowLayout::RowLayout(std::size_t dim, Format storage, const UpdateRule& rule)

@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <span>
 #include <string_view>
 
@@ -12,17 +11,6 @@
 #include "table/update_rule.h"
 
 namespace fastdist::table {
-
-// An int8 row is a float32 scale, one byte per value, and zeros up to a multiple of 4 bytes.
-enum class Format : std::uint8_t { kFloat32, kBFloat16, kFloat16, kInt8 };
-
-// Parses "float32", "bfloat16", "float16" or "int8".
-[[nodiscard]] std::optional<Format> find_format(std::string_view name) noexcept;
-
-[[nodiscard]] std::size_t row_bytes(Format format, std::size_t count) noexcept;
-void read_row(Format format, float* values, const std::byte* row, std::size_t count);
-// Rounds to nearest, ties to even.
-void write_row(Format format, std::byte* row, const float* values, std::size_t count);
 
 // The format of a message, and the number of values per row: int8 has one scale per row. The last
 // row may be shorter.
@@ -63,10 +51,13 @@ class RowLayout {
   [[nodiscard]] std::size_t stride() const noexcept { return stride_; }
 
   void read(float* values, const std::byte* row) const {
-    if (storage_ != Format::kFloat32) return read_row(storage_, values, row, dim_);
+    if (storage_ != Format::kFloat32) return kernels().codec(storage_).widen(values, row, dim_);
     std::memcpy(values, row, dim_ * sizeof(float));
   }
-  void write(std::byte* row, const float* values) const { write_row(storage_, row, values, dim_); }
+  void write(std::byte* row, const float* values) const {
+    if (storage_ != Format::kFloat32) return kernels().codec(storage_).narrow(row, values, dim_);
+    std::memcpy(row, values, dim_ * sizeof(float));
+  }
   [[nodiscard]] float* slots(std::byte* row) const noexcept {
     return reinterpret_cast<float*>(row + value_bytes_);
   }

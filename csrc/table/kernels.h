@@ -14,6 +14,16 @@ namespace fastdist::table {
 using UpdateFunction = void (*)(const Coefficients& c, float* values, const float* gradient,
                                 float* const* slots, std::size_t count);
 
+// The formats of values in rows and messages. An int8 row is a float32 scale, one byte per value,
+// and zeros up to a multiple of 4 bytes.
+enum class Format : std::uint8_t { kFloat32, kBFloat16, kFloat16, kInt8 };
+
+// Converts rows to and from a narrow format, rounding to nearest, ties to even.
+struct Codec {
+  void (*widen)(float* values, const std::byte* row, std::size_t count);
+  void (*narrow)(std::byte* row, const float* values, std::size_t count);
+};
+
 struct Kernels {
   UpdateFunction updates[kRules];  // in the order of RuleKind
   [[nodiscard]] UpdateFunction update(RuleKind kind) const {
@@ -22,20 +32,10 @@ struct Kernels {
 
   void (*add)(float* dst, const float* src, std::size_t count);  // dst += src
 
-  void (*widen_bfloat16)(float* dst, const std::uint16_t* src, std::size_t count);
-  // Rounds to nearest, ties to even.
-  void (*narrow_bfloat16)(std::uint16_t* dst, const float* src, std::size_t count);
-
-  // IEEE half precision; rounds to nearest, ties to even.
-  void (*widen_float16)(float* dst, const std::uint16_t* src, std::size_t count);
-  void (*narrow_float16)(std::uint16_t* dst, const float* src, std::size_t count);
-
-  // dst = src × scale
-  void (*widen_int8)(float* dst, const std::int8_t* src, float scale, std::size_t count);
-  // Returns the scale, such that the largest magnitude is 127 × scale. Values are rounded to the
-  // nearest multiple, ties to even. The scale has 16 significant bits, so that 127 × scale is exact
-  // and widened values narrow to the same bytes. The scale is NaN if a value is not finite.
-  float (*narrow_int8)(std::int8_t* dst, const float* src, std::size_t count);
+  Codec codecs[3];  // of bfloat16, float16 and int8
+  [[nodiscard]] const Codec& codec(Format narrow) const {
+    return codecs[static_cast<std::size_t>(narrow) - 1];
+  }
 
   std::size_t (*count_nonfinite)(const float* src, std::size_t count);
 

@@ -161,12 +161,13 @@ void add(float* __restrict dst, const float* __restrict src, std::size_t count) 
 
 // --- narrow storage ---------------------------------------------------------------------------
 
-void widen_bfloat16(float* __restrict dst, const std::uint16_t* __restrict src, std::size_t count) {
+void widen_bfloat16(float* __restrict dst, const std::byte* __restrict row, std::size_t count) {
+  const auto* src = reinterpret_cast<const std::uint16_t*>(row);
   for (std::size_t i = 0; i < count; ++i) dst[i] = float_of(std::uint32_t{src[i]} << 16);
 }
 
-void narrow_bfloat16(std::uint16_t* __restrict dst, const float* __restrict src,
-                     std::size_t count) {
+void narrow_bfloat16(std::byte* __restrict row, const float* __restrict src, std::size_t count) {
+  auto* dst = reinterpret_cast<std::uint16_t*>(row);
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t u = bits_of(src[i]);
     const std::uint32_t rounded = (u + 0x7FFFU + (u >> 16 & 1U)) >> 16;
@@ -175,13 +176,17 @@ void narrow_bfloat16(std::uint16_t* __restrict dst, const float* __restrict src,
   }
 }
 
-void widen_int8(float* __restrict dst, const std::int8_t* __restrict src, float scale,
-                std::size_t count) {
+void widen_int8(float* __restrict dst, const std::byte* __restrict row, std::size_t count) {
+  const auto* src = reinterpret_cast<const std::int8_t*>(row + sizeof(float));
+  float scale;
+  __builtin_memcpy(&scale, row, sizeof(float));
   for (std::size_t i = 0; i < count; ++i) dst[i] = static_cast<float>(src[i]) * scale;
 }
 
-// Returns the scale for the values: NaN if a magnitude is not finite, 0 if the largest is too small
-// for a scale. The scale is rounded up to 16 significant bits, so no value exceeds 127 × scale.
+// Returns the scale for the values, such that the largest magnitude is 127 × scale: NaN if a
+// magnitude is not finite, 0 if the largest is too small for a scale. The scale is rounded up to 16
+// significant bits: no value exceeds 127 × scale, which is exact, and widened values narrow to the
+// same bytes.
 inline float int8_scale(const float* __restrict src, std::size_t count) {
   std::uint32_t largest = 0;  // magnitudes are ordered like their bits
   for (std::size_t i = 0; i < count; ++i) {
@@ -195,24 +200,27 @@ inline float int8_scale(const float* __restrict src, std::size_t count) {
   return float_of((bits_of(exact) + 0xFFU) & ~0xFFU);
 }
 
-float narrow_int8(std::int8_t* __restrict dst, const float* __restrict src, std::size_t count) {
+void narrow_int8(std::byte* __restrict row, const float* __restrict src, std::size_t count) {
+  auto* dst = reinterpret_cast<std::int8_t*>(row + sizeof(float));
   const float scale = int8_scale(src, count);
+  __builtin_memset(row + (count + 3) / 4 * 4, 0, 4);  // the last bytes may be no values
+  __builtin_memcpy(row, &scale, sizeof(float));
   if (!(scale > 0)) {
     __builtin_memset(dst, 0, count);
-    return scale;
+    return;
   }
   // Adding and subtracting 1.5 × 2²³ rounds to an integer, ties to even.
   constexpr float kRound = 12582912.0F;
   for (std::size_t i = 0; i < count; ++i) {
     dst[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(src[i] / scale + kRound - kRound));
   }
-  return scale;
 }
 
 // --- narrow messages --------------------------------------------------------------------------
 
 // A half has 10 mantissa bits and exponents from -14 to 15; a float has 23 and -126 to 127.
-void widen_float16(float* __restrict dst, const std::uint16_t* __restrict src, std::size_t count) {
+void widen_float16(float* __restrict dst, const std::byte* __restrict row, std::size_t count) {
+  const auto* src = reinterpret_cast<const std::uint16_t*>(row);
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t sign = (src[i] & 0x8000U) << 16;
     const std::uint32_t magnitude = src[i] & 0x7FFFU;
@@ -223,7 +231,8 @@ void widen_float16(float* __restrict dst, const std::uint16_t* __restrict src, s
   }
 }
 
-void narrow_float16(std::uint16_t* __restrict dst, const float* __restrict src, std::size_t count) {
+void narrow_float16(std::byte* __restrict row, const float* __restrict src, std::size_t count) {
+  auto* dst = reinterpret_cast<std::uint16_t*>(row);
   for (std::size_t i = 0; i < count; ++i) {
     const std::uint32_t sign = bits_of(src[i]) >> 16 & 0x8000U;
     const std::uint32_t u = bits_of(src[i]) & 0x7FFFFFFFU;
@@ -314,16 +323,12 @@ void normal(float* __restrict dst, std::size_t count, std::uint64_t key, float m
 
 }  // namespace
 
-const Kernels kKernels{{sgd, adagrad, adam, adam, rms_prop, row_wise_adagrad},
-                       add,
-                       widen_bfloat16,
-                       narrow_bfloat16,
-                       widen_float16,
-                       narrow_float16,
-                       widen_int8,
-                       narrow_int8,
-                       count_nonfinite,
-                       uniform,
-                       normal};
+const Kernels kKernels{
+    {sgd, adagrad, adam, adam, rms_prop, row_wise_adagrad},
+    add,
+    {{widen_bfloat16, narrow_bfloat16}, {widen_float16, narrow_float16}, {widen_int8, narrow_int8}},
+    count_nonfinite,
+    uniform,
+    normal};
 
 }  // namespace fastdist::table::FASTDIST_ISA

@@ -154,18 +154,17 @@ CASE(every_instruction_set_gives_the_same_bits) {
       result.insert(result.end(), made.begin(), made.end());
       set->normal(made.data(), count, 12345, 0, 1);
       result.insert(result.end(), made.begin(), made.end());
-      std::vector<std::int8_t> narrow(count);
-      const float scale = set->narrow_int8(narrow.data(), made.data(), count);
-      set->widen_int8(made.data(), narrow.data(), scale, count);
-      result.insert(result.end(), made.begin(), made.end());
-      std::vector<std::uint16_t> halves(count);
-      set->narrow_bfloat16(halves.data(), made.data(), count);
-      set->widen_bfloat16(made.data(), halves.data(), count);
-      result.insert(result.end(), made.begin(), made.end());
+      const auto narrow = [&](Format format) {
+        std::vector<std::uint32_t> row(count + 1);
+        auto* const bytes = reinterpret_cast<std::byte*>(row.data());
+        set->codec(format).narrow(bytes, made.data(), count);
+        set->codec(format).widen(made.data(), bytes, count);
+        result.insert(result.end(), made.begin(), made.end());
+      };
+      narrow(Format::kInt8);
+      narrow(Format::kBFloat16);
       set->normal(made.data(), count, 77, 0, 1e-5F);
-      set->narrow_float16(halves.data(), made.data(), count);
-      set->widen_float16(made.data(), halves.data(), count);
-      result.insert(result.end(), made.begin(), made.end());
+      narrow(Format::kFloat16);
       made[count / 2] = std::numeric_limits<float>::infinity();
       result.push_back(static_cast<float>(set->count_nonfinite(made.data(), count)));
       results.push_back(std::move(result));
@@ -201,10 +200,11 @@ CASE(int8_rows_come_back_the_same_for_every_scale) {
     if (!std::isfinite(values[0])) continue;
     values[1] = -values[0] / 3;
     values[2] = values[0] / 300;
-    std::array<std::int8_t, 3> first{}, second{};
-    const float scale = kernels().narrow_int8(first.data(), values.data(), 3);
-    kernels().widen_int8(values.data(), first.data(), scale, 3);
-    CHECK(kernels().narrow_int8(second.data(), values.data(), 3) == scale);
+    alignas(float) std::array<std::byte, 8> first{}, second{};
+    const Codec& codec = kernels().codec(Format::kInt8);
+    codec.narrow(first.data(), values.data(), 3);
+    codec.widen(values.data(), first.data(), 3);
+    codec.narrow(second.data(), values.data(), 3);
     CHECK(first == second);
   }
 }

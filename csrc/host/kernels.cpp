@@ -66,7 +66,7 @@ void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) 
   const auto behind = static_cast<std::size_t>(dst - src) % 4096;
   const bool slow = behind != 0 && behind < 64;
   if (stream || slow) {
-    kernels().copy(dst, src, bytes, stream);
+    (stream ? kernels().copy_past_caches : kernels().copy)(dst, src, bytes);
   } else {
     std::memcpy(dst, src, bytes);
   }

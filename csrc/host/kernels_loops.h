@@ -314,14 +314,6 @@ void copy_loop(std::byte* dst, const std::byte* src, std::size_t bytes) {
   __builtin_memcpy(dst + i, src + i, bytes - i);
 }
 
-void copy(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream) {
-  if (stream) {
-    copy_loop<true>(dst, src, bytes);
-  } else {
-    copy_loop<false>(dst, src, bytes);
-  }
-}
-
 // --- conversion ---------------------------------------------------------------------------------
 
 // Rounds a double to float such that rounding the result to a narrower format gives the same value
@@ -381,7 +373,8 @@ void convert(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* 
 
 #define FASTDIST_STRING_(x) #x
 #define FASTDIST_STRING(x) FASTDIST_STRING_(x)
-const Kernels kKernels{FASTDIST_STRING(FASTDIST_ISA), kReductions, copy, convert};
+const Kernels kKernels{FASTDIST_STRING(FASTDIST_ISA), kReductions, copy_loop<false>,
+                       copy_loop<true>, convert};
 #undef FASTDIST_STRING
 #undef FASTDIST_STRING_
 

@@ -48,7 +48,8 @@ using ReduceFunction = void (*)(std::byte* dst, std::byte* also, const std::byte
 struct Kernels {
   std::string_view name;
   const ReduceFunction* const* reductions;  // by dtype and operation; null if not defined
-  void (*copy)(std::byte* dst, const std::byte* src, std::size_t bytes, bool stream);
+  void (*copy)(std::byte* dst, const std::byte* src, std::size_t bytes);
+  void (*copy_past_caches)(std::byte* dst, const std::byte* src, std::size_t bytes);
   void (*convert)(DType dst_dtype, std::byte* dst, DType src_dtype, const std::byte* src,
                   std::size_t count, float scale);
 };

@@ -52,9 +52,7 @@ std::optional<int> HostCommunicator::find_left(int p, const Wait& wait) const no
 std::optional<int> HostCommunicator::find_lost() const noexcept {
   if (const auto dead = find_dead()) return dead;  // the others may have failed because of it
   for (int p = 0; p < size(); ++p) {
-    const RankState state = state_of(p);
-    if (p == rank_ || state == RankState::kClosed) continue;  // closes after its calls have ended
-    if (state != RankState::kActive || !machine_->is_alive(peer(p).machine_rank)) return p;
+    if (p != rank_ && state_of(p) >= RankState::kFailed) return p;
   }
   return std::nullopt;
 }

@@ -83,9 +83,8 @@ Header& HostCommunicator::next_header(int src) noexcept {
 }
 
 Message HostCommunicator::message_in(const Header& header) noexcept {
-  const std::uint64_t count = header.count.load(std::memory_order_relaxed);
-  const auto theirs = unpack_signature(header.signature.load(std::memory_order_relaxed), count, 0);
-  return {theirs.dtype, count, theirs.order, header.list.load(std::memory_order_relaxed)};
+  const Signature theirs = signature_in(header);
+  return {theirs.dtype, theirs.count, theirs.order, theirs.list};
 }
 
 std::optional<Message> HostCommunicator::find_message(int src) {

@@ -41,9 +41,7 @@ std::optional<int> NetCommunicator::find_lost() const noexcept {
 }
 
 bool NetCommunicator::has_closed(int p) const noexcept {
-  if (is_here(p)) return inner_->has_closed(local_of(p));
-  AnswerReader& answers = peers_[static_cast<std::size_t>(p)]->answers;
-  return answers.has_closed();
+  return is_here(p) ? inner_->has_closed(local_of(p)) : peer(p).answers.has_closed();
 }
 
 // Throws if any rank has given up or died: the call cannot finish then, even if this rank waits for

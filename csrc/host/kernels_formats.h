@@ -29,10 +29,7 @@ inline void store(void* p, const V& v) {
 }
 template <class To, class From>
 inline To bits(const From& from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  __builtin_memcpy(&to, &from, sizeof(To));
-  return to;
+  return __builtin_bit_cast(To, from);
 }
 
 // --- element formats: conversion between elements in memory and values to compute with --------

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "host/kernels_formats.h"
 #include "host/kernels_table.h"
@@ -23,25 +24,13 @@ namespace {
 constexpr std::size_t kUnroll = 4;
 constexpr std::size_t kMostPending = 32;  // levels of the tree over any number of sources
 
-template <class A, class B>
-constexpr bool kIsSame = false;
-template <class A>
-constexpr bool kIsSame<A, A> = true;
-
 // --- loops --------------------------------------------------------------------------------------
-
-// An operation on small integers, which C++ promotes to int.
-template <class Operation>
-struct Narrow {
-  template <class V>
-  static V apply(const V& a, const V& b) {
-    return static_cast<V>(Operation::apply(a, b));
-  }
-};
 
 template <class Operation, std::size_t kWidth, class V>
 void apply(V (&to)[kWidth], const V (&left)[kWidth], const V (&right)[kWidth]) {
-  for (std::size_t u = 0; u < kWidth; ++u) to[u] = Operation::apply(left[u], right[u]);
+  // C++ promotes small integers to int.
+  for (std::size_t u = 0; u < kWidth; ++u)
+    to[u] = static_cast<V>(Operation::apply(left[u], right[u]));
 }
 
 // Ways to reduce kWidth values of each source; `read(s, values)` reads those of source s.
@@ -143,7 +132,7 @@ void reduce_loop(std::byte* dst_bytes, std::byte* also_bytes, const std::byte* c
   }
   for (; i < count; ++i) {
     Value acc[1] = {};
-    Way::template reduce<Narrow<Operation>>(
+    Way::template reduce<Operation>(
         acc, tree, [&](std::size_t s, Value(&to)[1]) { to[0] = Format::read(sources[s] + i); });
     if (kIsMean && is_mean) acc[0] = acc[0] / n;
     Format::write(dst + i, acc[0]);
@@ -156,7 +145,7 @@ template <class Format, class Operation>
 void reduce_exact(std::byte* dst, std::byte* also, const std::byte* const* sources,
                   const Tree& tree, std::size_t count) {
   // Most reductions are sums of two; loops for two of all operations would double the build time.
-  if constexpr (kIsSame<Operation, Sum>) {
+  if constexpr (std::is_same_v<Operation, Sum>) {
     if (tree.n_sources == 2) {
       return reduce_loop<Complete<2>, Format, Operation>(dst, also, sources, tree, count);
     }

@@ -34,9 +34,7 @@ inline void cpu_relax() noexcept {
 
 // One cache line in shared memory per waiting thread of a rank. Zero bytes are the initial state.
 struct alignas(kCacheLine) Bell {
-  static constexpr std::uint32_t kNobody = 0;
-
-  std::atomic<std::uint32_t> waits_for;  // rank + 1, or kNobody
+  std::atomic<std::uint32_t> waits_for;  // rank + 1, or 0 for nobody
   std::atomic<std::uint32_t> rings;      // the futex word
 
   // Called by rank `by` after it has stored a new value with sequential consistency.
@@ -50,21 +48,16 @@ struct alignas(kCacheLine) Bell {
   }
 
   // Announces the wait and then, unless `ready()`, sleeps until rung or until `duration` has
-  // passed.
+  // passed, which is less than a second.
   template <class Ready>
   void sleep(std::uint32_t target, std::chrono::nanoseconds duration, Ready ready) noexcept {
     const std::uint32_t seen = rings.load(std::memory_order_relaxed);
     waits_for.store(target, std::memory_order_seq_cst);
-    if (!ready()) sleep_while(seen, duration);
-    waits_for.store(kNobody, std::memory_order_relaxed);
-  }
-
- private:
-  void sleep_while(std::uint32_t seen, std::chrono::nanoseconds duration) noexcept {
-    timespec relative{};
-    relative.tv_sec = static_cast<time_t>(duration.count() / 1'000'000'000);
-    relative.tv_nsec = static_cast<long>(duration.count() % 1'000'000'000);
-    ::syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &relative, nullptr, 0);
+    if (!ready()) {
+      const timespec relative{.tv_sec = 0, .tv_nsec = duration.count()};
+      ::syscall(SYS_futex, &rings, FUTEX_WAIT, seen, &relative, nullptr, 0);
+    }
+    waits_for.store(0, std::memory_order_relaxed);
   }
 };
 

@@ -3,9 +3,7 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <bit>
 #include <thread>
-#include <tuple>
 #include <utility>
 
 #include "core/error.h"
@@ -103,14 +101,7 @@ std::byte* HostCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& 
 
 void HostCommunicator::publish_window_and_cores() noexcept {
   me().control->window.store(machine_->window_bytes(), std::memory_order_relaxed);
-  cpu_set_t cores;
-  if (::sched_getaffinity(0, sizeof(cores), &cores) != 0) return;
-  auto& published = me().control->cores;
-  for (std::size_t i = 0; i < CPU_SETSIZE && i < 64 * published.size(); ++i) {
-    if (CPU_ISSET(i, &cores)) {
-      published[i / 64].fetch_or(std::uint64_t{1} << i % 64, std::memory_order_relaxed);
-    }
-  }
+  if (::sched_getaffinity(0, sizeof(cpu_set_t), &me().control->cores) != 0) return;
   me().control->has_cores.store(true, std::memory_order_release);
 }
 
@@ -119,14 +110,12 @@ void HostCommunicator::publish_window_and_cores() noexcept {
 bool HostCommunicator::is_crowded() noexcept {
   int total = cores_.load(std::memory_order_relaxed);
   if (total != 0) return size() > total;
-  std::array<std::uint64_t, std::tuple_size_v<decltype(Control::cores)>> all{};
+  cpu_set_t all{};
   for (const Peer& p : peers_) {
     if (!p.control->has_cores.load(std::memory_order_acquire)) return false;
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      all[i] |= p.control->cores[i].load(std::memory_order_relaxed);
-    }
+    CPU_OR(&all, &all, &p.control->cores);
   }
-  for (const std::uint64_t word : all) total += std::popcount(word);
+  total = CPU_COUNT(&all);
   cores_.store(total, std::memory_order_relaxed);
   return size() > total;
 }

@@ -7,6 +7,8 @@
 // `progress(sequence, round)` orders both, so a counter is never reset.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -99,11 +101,11 @@ struct Control {
   FailureRecord failure;              // written before `state`
   CallSite site;
   BlockedWait blocked;
-  CallSite blocked_site;          // of that wait; ranks may still read `site` of an earlier call
-  Counter failing;                // the number of a wait that ends with a failure announced to it
-  std::array<Counter, 16> cores;  // bit mask of the first 1024 cores that this rank may run on
-  std::atomic<bool> has_cores;    // all of `cores` are written
-  Counter window;                 // bytes of each segment that this rank has mapped
+  CallSite blocked_site;  // of that wait; ranks may still read `site` of an earlier call
+  Counter failing;        // the number of a wait that ends with a failure announced to it
+  cpu_set_t cores;        // that this rank may run on; written before `has_cores`
+  std::atomic<bool> has_cores;
+  Counter window;  // bytes of each segment that this rank has mapped
 };
 
 // One rank's half of a lane. The sender's half announces data and counts filled chunks; the

@@ -187,11 +187,8 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
     if (take.size() == 0) continue;
     if (p == rank_) {
       if (stages_input) continue;  // copied round by round, while the data is in the cache
-      plan.target.for_each_piece(take.begin, take.end, [&](const ArrayList::Piece& piece) {
-        const std::byte* src = plan.source.arrays()[plan.aligned ? piece.array : 0].data;
-        src += plan.aligned ? piece.at : outgoing_[q].begin + piece.run_at - take.begin;
-        copy(piece.data, src, piece.bytes, stream);
-      });
+      copy(plan.target.arrays()[0].data + take.begin,
+           plan.source.arrays()[0].data + outgoing_[q].begin, take.size(), stream);
       continue;
     }
     if (is_staged) {

@@ -166,8 +166,8 @@ void NetCommunicator::load(Reduction& call, std::size_t k) {
     call.own[slot] = own_[slot].of(*inner_, here_.size() * share * wide_item);
     std::byte* const gathered =
         is_one ? call.own[slot] : gathered_.of(*inner_, ranks * share * wide_item);
-    const TensorView in = view_of(source, padded, call.wide);
-    const TensorView out = view_of(gathered, is_one ? share : ranks * share, call.wide);
+    const TensorView in{source, padded, call.wide};
+    const TensorView out{gathered, is_one ? share : ranks * share, call.wide};
     inside(2, [&](const CallOptions& o) {
       if (!is_one) {
         if (is_even_) return inner_->all_to_all(in, out, {}, o);
@@ -323,15 +323,15 @@ void NetCommunicator::finish(Reduction& call, std::size_t k) {
             ? Reduction::contiguous(call.out, call.begin(k) * item, all * item)
             : nullptr;
     gathered = direct != nullptr ? direct : unpacked_.of(*inner_, all * item);
-    const TensorView in = view_of(result, share, call.dtype);
-    const TensorView out = view_of(gathered, all, call.dtype);
+    const TensorView in{result, share, call.dtype};
+    const TensorView out{gathered, all, call.dtype};
     inside(2, [&](const CallOptions& o) {
       if (call.name == Op::kReduce) {
         inner_->gather(in, out, local_of(call.root), o);
       } else if (is_even_) {
         inner_->all_gather(in, out, o);
       } else {
-        const TensorView whole = view_of(call.carries ? result : gathered, share, call.dtype);
+        const TensorView whole{call.carries ? result : gathered, share, call.dtype};
         inner_->broadcast({&whole, 1}, 0, o);
       }
     });

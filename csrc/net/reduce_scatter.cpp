@@ -51,9 +51,9 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
         }
         std::byte* const target = own + i * sent;
         const bool is_worker = worker == local_of(rank_);
-        const TensorView from = view_of(source, count, wide);
+        const TensorView from{source, count, wide};
         if (here_.size() == 1) {
-          const TensorView to = view_of(target, count, wide);
+          const TensorView to{target, count, wide};
           inside(2, [&](const CallOptions& o) {
             inner_->reduce({&from, 1}, is_worker ? TensorViews{&to, 1} : TensorViews{}, summed(op),
                            worker, o);
@@ -61,7 +61,7 @@ void NetCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op,
         } else {
           const std::size_t all = static_cast<std::size_t>(width()) * count;
           std::byte* const gathered = gathered_.of(*inner_, all * wide_item);
-          const TensorView to = view_of(gathered, all, wide);
+          const TensorView to{gathered, all, wide};
           inside(2, [&](const CallOptions& o) { inner_->gather(from, to, worker, o); });
           if (is_worker) reduce_here(gathered, bytes, wide, summed(op), target, 1, count);
         }

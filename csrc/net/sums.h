@@ -12,9 +12,6 @@ namespace fastdist::net {
 [[nodiscard]] inline ReduceOp summed(ReduceOp op) noexcept {
   return op == ReduceOp::kMean ? ReduceOp::kSum : op;
 }
-[[nodiscard]] inline TensorView view_of(std::byte* data, std::size_t count, DType dtype) noexcept {
-  return {data, count, dtype, 0};
-}
 // Converts results to the arrays' dtype.
 void narrow(DType wide, const std::byte* from, DType dtype, std::byte* to, std::size_t count);
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from typing import final
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from fastdist.cluster.address import join_address
 from fastdist.cluster.environ import Environ, index
@@ -145,6 +143,9 @@ def _of_metadata(endpoints: str, number: str | None) -> tuple[list[str], int, st
 
 def _read_metadata(name: str) -> str | None:
     """Ask Google's metadata server for an attribute of this machine; None if it has none."""
+    from urllib.error import HTTPError  # takes as long to load as the rest of this folder
+    from urllib.request import Request, urlopen
+
     request = Request(_METADATA + name, headers={"Metadata-Flavor": "Google"})
     try:
         with urlopen(request, timeout=_METADATA_TIMEOUT_S) as answer:

@@ -52,19 +52,13 @@ def run_on_all(workers: Communicator | None, work: Callable[[], T]) -> T:
     """Call `work` on every rank; if it fails on one, all raise an exception of that class."""
     if workers is None:
         return work()
-    failure: Exception | None = None
     try:
         result = work()
     except Exception as error:
-        failure = error
-    told = None
-    if failure is not None:
-        kinds = (kind for kind in _KINDS if isinstance(failure, kind))
-        told = next(kinds, RuntimeError), str(failure)
-    everyone = workers.all_gather_object(told)
-    if failure is not None:
-        raise failure
-    for rank, other in enumerate(everyone):
+        kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+        workers.all_gather_object((kind, str(error)))
+        raise
+    for rank, other in enumerate(workers.all_gather_object(None)):
         if other is not None:
             kind, message = other
             raise kind(f"rank {rank}: {message}")

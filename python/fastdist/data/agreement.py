@@ -1,12 +1,12 @@
 """Agreements that make all workers take the same number of steps.
 
-Workers that can compute each other's batch sizes exchange nothing (`Known`). Others exchange them
-in every step, in the thread that iterates: in order with the training step's collectives.
-`may_add_steps` is True if there may be more steps than this worker has parts.
+Workers that can compute each other's batch sizes exchange nothing. Others exchange them in every
+step, in the thread that iterates: in order with the training step's collectives.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -20,98 +20,64 @@ T = TypeVar("T")
 _DONE, _MORE, _FAILED, _NOTHING = range(4)
 
 
-class Known:
-    """Passes parts through: all workers are certain to cut the same batches."""
-
-    may_add_steps = False
-
-    def __call__(
-        self, parts: Iterator[Part], spare: Callable[[], Batches | None]
-    ) -> Iterator[Part]:
-        """Return the parts unchanged."""
-        return parts
-
-
-class SameData:
-    """Checks in every step that all workers have read the same batch."""
-
-    may_add_steps = False
-
-    def __init__(self, layout: InputLayout) -> None:
-        self._exchange = _Exchange(layout, width=2)
-
-    def __call__(
-        self, parts: Iterator[Part], spare: Callable[[], Batches | None]
-    ) -> Iterator[Part]:
-        """Yield the parts unchanged; raise ValueError on all workers if their batches differ."""
-        step = 0
-        while True:
-            part = self._exchange.attempt(lambda: next(parts, None))
-            if part is None:
-                answers = self._exchange.tell(_DONE)
-            else:
-                answers = self._exchange.tell(_MORE, sum(part.examples), part.token)
-            if any(answer != answers[0] for answer in answers):
-                counts = ", ".join(f"{a[1]} on worker {worker}" for worker, a in enumerate(answers))
-                raise ValueError(
-                    f"the workers read different data in step {step} since their iteration began: "
-                    f"{counts} examples; expected the same examples in the same order on all, of "
-                    "which each takes its part. Use seeded samplers and shuffles, and streams that "
-                    "do not divide themselves by rank (as split_by_node does); where each worker "
-                    "has its own data, AutoShardPolicy.OFF or distribute_datasets_from_function"
-                )
-            if part is None:
-                return
-            step += 1
-            yield part
+def same_data(layout: InputLayout, parts: Iterator[Part]) -> Iterator[Part]:
+    """Yield the parts unchanged; raise ValueError on all workers if their batches differ."""
+    exchange = _Exchange(layout, width=2)
+    for step in itertools.count():
+        part = exchange.attempt(lambda: next(parts, None))
+        if part is None:
+            answers = exchange.tell(_DONE)
+        else:
+            answers = exchange.tell(_MORE, sum(part.examples), part.token)
+        if any(answer != answers[0] for answer in answers):
+            counts = ", ".join(f"{a[1]} on worker {worker}" for worker, a in enumerate(answers))
+            raise ValueError(
+                f"the workers read different data in step {step} since their iteration began: "
+                f"{counts} examples; expected the same examples in the same order on all, of "
+                "which each takes its part. Use seeded samplers and shuffles, and streams that "
+                "do not divide themselves by rank (as split_by_node does); where each worker "
+                "has its own data, AutoShardPolicy.OFF or distribute_datasets_from_function"
+            )
+        if part is None:
+            return
+        yield part
 
 
-class OwnData:
-    """Lets each worker read its own data, which may be shorter than another worker's."""
+def own_data(
+    layout: InputLayout, parts: Iterator[Part], spare: Callable[[], Batches | None]
+) -> Iterator[Part]:
+    """Yield a worker's own parts, then batches of size zero until all workers have finished.
 
-    may_add_steps = True
-
-    def __init__(self, layout: InputLayout) -> None:
-        self._none = (0,) * len(layout.local_replicas)
-        self._exchange = _Exchange(layout, width=len(self._none))
-
-    def __call__(
-        self, parts: Iterator[Part], spare: Callable[[], Batches | None]
-    ) -> Iterator[Part]:
-        """Yield the parts, then batches of size zero until all workers have finished.
-
-        The `examples` of these parts count the examples of all replicas. `spare` makes batches of
-        size zero; None if the source has no example to copy the shapes from.
-        """
-        exchange = self._exchange
-        empty: Batches | None = None
-        while True:
-            part = exchange.attempt(lambda: next(parts, None))
-            if empty is None and part is not None:
-                empty = tuple(map(emptied, part.batches, part.sizes))
-            elif empty is None:
-                empty = exchange.attempt(spare)
-            if part is not None:
-                answers = exchange.tell(_MORE, *part.sizes)
-            else:
-                answers = exchange.tell(_NOTHING if empty is None else _DONE)
-            if all(answer[0] != _MORE for answer in answers):
-                return
-            without = [worker for worker, answer in enumerate(answers) if answer[0] == _NOTHING]
-            if without or empty is None:
-                raise ValueError(
-                    f"the data of workers {without} is empty while other workers have examples: "
-                    "the shapes of a batch of size zero are unknown; give every worker at least "
-                    "one example"
-                )
-            examples = tuple(size for answer in answers for size in answer[1:])
-            if part is not None:
-                yield Part(part.batches, part.sizes, examples)
-            else:
-                yield Part(empty, self._none, examples)
-
-
-Agreement = Known | SameData | OwnData  # each makes steps that all workers take together
+    The `examples` of these parts count the examples of all replicas. `spare` makes batches of size
+    zero; None if the source has no example to copy the shapes from.
+    """
+    none = (0,) * len(layout.local_replicas)
+    exchange = _Exchange(layout, width=len(none))
+    empty: Batches | None = None
+    while True:
+        part = exchange.attempt(lambda: next(parts, None))
+        if empty is None and part is not None:
+            empty = tuple(map(emptied, part.batches, part.sizes))
+        elif empty is None:
+            empty = exchange.attempt(spare)
+        if part is not None:
+            answers = exchange.tell(_MORE, *part.sizes)
+        else:
+            answers = exchange.tell(_NOTHING if empty is None else _DONE)
+        if all(answer[0] != _MORE for answer in answers):
+            return
+        without = [worker for worker, answer in enumerate(answers) if answer[0] == _NOTHING]
+        if without or empty is None:
+            raise ValueError(
+                f"the data of workers {without} is empty while other workers have examples: "
+                "the shapes of a batch of size zero are unknown; give every worker at least "
+                "one example"
+            )
+        examples = tuple(size for answer in answers for size in answer[1:])
+        if part is not None:
+            yield Part(part.batches, part.sizes, examples)
+        else:
+            yield Part(empty, none, examples)
 
 
 class _Exchange:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDataset
 
-from fastdist.data.agreement import Agreement, Known, OwnData, SameData
 from fastdist.data.batches import arrays_in, collate
 from fastdist.data.distributed import DistributedDataset
 from fastdist.data.input_context import InputContext, InputLayout
@@ -57,13 +56,14 @@ def build_from_function(
         len(layout.local_replicas),
         (torch.initial_seed(),),
     )
-    agreement: Agreement = Known() if layout.num_workers == 1 else OwnData(layout)
-    return DistributedDataset(pipeline, layout, agreement, prefetch, {})
+    return DistributedDataset(
+        pipeline, layout, prefetch, {}, reads_own=layout.num_workers > 1, is_certain=True
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Builder:
-    """Makes the pipeline for a source, and the agreement that the pipeline needs."""
+    """Makes the pipeline for a source."""
 
     request: Request
     layout: InputLayout
@@ -72,11 +72,6 @@ class _Builder:
     def build(self) -> DistributedDataset[Any]:
         request = self.request
         pipeline, certain = self._pipeline(request.source)
-        agreement: Agreement = Known()
-        if self._own_batches:
-            agreement = OwnData(self.layout)
-        elif self.layout.num_workers > 1 and not certain:
-            agreement = SameData(self.layout)
         identity: dict[str, Any] = {
             "global_batch_size": request.global_batch_size,
             "shuffle": request.shuffle,
@@ -89,10 +84,11 @@ class _Builder:
         return DistributedDataset(
             pipeline,
             self.layout,
-            agreement,
             request.prefetch,
             identity,
             functools.partial(build, request),
+            reads_own=self._own_batches,
+            is_certain=certain or self.layout.num_workers == 1,
         )
 
     @property

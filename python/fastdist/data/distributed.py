@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from fastdist.data.agreement import Agreement
+from fastdist.data.agreement import own_data, same_data
 from fastdist.data.devices import DeviceCopy
 from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
@@ -96,10 +96,12 @@ class DistributedDataset(Generic[B]):
         self,
         pipeline: Pipeline,
         layout: InputLayout,
-        agreement: Agreement,
         prefetch: int,
         identity: Mapping[str, Any],
         rebuild: Callable[[InputLayout], DistributedDataset[B]] | None = None,
+        *,
+        reads_own: bool,
+        is_certain: bool,
     ) -> None:
         self.epochs: ShuffledEpochs | None = None  # told of the first's beginning and each end
         self._rebuild = rebuild  # for another layout; None if users' code made the dataset
@@ -108,7 +110,9 @@ class DistributedDataset(Generic[B]):
         if layout.make_copy is not None:
             size = pipeline.equal_size
             self._copy = layout.make_copy(size is not None and size % layout.num_replicas == 0)
-        self._agreement = agreement
+        self._layout = layout
+        self._reads_own = reads_own  # others may read more or less: steps may be added
+        self._is_certain = is_certain  # all workers cut the same batches
         self._prefetch = prefetch
         # Copying rows takes less time than a handover from another thread.
         self._at_once = pipeline.reads_cpu_memory and self._copy.to_cpu_only
@@ -140,7 +144,7 @@ class DistributedDataset(Generic[B]):
             TypeError: the number is unknown before the data is read.
         """
         steps = self.pipeline.steps
-        if steps is None or self._agreement.may_add_steps:
+        if steps is None or self._reads_own:
             raise TypeError("the number of steps per epoch is not known for this source")
         return steps
 
@@ -215,13 +219,14 @@ class DistributedDataset(Generic[B]):
             UnsupportedError: each worker reads data of its own, whose division is not known.
         """
         other = None if self._rebuild is None else self._rebuild(layout)
-        if other is None or other._agreement.may_add_steps:
+        if other is None or other._reads_own:
             raise UnsupportedError(
                 "the ranks of an elastic job must read the same data: use distribute_dataset with "
                 "AutoShardPolicy.DATA"
             )
         self.pipeline, self._copy = other.pipeline, other._copy
-        self._agreement, self._identity = other._agreement, other._identity
+        self._layout, self._identity = other._layout, other._identity
+        self._reads_own, self._is_certain = False, other._is_certain
 
     def _iterate(self, position: _Position, skip_empty: bool) -> Iterator[Any]:
         """Yield the batches of an epoch; of the next one if it was left and no batch remains."""
@@ -241,7 +246,11 @@ class DistributedDataset(Generic[B]):
             self.epochs.begin()
         parts = self._parts(position.epoch, position.step)
         try:
-            agreed = iter(self._agreement(parts, self._spare))
+            agreed = parts
+            if self._reads_own:
+                agreed = own_data(self._layout, parts, self._spare)
+            elif not self._is_certain:
+                agreed = same_data(self._layout, parts)
             while (batch := self._next(agreed, position)) is not _END:
                 position.step += 1
                 position.saved = False
@@ -259,7 +268,7 @@ class DistributedDataset(Generic[B]):
         with phase(Phase.DATA):
             for part in parts:
                 origin = None
-                if not self._agreement.may_add_steps:
+                if not self._reads_own:
                     epoch = at.epoch if self._identity.get("shuffle") else 0  # one order in all
                     origin = Origin(epoch, at.step, self.settings, self._code, part.data)
                 return self._copy.join(part, origin)

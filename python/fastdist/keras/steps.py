@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.init import default_communicator
 from fastdist.data import DistributedDataset
-from fastdist.data.agreement import Agreement, SameData
+from fastdist.data.agreement import same_data
 from fastdist.data.batches import count_examples
 from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
@@ -171,7 +171,6 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
         self._whole = whole
         self._steps = steps
         self._layout = steps.strategy._input_layout()
-        self._agreement: Agreement = SameData(self._layout)
         self._is_arrays = isinstance(whole, ArrayDataAdapter)
 
     # What the adapter of the global batches says of them.
@@ -197,7 +196,7 @@ class PartAdapter(DataAdapter):  # type: ignore[misc]
         if self._is_arrays:
             _require_same_arrays(self._steps.workers(), loader.dataset, self._whole)
         parts = self._load_parts(loader) if is_indexed else self._cut_batches(iter(loader))
-        return self._noted(parts if self._is_arrays else self._agreement(parts, lambda: None))
+        return self._noted(parts if self._is_arrays else same_data(self._layout, parts))
 
     def _noted(self, parts: Iterator[Part]) -> Iterator[Any]:
         for part in parts:

@@ -201,17 +201,11 @@ class _Builder:
         if request.batch_sampler is not None:
             if self._own_batches:
                 raise ValueError("AutoShardPolicy.OFF needs a batch size, not a batch_sampler")
-            sampler = getattr(request.batch_sampler, "sampler", None)
-            has_epoch = hasattr(request.batch_sampler, "set_epoch")
-            return SampledOrder(
-                request.batch_sampler,
-                request.batch_sampler if has_epoch else sampler,
-                self._seed(),
-            )
+            return SampledOrder(request.batch_sampler, self._seed())
         size = self._batch_size()
         if request.sampler is not None:
             batches = BatchSampler(request.sampler, size, request.drop_remainder)
-            return SampledOrder(batches, request.sampler, self._seed())
+            return SampledOrder(batches, self._seed())
         seed = self._seed() if request.shuffle else None
         return RangeOrder(length, size, request.drop_remainder, seed)
 

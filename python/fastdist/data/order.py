@@ -60,7 +60,6 @@ class SampledOrder:
     """
 
     batch_sampler: Iterable[Sequence[Any]]
-    sampler: Any  # its `set_epoch`, if it has this method, is called at the start of each epoch
     seed: tuple[int, ...]  # of the stream, with the epoch
 
     equal_size = None  # unknown
@@ -72,9 +71,10 @@ class SampledOrder:
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
         """Yield the batch sampler's batches without the first `skip`."""
-        set_epoch = getattr(self.sampler, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        for sampler in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+                break
         batches = with_own_draws(
             lambda: map(list, self.batch_sampler), epoch_seed(self.seed, epoch)
         )

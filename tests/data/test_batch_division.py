@@ -19,7 +19,7 @@ from data_jobs import (
 )
 from fastdist.data import AutoShardPolicy, Files, InputContext
 from fastdist.data.input_context import InputLayout
-from fastdist.data.sharding import Cutter, split_sizes
+from fastdist.data.sharding import own_part, split_sizes
 from fastdist.replicas.per_replica import leaves
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -239,7 +239,7 @@ def test_the_workers_cuts_are_the_whole_batch(count: int, workers: int, replicas
     at = 0
     for worker in range(workers):
         local = range(worker * replicas, (worker + 1) * replicas)
-        cut = Cutter(workers * replicas, local)(count)
+        cut = own_part(workers * replicas, local, count)
         assert (cut.start, cut.stop - cut.start) == (at, sum(cut.sizes))
         assert cut.sizes == cut.examples[local.start : local.stop]
         at = cut.stop

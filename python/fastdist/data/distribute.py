@@ -19,13 +19,14 @@ from fastdist.data.loading import LoaderOptions
 from fastdist.data.order import IndexOrder, RangeOrder, SampledOrder
 from fastdist.data.pipelines import (
     ArrayPipeline,
+    Cutter,
     ExamplePipeline,
     FunctionPipeline,
     Pipeline,
     StreamPipeline,
 )
 from fastdist.data.request import Request, positive_int
-from fastdist.data.sharding import AutoShardPolicy, Cutter, resolve_policy
+from fastdist.data.sharding import AutoShardPolicy, own_part, resolve_policy
 from fastdist.data.streams import Files, FileStream, IterableStream, length_of
 from fastdist.replicas.per_replica import leaves
 
@@ -224,13 +225,13 @@ class _Builder:
                 f"AutoShardPolicy.{self.policy.name} needs an example per replica in each global "
                 f"batch, got global_batch_size={size} for {self.layout.num_replicas} replicas"
             )
-        return sum(Cutter(self.layout.num_replicas, self.layout.local_replicas)(size).sizes)
+        return sum(own_part(self.layout.num_replicas, self.layout.local_replicas, size).sizes)
 
     def _cutter(self) -> Cutter:
         if self._own_batches:
             local = range(len(self.layout.local_replicas))
-            return Cutter(len(local), local)
-        return Cutter(self.layout.num_replicas, self.layout.local_replicas)
+            return functools.partial(own_part, len(local), local)
+        return functools.partial(own_part, self.layout.num_replicas, self.layout.local_replicas)
 
     def _seed(self) -> tuple[int, ...]:
         """Return the seed of all draws; it differs by worker if workers read their own data."""

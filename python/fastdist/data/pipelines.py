@@ -28,11 +28,12 @@ from fastdist.data.batches import Collate, arrays_in, count_examples, divided, e
 from fastdist.data.drawing import epoch_seed, streams_by_position, with_own_draws
 from fastdist.data.loading import LoaderOptions, load
 from fastdist.data.order import IndexOrder, RangeOrder, fingerprint
-from fastdist.data.sharding import Cut, Cutter
+from fastdist.data.sharding import Cut
 from fastdist.data.streams import IterableStream
 from fastdist.replicas.per_replica import leaves, map_structure
 
 Batches = tuple[Any, ...]  # one per local replica
+Cutter = Callable[[int], Cut]  # cuts a batch of so many examples
 
 _CERTAIN = (torch.bool, torch.int16, torch.int32, torch.int64)
 _SAMPLED_ELEMENTS = 256
@@ -316,7 +317,8 @@ class _PartDataset(Dataset[Part]):
             found = leaves(load() if known is None else known)
             certain = list(filter(_is_certain, found))
             value = functools.reduce(_hashed, certain or found, 0)
-            return value if certain or _hash_all(load()) == value else -1
+            again = value if certain else functools.reduce(_hashed, leaves(load()), 0)
+            return value if again == value else -1
         except Exception:  # another worker's example, which this one need not be able to read
             return -1
 
@@ -376,10 +378,6 @@ def _checksum(examples: list[Any]) -> int:
         found = leaves(examples[place])
         value = functools.reduce(_hashed, list(filter(_is_certain, found)) or found, value)
     return value
-
-
-def _hash_all(example: Any) -> int:
-    return functools.reduce(_hashed, leaves(example), 0)
 
 
 def _hashed(value: int, leaf: Any) -> int:

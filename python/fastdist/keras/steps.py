@@ -27,7 +27,7 @@ from fastdist.data.batches import count_examples
 from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Part
-from fastdist.data.sharding import split_sizes
+from fastdist.data.sharding import own_part
 from fastdist.keras.internals import ArrayDataAdapter, DataAdapter
 from fastdist.keras.layers import separate_random_numbers
 from fastdist.keras.losses import share_losses
@@ -151,10 +151,8 @@ def cut(count: int, layout: InputLayout) -> tuple[slice, tuple[int, ...]]:
 
     A replica without examples computes with the first row, which does not count.
     """
-    (replica,) = layout.local_replicas
-    examples = split_sizes(count, layout.num_replicas)
-    start = sum(examples[:replica])
-    return slice(start, start + examples[replica]) if examples[replica] else slice(1), examples
+    part = own_part(layout.num_replicas, layout.local_replicas, count)
+    return slice(part.start, part.stop) if part.sizes[0] else slice(1), part.examples
 
 
 def cut_batch(batch: Any, layout: InputLayout) -> tuple[Any, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from fastdist.cli.command import run_command
 from fastdist.cli.doctor import sections
 from fastdist.cli.doctor.report import is_well, to_json
 from fastdist.cli.doctor.sections import Fact, format_bytes
-from fastdist.processes.cgroups import Cgroups
+from fastdist.processes import cgroups
 
 TITLES = ["fastdist", "machine", "memory", "libraries", "launcher", "engines", "check"]
 DOCTOR = [sys.executable, "-m", "fastdist", "doctor"]
@@ -124,6 +124,7 @@ CGROUPS: list[tuple[str, dict[str, str], float | None, int | None]] = [
 @pytest.mark.parametrize(("memberships", "files", "cpus", "memory"), CGROUPS)
 def test_cgroup_limits(
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     memberships: str,
     files: dict[str, str],
     cpus: float | None,
@@ -135,11 +136,12 @@ def test_cgroup_limits(
         (mount / name).parent.mkdir(parents=True, exist_ok=True)
         (mount / name).write_text(text + "\n")
     (tmp_path / "memberships").write_text(memberships)
-    groups = Cgroups(tmp_path / "memberships", mount)
-    assert groups.cpu_limit() == cpus
-    assert groups.memory_limit_bytes() == memory
-    assert fact(sections.machine_section(groups), "cpu_quota").value == cpus
-    assert fact(sections.memory_section(groups), "cgroup_limit").value == memory
+    monkeypatch.setattr(cgroups, "_MEMBERSHIPS", tmp_path / "memberships")
+    monkeypatch.setattr(cgroups, "_MOUNT", mount)
+    assert cgroups.cpu_limit() == cpus
+    assert cgroups.memory_limit_bytes() == memory
+    assert fact(sections.machine_section(), "cpu_quota").value == cpus
+    assert fact(sections.memory_section(), "cgroup_limit").value == memory
 
 
 def test_address_space_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.engines.nccl_library import load, why_unusable
 from fastdist.collectives.init import local_group
 from fastdist.errors import ClusterConfigError, UnsupportedError
-from fastdist.processes.cgroups import Cgroups, read_text
+from fastdist.processes.cgroups import cpu_limit, memory_limit_bytes, read_text
 from fastdist.processes.proc import processor
 
 # The purpose of each library; none where no single command installs it.
@@ -111,9 +111,9 @@ def _nccl() -> list[Fact]:
     return [Fact("nccl", library.version_text, text)]
 
 
-def machine_section(cgroups: Cgroups | None = None) -> list[Fact]:
+def machine_section() -> list[Fact]:
     """Return the processor, and this process's share of it."""
-    quota = (cgroups or Cgroups()).cpu_limit()
+    quota = cpu_limit()
     usable, present = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     quota_text = "none" if quota is None else f"{quota:g} cores' worth of time"
     return [
@@ -124,9 +124,9 @@ def machine_section(cgroups: Cgroups | None = None) -> list[Fact]:
     ]
 
 
-def memory_section(cgroups: Cgroups | None = None) -> list[Fact]:
+def memory_section() -> list[Fact]:
     """Report memory, and limits for shared memory."""
-    limit = (cgroups or Cgroups()).memory_limit_bytes()
+    limit = memory_limit_bytes()
     total, available = _memory_bytes("MemTotal"), _memory_bytes("MemAvailable")
     memory = f"{format_bytes(total)}, {format_bytes(available)} available"
     # The kernel's policy for huge pages of shared memory is in brackets.

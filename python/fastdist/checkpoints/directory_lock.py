@@ -31,7 +31,10 @@ class DirectoryLock:
         with contextlib.suppress(OSError):  # of another user
             os.fchmod(self._file.fileno(), 0o600)
         deadline = time.monotonic() + PATIENCE_S
-        while not self._try():
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             if time.monotonic() > deadline:
                 self._file.close()
                 raise BlockingIOError(
@@ -44,13 +47,6 @@ class DirectoryLock:
         """Release the lock."""
         if _held.pop(self._directory, None) is self:
             self._file.close()
-
-    def _try(self) -> bool:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def _let_go() -> None:

@@ -61,7 +61,7 @@ def start_checksums(parts: Mapping[str, PartFiles]) -> Checksums:
     def compute() -> None:
         for name, part in parts.items():
             try:
-                sums[name].set_result(_checksums(part.tensors))
+                sums[name].set_result({key: _checksum(t) for key, t in part.tensors.items()})
             except BaseException as error:  # the thread that writes raises it
                 sums[name].set_exception(error)
 
@@ -274,10 +274,6 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             apart[name] = tensor.clone()
         end = max(end, tensor.data_ptr() + tensor.nbytes)
     return apart
-
-
-def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: _checksum(tensor) for name, tensor in tensors.items()}
 
 
 def _checksum(tensor: torch.Tensor) -> int:

@@ -58,7 +58,7 @@ class Branch:
         self._door = RankDoor(most, self._hear_rank, self._lose_rank)
         self._door.selector.register(self._connections, selectors.EVENT_READ, lambda: None)
         self.name = self._door.name
-        self._unsaid: dict[int, list[tuple[Any, ...]]] = {}  # of ranks whom the roster has not met
+        self._unsaid: list[tuple[int, str, Any]] = []  # by ranks whom the roster has not met
         self._met: set[int] = set()
         self._leaving: set[int] = set()  # ranks that the roster has met, whose processes live
         self._waiting: set[int] = set()  # for a place in a world
@@ -98,10 +98,6 @@ class Branch:
         self._has_failed = True
         self._tell_failure()
 
-    def _look(self) -> None:
-        self._hear_roster()
-        self._look_at_time()
-
     def _wait_s(self) -> float:
         """Return the time until the next beat, or until the next attempt to connect."""
         until_beat_s = max(self._beat_s + _BEAT_S - time.monotonic(), 0.0)
@@ -112,22 +108,20 @@ class Branch:
     def _hear_rank(self, number: int, kind: str, value: Any) -> None:
         if kind == "spare":
             self._spares[number] = value
-            if self._is_connected:
-                self._say("said", number, kind, value)
-            return
-        if kind == "finished":
+        elif kind == "finished":
             self._has_finished = True
         elif kind == "join":
             self._waiting.add(number)
         if self._is_connected:
-            self._met.add(number)
+            if kind != "spare":
+                self._met.add(number)
             self._say("said", number, kind, value)
-        else:
-            self._unsaid.setdefault(number, []).append(("said", number, kind, value))
+        elif kind != "spare":
+            self._unsaid.append((number, kind, value))
             self._let_go()
 
     def _lose_rank(self, number: int, has_ended: bool) -> None:
-        self._unsaid.pop(number, None)
+        self._unsaid = [message for message in self._unsaid if message[0] != number]
         self._waiting.discard(number)
         was_spare = self._spares.pop(number, None) is not None
         has_left = number in self._leaving
@@ -163,10 +157,9 @@ class Branch:
             self._is_connected = True
             for number, spare in self._spares.items():
                 self._say("said", number, "spare", spare)
-            for number, messages in self._unsaid.items():
-                self._met.add(number)
-                for message in messages:
-                    self._say(*message)
+            for message in self._unsaid:
+                self._met.add(message[0])
+                self._say("said", *message)
             self._unsaid.clear()
             self._tell_failure()
         elif self._is_connected and not is_connected:
@@ -207,7 +200,8 @@ class Branch:
                 self._door.send(number, {"ended": True})
             self._waiting.clear()
 
-    def _look_at_time(self) -> None:
+    def _look(self) -> None:
+        self._hear_roster()
         now_s = time.monotonic()
         if self._is_connected and now_s >= self._beat_s + _BEAT_S:
             self._beat_s = now_s

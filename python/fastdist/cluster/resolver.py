@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -146,8 +147,7 @@ def divide_among_jobs(
         raise ClusterConfigError(
             f"{dict(jobs)} are {sum(jobs.values())} tasks; expected {len(addresses)}, as {reason}"
         )
-    cluster: dict[str, list[str | None]] = {job: [] for job in jobs}
+    remaining = iter(addresses)
+    cluster = {job: list(itertools.islice(remaining, tasks)) for job, tasks in jobs.items()}
     places = [(job, index) for job, tasks in jobs.items() for index in range(tasks)]
-    for (job, _), address in zip(places, addresses, strict=True):
-        cluster.setdefault(job, []).append(address)
     return ClusterSpec(cluster), *places[rank]

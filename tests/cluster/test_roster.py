@@ -44,7 +44,7 @@ class Job:
         self._stack = stack
 
     def begin(self, least: int, most: int) -> Roster:
-        self.roster = self._stack.enter_context(Roster(least, most))
+        self.roster = self._stack.enter_context(closing(Roster(least, most)))
         return self.roster
 
     def member(self) -> Member:
@@ -330,7 +330,7 @@ class TestBranch:
 
     def begin(self, stack: ExitStack, most: int = 2) -> tuple[Roster, Branch, list[str]]:
         reasons: list[str] = []
-        roster = stack.enter_context(Roster(1, most, "tcp://127.0.0.1:*"))
+        roster = stack.enter_context(closing(Roster(1, most, "tcp://127.0.0.1:*")))
         address = f"tcp://127.0.0.1:{roster.port}"
         return roster, stack.enter_context(closing(Branch(address, most, reasons.append))), reasons
 
@@ -356,7 +356,7 @@ class TestBranch:
         branch = stack.enter_context(closing(Branch(f"tcp://127.0.0.1:{port}", 1, print)))
         place = pool.submit(join, self.member(stack, branch))
         time.sleep(0.3)
-        stack.enter_context(Roster(1, 1, f"tcp://127.0.0.1:{port}"))
+        stack.enter_context(closing(Roster(1, 1, f"tcp://127.0.0.1:{port}")))
         assert place.result(20) == (1, 0, 1)
 
     def test_the_end_of_the_work_is_told(self, stack: ExitStack, pool: ThreadPoolExecutor) -> None:
@@ -397,7 +397,7 @@ class TestBranch:
         ending = threading.Thread(target=branch.end, args=(True,))
         ending.start()
         time.sleep(0.3)
-        stack.enter_context(Roster(1, 2, address, failures.append))
+        stack.enter_context(closing(Roster(1, 2, address, failures.append)))
         wait_until(lambda: bool(failures))
         ending.join()
         assert "failed on another machine" in failures[0]
@@ -412,7 +412,7 @@ class TestBranch:
     def test_another_secret(self, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("FASTDIST_RENDEZVOUS_TIMEOUT_S", "1.5")
         reasons: list[str] = []
-        roster = stack.enter_context(Roster(1, 1, "tcp://127.0.0.1:*"))
+        roster = stack.enter_context(closing(Roster(1, 1, "tcp://127.0.0.1:*")))
         monkeypatch.setenv("FASTDIST_SECRET", "the secret of others")
         address = f"tcp://127.0.0.1:{roster.port}"
         stack.enter_context(closing(Branch(address, 1, reasons.append)))

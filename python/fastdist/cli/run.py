@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -396,7 +396,7 @@ def _run_elastic_hosts(arguments: argparse.Namespace) -> Outcome:
     hosts, least = arguments.hosts, arguments.min
     os.environ |= new_secret(os.environ)
     given, port = arguments.rdzv or (None, "*")
-    with _own_roster(arguments, f"tcp://*:{port}") as roster:
+    with closing(_own_roster(arguments, f"tcp://*:{port}")) as roster:
         try:
             own = given or own_address(hosts[0].rpartition("@")[2], _SSH_PORT)
         except (ClusterConfigError, OSError) as error:

@@ -137,7 +137,8 @@ class Roster:
         self._has_noted = False  # what this world waits for
         self._least = least
         self._most = most
-        self._members: list[_Member] = []  # in the order in which they came
+        # By door and number, in the order in which they came.
+        self._members: dict[tuple[Door, int], _Member] = {}
         self._world = 0
         self._size = 0  # of this world
         self._patience_s = 0.0  # that ranks wait for another
@@ -157,18 +158,16 @@ class Roster:
                 address, max_frame_bytes=2 * MOST_BYTES, on_drop=self._lose_branch
             )
             self.port = int(self._listener.address.rpartition(":")[2])
-        self._door = RankDoor(most, self._hear_rank, self._lose_rank)
+        self._door = RankDoor(
+            most,
+            lambda number, kind, value: self._hear(self._door, number, kind, value),
+            lambda number, has_ended: self._leave(self._door, number, has_ended),
+        )
         self.name = self._door.name
         if self._listener is not None:
             events = selectors.EVENT_READ
             self._door.selector.register(self._listener, events, self._hear_branches)
         self._door.serve(self._wait_s, self._look, self._end)
-
-    def __enter__(self) -> Roster:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def has_begun(self) -> bool:
         """Return True once there was a world."""
@@ -189,7 +188,7 @@ class Roster:
 
     def _finish(self) -> None:
         self._has_finished = True
-        for member in self._members:
+        for member in self._members.values():
             member.ends_s = None
         for branch in list(self._branches.values()):
             branch.say("finished")
@@ -201,7 +200,7 @@ class Roster:
             self._listener.close()
 
     def _wait_s(self) -> float | None:
-        times_s = [member.ends_s for member in self._members]
+        times_s = [member.ends_s for member in self._members.values()]
         times_s += [self._gathered_s, self._last_call_s, self._crew.waits_until_s]
         times_s += [branch.heard_s + SILENT_S for branch in self._branches.values()]
         now_s = time.monotonic()
@@ -218,32 +217,21 @@ class Roster:
 
     # --- ranks here and elsewhere ---------------------------------------------------------------
 
-    def _hear_rank(self, number: int, kind: str, value: Any) -> None:
-        self._hear(self._door, number, kind, value)
-
     def _hear(self, door: Door, number: int, kind: str, value: Any) -> None:
         if kind == "spare":
             self._crew.add(Spare(door, number, *map(int, value)))
         else:
             self._take(self._member(door, number), kind, value)
 
-    def _lose_rank(self, number: int, has_ended: bool) -> None:
-        self._leave(self._door, number, has_ended)
-
     def _member(self, door: Door, number: int) -> _Member:
-        for member in self._members:
-            if member.door is door and member.number == number:
-                return member
-        self._members.append(_Member(door, number))
-        return self._members[-1]
+        return self._members.setdefault((door, number), _Member(door, number))
 
     def _hear_branches(self) -> None:
         assert self._listener is not None
         while (received := self._listener.receive(0.0)) is not None:
             connection, (frame, *_) = received
-            if connection not in self._branches:
-                self._branches[connection] = _Branch(self._listener, connection)
-            branch = self._branches[connection]
+            new = _Branch(self._listener, connection)
+            branch = self._branches.setdefault(connection, new)
             branch.heard_s = time.monotonic()
             try:
                 self._hear_branch(branch, *json.loads(bytes(frame)))
@@ -274,7 +262,7 @@ class Roster:
         branch = self._branches.pop(connection, None)
         self._crew.lose_machine(branch)
         self._leaving = {key: world for key, world in self._leaving.items() if key[0] is not branch}
-        for member in [member for member in self._members if member.door is branch]:
+        for member in [member for member in self._members.values() if member.door is branch]:
             self._lose(member)
 
     def _take(self, member: _Member, kind: str, value: Any) -> None:
@@ -298,7 +286,7 @@ class Roster:
 
     def _kill_late(self) -> None:
         now_s = time.monotonic()
-        late = [m for m in self._members if m.ends_s is not None and m.ends_s <= now_s]
+        late = [m for m in self._members.values() if m.ends_s is not None and m.ends_s <= now_s]
         if self._gathered_s is not None and self._gathered_s <= now_s:
             self._gathered_s = None
             late += [member for member in self._ranks() if not member.gathering]
@@ -329,14 +317,14 @@ class Roster:
         return math.inf if is_leaving else self._settled_s
 
     def _lose(self, member: _Member) -> None:
-        self._members.remove(member)
+        del self._members[member.door, member.number]
         self._crew.lose(member.door, member.number, member.slot)
         if member.world == self._world:
             self._await_ranks()
 
     def _ranks(self) -> list[_Member]:
         """Return those that take part in the present world, by rank."""
-        ranks = [member for member in self._members if 0 < member.world == self._world]
+        ranks = [member for member in self._members.values() if 0 < member.world == self._world]
         return sorted(ranks, key=lambda member: member.rank)
 
     def _tell_ranks(self) -> list[_Member]:
@@ -367,7 +355,7 @@ class Roster:
 
     def _form(self) -> None:
         """Make the next world, if all that take part in this one wait for it."""
-        waiting = [member for member in self._members if member.progress is not None]
+        waiting = [member for member in self._members.values() if member.progress is not None]
         if self._has_finished:
             for member in [member for member in waiting if not member.world]:
                 waiting.remove(member)

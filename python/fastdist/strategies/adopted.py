@@ -26,7 +26,11 @@ from fastdist.replicas.random_streams import CommonStream
 from fastdist.replicas.variables import Variable, local_components, own
 from fastdist.strategies.central import CentralParameters
 from fastdist.training.buffers import BufferedModule, BufferSync, buffered_modules
-from fastdist.training.communicators import CommunicationOptions, ReplicaCommunicators
+from fastdist.training.communicators import (
+    CommunicationOptions,
+    ReplicaCommunicators,
+    connect_replicas,
+)
 from fastdist.training.contributions import Accumulation, ReducedParameter
 from fastdist.training.digests import StepDigests
 from fastdist.training.first_runs import FirstRuns
@@ -75,24 +79,19 @@ class _Model:
 class AdoptedModules:
     """The modules and optimizers made in the scope of a strategy, or passed to `mirror`.
 
-    `central` owns the only copy of all parameters; None if every replica has a copy. `reconnect`
-    makes the communicators again where a run has failed.
+    `world` has one rank per replica; it is None if there is one replica. `central` owns the only
+    copy of all parameters; None if every replica has a copy.
     """
 
     def __init__(
         self,
         device: torch.device,
-        replica_id: int,
-        replicas: int,
+        world: Communicator | None,
         options: CommunicationOptions,
         central: CentralParameters | None,
-        reconnect: Callable[[], None],
     ) -> None:
-        self._reconnect = weakref.WeakMethod(reconnect)
-        self.local_replica_ids: tuple[int, ...] = (replica_id,)
-        self.num_replicas_in_sync = replicas
         self.sync: GradientSync | None = None  # None in a job of one replica
-        self._communicators: ReplicaCommunicators | None = None
+        self.communicators: ReplicaCommunicators | None = None
         self._device = device
         self._options = options
         self._central = central
@@ -114,17 +113,19 @@ class AdoptedModules:
         self._outside = OutsideParameters(self.has)
         if (found := recording()) is not None:
             self._record.digests = StepDigests(found, central is None, options.shard_optimizer)
+        self._take_place(world)
+
+    def _take_place(self, world: Communicator | None) -> None:
+        rank, replicas = (0, 1) if world is None else (world.rank, world.world_size)
+        self.local_replica_ids: tuple[int, ...] = (rank,)
+        self.num_replicas_in_sync = replicas
+        self._world = world
+        self.is_connected = False
         if replicas > 1:
             self._steps.begin()
 
-    def adopt(
-        self,
-        communicators: ReplicaCommunicators | None,
-        roots: Sequence[nn.Module],
-        made: Sequence[Any],
-    ) -> None:
+    def adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         """Adopt modules and optimizers. Every replica must call."""
-        self._communicators = communicators
         self.refresh()
         self._release()
         self._require_free(roots)
@@ -149,7 +150,7 @@ class AdoptedModules:
                 ShardedStep(optimizer, _weakly(self.connect), self._options.overlap)
         self._in_order += map(weakref.ref, new)
         self._optimizers.update(optimizers)
-        self.use(communicators)
+        self._use_communicators()
         own(roots, self)
 
     def _prepare_central(self, optimizer: torch.optim.Optimizer) -> None:
@@ -229,9 +230,9 @@ class AdoptedModules:
             modules = [each.ref() for model in self._models for each in model.buffered]
             watch_parts(parts, [module for module in modules if module is not None])
 
-    def use(self, communicators: ReplicaCommunicators | None) -> None:
-        """Reduce gradients through these communicators from now on."""
-        self._communicators = communicators
+    def _use_communicators(self) -> None:
+        """Reduce gradients through the communicators of now."""
+        communicators = self.communicators
         reduced, record = list(self._reduced()), self._record
         record.watch(reduced, None if communicators is None else communicators.replicas)
         if self.sync is not None:
@@ -266,16 +267,13 @@ class AdoptedModules:
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]
         self._steps.watch(self._optimizers, parameters, self.sync)
 
-    def move(self, replica_id: int, replicas: int) -> None:
-        """Belong to another number of replicas from now on; what is under way is dropped."""
-        self.use(None)
-        self.local_replica_ids = (replica_id,)
-        self.num_replicas_in_sync = replicas
-        self._communicators = None
+    def move(self, world: Communicator | None) -> None:
+        """Belong to other replicas from now on; what is under way is dropped."""
+        self.communicators = None
+        self._use_communicators()
         self._accumulation = Accumulation()
         self._buffers = BufferSync([], 0)
-        if replicas > 1:
-            self._steps.begin()
+        self._take_place(world)
         for model in self._models:
             for buffered in model.buffered:
                 buffered.seen, buffered.is_written = None, False
@@ -317,9 +315,20 @@ class AdoptedModules:
 
         Every replica must call.
         """
-        if (reconnect := self._reconnect()) is not None:
-            reconnect()
-        return None if self._communicators is None else self._communicators.replicas
+        if self._world is not None and not self.is_connected:
+            self.communicators = connect_replicas(self._world, self._options)
+            self.is_connected = True
+            self._use_communicators()
+        return None if self.communicators is None else self.communicators.replicas
+
+    def leave(self) -> None:
+        """Abort the communicators after a failure; waiting replicas get PeerFailureError.
+
+        Every replica that gets the error does the same, and connects again with its next call.
+        """
+        if self.communicators is not None and self.is_connected:
+            self.is_connected = False
+            self.communicators.abort()
 
     def refresh(self) -> None:
         """Adopt modules and tensors that users have replaced or added. Every replica must call."""
@@ -330,7 +339,7 @@ class AdoptedModules:
         ]
         if changed:
             self._compare(changed)
-            self.use(self._communicators)
+            self._use_communicators()
         if self._central is not None and (workers := self.connect()) is not None:
             self._central.take_parameters(workers, self._central.moved())
 

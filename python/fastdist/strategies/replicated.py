@@ -40,11 +40,7 @@ from fastdist.replicas.variables import Variable
 from fastdist.strategies.adopted import AdoptedModules
 from fastdist.strategies.base import Strategy
 from fastdist.strategies.central import CentralParameters
-from fastdist.training.communicators import (
-    CommunicationOptions,
-    ReplicaCommunicators,
-    connect_replicas,
-)
+from fastdist.training.communicators import CommunicationOptions
 from fastdist.training.metrics import adopt_metrics
 
 
@@ -79,40 +75,30 @@ class ReplicatedStrategy(Strategy):
         super().__init__([device], worker=rank, workers=replicas)
         self.options = options or CommunicationOptions()
         self._device = device
-        self._world = world if replicas > 1 else None
         self.is_elastic = world is not None and elastic_member() is not None
         if self.is_elastic:
             self._require_first(replicas, central)
         self._serve = None if serve is None else weakref.WeakMethod(serve)
         self._refuses_run = refuses_run
-        self._communicators: ReplicaCommunicators | None = None
-        self._is_connected = False
         self.central = central
-        self._members = AdoptedModules(device, rank, replicas, self.options, central, self._connect)
+        everyone = world if replicas > 1 else None
+        self._members = AdoptedModules(device, everyone, self.options, central)
         if replicas > 1 or self.is_elastic:
             _leave_at_exit(self)
         self._is_running = False
-        self._connect()
+        self._members.connect()
         require_intact_files()
-
-    def _connect(self) -> None:
-        """Make the communicators, again after a run has failed. Every replica must call."""
-        if self._world is not None and not self._is_connected:
-            self._communicators = connect_replicas(self._world, self.options)
-            self._is_connected = True
-            self._members.use(self._communicators)
 
     def _connected(self) -> Communicator | None:
         """Return the communicator of `communicator`, for calls inside `together`."""
-        self._connect()
-        return None if self._communicators is None else self._communicators.replicas
+        return self._members.connect()
 
     @final
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         with self.communicator():
             if self.num_replicas_in_sync > 1 or self.is_elastic:
                 adopt_metrics(roots, self)
-            self._members.adopt(self._communicators, roots, made)
+            self._members.adopt(roots, made)
         serve = None if self._serve is None else self._serve()
         if serve is not None:
             serve(roots, made)
@@ -143,7 +129,7 @@ class ReplicatedStrategy(Strategy):
     @property
     def has_left(self) -> bool:
         """True after a failure, until the replicas have connected again."""
-        return self._world is not None and not self._is_connected
+        return self.num_replicas_in_sync > 1 and not self._members.is_connected
 
     def broadcast(self, but: Collection[int]) -> None:
         """Take replica 0's values of all tensors but those with these ids. A collective."""
@@ -156,14 +142,12 @@ class ReplicatedStrategy(Strategy):
 
         The replicas' values differ until they are restored.
         """
-        self._leave()
+        self._members.leave()
         timeout_s = self.options.timeout_s or settings().timeout_s
         world = next_world(default_communicator(), timeout_s)
-        self._world = world if world.world_size > 1 else None
         self._take_place(world.rank, world.world_size)
-        self._communicators = None
-        self._members.move(world.rank, world.world_size)
-        self._connect()
+        self._members.move(world if world.world_size > 1 else None)
+        self._members.connect()
         for dataset in list(self._datasets):
             dataset.divide_anew(self._input_layout())
 
@@ -183,18 +167,19 @@ class ReplicatedStrategy(Strategy):
         scope: AbstractContextManager[None] = nullcontext()
         if self._device.type == "cuda":
             scope = working_on_gpu(self._device)
-        self._connect()
+        self._members.connect()
         self.adopt_new()
         if self.num_replicas_in_sync == 1:
             with scope:
                 context = ReplicaContext(self, None, 0, examples, weights_of(weight, None))
                 return self._call(fn, given, context, None)
-        assert self._communicators is not None
+        communicators = self._members.communicators
+        assert communicators is not None
         weights: tuple[float, ...] | None = examples
         if weight is not None:
             with self.together():
-                weights = weights_of(weight, self._communicators.gradients)
-        context = ReplicaContext(self, self._communicators.replicas, 0, examples)
+                weights = weights_of(weight, communicators.gradients)
+        context = ReplicaContext(self, communicators.replicas, 0, examples)
         self._set_weights(context, weights)
         seed = draw_seed()
         self._members.refresh()
@@ -203,7 +188,7 @@ class ReplicatedStrategy(Strategy):
             with scope, self._members.run(fn, given, batch, seed):
                 result = self._call(fn, given, context, seed)
         except BaseException:
-            self._leave()
+            self._members.leave()
             raise
         finally:
             self._is_running = False
@@ -250,15 +235,6 @@ class ReplicatedStrategy(Strategy):
         finally:
             state.replica = None
 
-    def _leave(self) -> None:
-        """Abort the communicators after a failure; waiting replicas get PeerFailureError.
-
-        Every replica that gets the error does the same, and connects again with its next call.
-        """
-        if self._communicators is not None and self._is_connected:
-            self._is_connected = False
-            self._communicators.abort()
-
     @contextlib.contextmanager
     def communicator(self) -> Iterator[Communicator | None]:
         """Return a context manager around communication outside `run`; None with one replica.
@@ -270,7 +246,7 @@ class ReplicatedStrategy(Strategy):
         try:
             yield workers
         except (CollectiveMismatchError, LostRankError):
-            self._leave()
+            self._members.leave()
             raise
 
     @contextlib.contextmanager
@@ -282,7 +258,7 @@ class ReplicatedStrategy(Strategy):
         try:
             yield
         except BaseException:
-            self._leave()
+            self._members.leave()
             raise
 
     def refresh(self) -> None:
@@ -381,4 +357,4 @@ def replicas_of(modules: Iterable[nn.Module]) -> ReplicatedStrategy | None:
 
 def _leave_all() -> None:
     for strategy in list(_connected_strategies):
-        strategy._leave()
+        strategy._members.leave()

@@ -128,7 +128,7 @@ def test_a_call_that_waits_is_seen_by_another_thread() -> None:
     deadline = time.monotonic() + 10.0
     while not (running := [call for call in own_records().calls if call.is_running]):
         assert time.monotonic() < deadline
-    assert [call.member.is_open for call in running] == [True]
+    assert [call.member.size for call in running] == [2]
     ranks[1].barrier()
     waiting.join()
     assert not any(call.is_running for call in own_records().calls)
@@ -160,14 +160,11 @@ def test_ring_keeps_the_last_calls() -> None:
         assert numbers == list(range(numbers[0], 5001))
 
 
-def test_phases_are_those_of_their_calls() -> None:
+def test_phases_end() -> None:
     ranks = fd.local_group(2)
     with phase(Phase.BACKWARD):
-        on_ranks(ranks, lambda comm: comm.barrier())
         assert own_records().phase is Phase.BACKWARD
-    on_ranks(ranks, lambda comm: comm.barrier())
-    *_, a, b, c, d = own_records().calls
-    assert [call.phase for call in (a, b, c, d)] == [Phase.BACKWARD] * 2 + [Phase.USER] * 2
+    assert own_records().phase is Phase.USER
     for rank in ranks:
         rank.close()
 

@@ -63,7 +63,8 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
 def is_ready(jobs: list[Job]) -> bool:
     if not jobs or [each.records.task for each in jobs[0].ranks] != TASKS:
         return False
-    return jobs[0].ranks[0].records.call_count > 100
+    calls = jobs[0].ranks[0].records.calls
+    return len(calls) > 100
 
 
 def until(kind: Kind, timeout_s: float = 30.0) -> Diagnosis:

@@ -97,19 +97,12 @@ class Member:
     Attributes:
         key: a number that is the same on all of its ranks, and on no others.
         engine: "host", "net", …
-        is_open: False after the process has closed it.
     """
 
     key: int
     rank: int
     size: int
     engine: str
-    is_open: bool
-
-    @property
-    def name(self) -> str:
-        """The key as a text."""
-        return f"{self.key:016x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +120,6 @@ class Call:
     member: Member
     signature: Signature
     site: str
-    phase: Phase
     entered_s: float
     there_s: float
     done_s: float | None
@@ -178,7 +170,6 @@ class Records:
     Attributes:
         started: the start of the process, in clock ticks since boot, as in /proc/PID/stat.
         task: "worker 1" of a job with parameter servers, whose tasks are its ranks; "" otherwise.
-        call_count: number of calls that the process has begun.
         calls: the last 256 calls, and those that have not ended, by the time when they began.
         usual: the usual duration of recorded calls that have ended, by site.
     """
@@ -192,7 +183,6 @@ class Records:
     host: str
     program: str
     task: str
-    call_count: int
     phase: Phase
     phase_since_s: float
     members: tuple[Member, ...]
@@ -272,8 +262,7 @@ class Snapshot:
         members = min(int(header["communicators"]), _COMMUNICATORS)
         table = np.frombuffer(data, _COMMUNICATOR, members, _COMMUNICATORS_AT)
         self.members = tuple(
-            Member(key, rank, size, _text(engine), bool(is_open))
-            for rank, size, key, is_open, engine in table.tolist()
+            Member(key, rank, size, _text(engine)) for rank, size, key, _, engine in table.tolist()
         )
         self.calls = _whole_calls(data, again, members)
         sites = np.frombuffer(data, _SITE, min(int(header["sites"]), _SITES), _SITES_AT)
@@ -305,7 +294,6 @@ class Snapshot:
             member=self.members[int(each["communicator"])],
             signature=Signature(int(each["signature"]), int(each["count"])),
             site=self.site(int(each["site"])),
-            phase=_phase(int(each["phase"])),
             entered_s=self.seconds(each["entered"]),
             there_s=self.seconds(each["there"] or each["entered"]),
             done_s=self.seconds(each["done"]) if each["done"] else None,
@@ -346,7 +334,6 @@ def _records(file: Snapshot) -> Records:
         host=file.text("host"),
         program=file.text("program"),
         task=file.text("task"),
-        call_count=int(header["calls"]),
         phase=_phase(int(header["phase"])),
         phase_since_s=file.seconds(header["phase_since"]),
         members=file.members,

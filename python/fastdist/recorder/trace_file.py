@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fastdist.recorder.phases import Phase
 from fastdist.recorder.ring import Call, Member
 from fastdist.recorder.signatures import Signature
 from fastdist.recorder.timeline import RankTimeline, Span
@@ -81,7 +80,7 @@ def _events(rank: RankTimeline, begin_s: float) -> Iterator[dict[str, Any]]:
             on_gpu=signature.on_gpu,
             number=call.sequence,
             line=call.site,
-            communicator=member.name,
+            communicator=f"{member.key:016x}",
             rank=member.rank,
             ranks=member.size,
             failed=call.is_failed,
@@ -106,10 +105,9 @@ def _take(rank: RankTimeline, event: dict[str, Any], begin_s: float) -> None:
             Call(
                 number=len(rank.calls),
                 sequence=about["number"],
-                member=Member(key, about["rank"], about["ranks"], engine="", is_open=True),
+                member=Member(key, about["rank"], about["ranks"], engine=""),
                 signature=Signature(about["signature"], about["elements"]),
                 site=about["line"],
-                phase=Phase.USER,
                 entered_s=first,
                 there_s=first,
                 done_s=last,

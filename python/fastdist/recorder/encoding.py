@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 def encode(value: Any) -> str:
     """Encode dataclasses of dataclasses, tuples, paths, enums, numbers and texts."""
-    return json.dumps(_plain(value))
+    return json.dumps(value, default=_plain)
 
 
 def decode(kind: type[_T], text: str | bytes) -> _T:
@@ -44,13 +44,9 @@ def read(kind: type[_T], path: Path) -> _T | None:
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value) and not isinstance(value, type):
-        return [_plain(getattr(value, name)) for name in _types_of(type(value))]
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return str(value)
+    return [getattr(value, name) for name in _types_of(value.__class__)]
 
 
 def _typed(kind: Any, value: Any) -> Any:

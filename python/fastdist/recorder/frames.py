@@ -13,8 +13,6 @@ _NOT_USERS = re.compile(
     r"|^<"
     f"|^{re.escape(str(Path(__file__).parents[1]))}/"
 )
-_DATA = re.compile(r"/torch/utils/data/|/fastdist/data/|/(datasets|webdataset|torchdata)/")
-_GPU = re.compile(r"/torch/cuda/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +47,6 @@ class Stack:
         file = Path(place.rpartition(":")[0]).name
         return any(f.function == function and Path(f.file).name == file for f in self.frames)
 
-    @property
-    def is_loading(self) -> bool:
-        """True inside a data loader."""
-        return self._has(_DATA)
-
-    @property
-    def is_in_torch_cuda(self) -> bool:
-        """True inside torch.cuda, whose calls wait for GPUs."""
-        return self._has(_GPU)
-
-    def _has(self, pattern: re.Pattern[str]) -> bool:
+    def passes(self, pattern: re.Pattern[str]) -> bool:
+        """Return True inside a file whose path has this pattern."""
         return any(pattern.search(frame.file) for frame in self.frames)

@@ -23,6 +23,10 @@ _SWAP = re.compile(r"^(swap|do_swap|shrink_|mem_cgroup|try_to_free|throttle_dire
 _SLEEP = re.compile(r"nanosleep")
 _CHILD = re.compile(r"^(do_wait|kernel_wait|pidfd)")
 
+# Files of Python in which data is loaded, or work on GPUs is waited for.
+_DATA = re.compile(r"/torch/utils/data/|/fastdist/data/|/(datasets|webdataset|torchdata)/")
+_GPU = re.compile(r"/torch/cuda/")
+
 BUSY_SHARE = 0.5  # of a core
 _FAULTS_PER_S = 200
 _STALLED_SHARE = 0.1
@@ -116,14 +120,14 @@ def _link(rank: ObservedRank) -> Occupation | None:
 def _gpu(rank: ObservedRank) -> Occupation | None:
     if rank.process is None or not rank.process.uses_gpu:
         return None
-    waits = rank.stack is not None and rank.stack.is_in_torch_cuda
+    waits = rank.stack is not None and rank.stack.passes(_GPU)
     if not waits and not any(call.signature.on_gpu for call in rank.running):
         return None
     return Occupation(Kind.GPU, "waits for work on its GPU", "wait for work on their GPUs")
 
 
 def _data(rank: ObservedRank) -> Occupation | None:
-    is_loading = rank.stack is not None and rank.stack.is_loading
+    is_loading = rank.stack is not None and rank.stack.passes(_DATA)
     if not is_loading and rank.records.phase is not Phase.DATA:
         return None
     return _waits(Kind.DATA, f"for data, {_how(rank)}")

@@ -147,7 +147,7 @@ class Listener:
             elif number is not None:
                 is_broken = event & (select.EPOLLHUP | select.EPOLLERR)
                 if is_broken and self._streams[number].allowance == 0:
-                    self._drop(number)  # else the event would come again at once
+                    self.drop(number)  # else the event would come again at once
                     continue
                 if event & ~select.EPOLLIN:
                     self._try(number, self._flush)  # which drops a broken one
@@ -186,7 +186,7 @@ class Listener:
             del self._strangers[number]
             if stream.purpose == HEARTBEATS:
                 _core.echo(os.dup(stream.socket.fileno()))
-                self._drop(number)
+                self.drop(number)
         return message
 
     def _flush(self, stream: Stream) -> None:
@@ -215,7 +215,7 @@ class Listener:
         for stream in list(self._room.inside):
             number = self._by_descriptor[stream.socket.fileno()]
             if number not in self._ready and now - stream.received_at > _STUCK_S:
-                self._drop(number)
+                self.drop(number)
         if now - self._trickled_at > _TRICKLE_S:
             self._trickled_at = now
             for stream in self._room.waiting:
@@ -250,7 +250,7 @@ class Listener:
         self._epoll.register(accepted, select.EPOLLIN)
         self._strangers[number] = None
         if len(self._strangers) > _MAX_STRANGERS:
-            self._drop(next(iter(self._strangers)))
+            self.drop(next(iter(self._strangers)))
 
     def _try(self, number: int, call: Callable[[Stream], T]) -> T | None:
         """Call a function with a connection; drop the connection if it is broken."""
@@ -260,16 +260,14 @@ class Listener:
         try:
             return call(stream)
         except OSError:
-            self._drop(number)
+            self.drop(number)
             return None
 
     def drop(self, number: int) -> None:
         """Close a connection, if it is not lost."""
-        if number in self._streams:
-            self._drop(number)
-
-    def _drop(self, number: int) -> None:
-        stream = self._streams.pop(number)
+        stream = self._streams.pop(number, None)
+        if stream is None:
+            return
         self._strangers.pop(number, None)
         del self._by_descriptor[stream.socket.fileno()]
         self._epoll.unregister(stream.socket)  # another process may keep a descriptor of it

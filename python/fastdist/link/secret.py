@@ -36,10 +36,6 @@ _HOW = (
 )
 
 
-class UnsealedError(Exception):
-    """A text was not sealed with this secret."""
-
-
 @final
 @dataclass(frozen=True, slots=True, repr=False)
 class Secret:
@@ -56,16 +52,16 @@ class Secret:
         return json.dumps([text, self.derive(label, text)])
 
     def open(self, label: str, sealed: str | bytes, most_bytes: int = _MOST_BYTES) -> str:
-        """Return the text in the output of `seal`."""
+        """Return the text in the output of `seal`; raise ValueError for any other text."""
         try:
             if len(sealed) > most_bytes:
-                raise UnsealedError
+                raise ValueError("too long for a sealed text")
             text, code = json.loads(sealed)
             own = self.derive(label, text)
             if not hmac.compare_digest(own.encode(), str(code).encode()):
-                raise UnsealedError
-        except (ValueError, TypeError, RecursionError):
-            raise UnsealedError from None
+                raise ValueError("not sealed with this secret")
+        except (TypeError, RecursionError):
+            raise ValueError("not a sealed text") from None
         return str(text)
 
     def derive(self, label: str, text: str) -> str:
@@ -101,7 +97,7 @@ def exchange(
     for other, sealed in enumerate(everyone):
         try:
             found.append(secret.open(f"{other}/{label}", sealed))
-        except UnsealedError:
+        except ValueError:
             raise secret.mismatch(rank, other) from None
     return found
 

@@ -15,17 +15,14 @@ import socket
 import time
 from collections.abc import Callable
 
-from fastdist.link.secret import Secret, UnsealedError
+from fastdist.link.secret import Secret
 
 _CONNECT_S = 1.5
 _ANSWER_S = 10.0  # longer than the asker waits
 _MOST_BYTES = 1 << 12
 _MOST_ANSWER_BYTES = 1 << 28
 # Of a connection, and of what a stranger says: any JSON.
-_FAILURES = (
-    *(OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError),
-    UnsealedError,
-)
+_FAILURES = (OSError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
 
 
 class NoAnswerError(Exception):

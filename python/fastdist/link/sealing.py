@@ -28,10 +28,6 @@ _TAG_BYTES = 16
 MESSAGE_BYTES = _PUBLIC_BYTES + _TAG_BYTES  # of the handshake, without a payload
 
 
-class StrangerError(ConnectionError):
-    """The peer does not have the job's secret, or its messages were changed on the way."""
-
-
 class Cipher:
     """Encrypts or decrypts the records of one direction, in order."""
 
@@ -44,11 +40,11 @@ class Cipher:
         self._cipher.encrypt_into(next(self._nonces), record, hash, out)
 
     def open(self, sealed: Any, out: Any, hash: bytes | None = None) -> None:
-        """Decrypt a record; raise StrangerError if it is not the peer's next record."""
+        """Decrypt a record; raise ConnectionError if it is not the peer's next one."""
         try:
             self._cipher.decrypt_into(next(self._nonces), sealed, hash, out)
         except InvalidTag:
-            raise StrangerError("a record that the peer has not made") from None
+            raise ConnectionError("a record that the peer has not made") from None
 
 
 class Handshake:
@@ -88,7 +84,7 @@ class Handshake:
         """Return the payload of the peer's message.
 
         Raises:
-            StrangerError: the peer has another secret, or has agreed on another prologue.
+            ConnectionError: the peer has another secret, or has agreed on another prologue.
         """
         public, sealed = message[:_PUBLIC_BYTES], message[_PUBLIC_BYTES:]
         self._peer = X25519PublicKey.from_public_bytes(public)
@@ -96,8 +92,8 @@ class Handshake:
             payload = bytearray(len(sealed) - _TAG_BYTES)
             self._mix(public, is_second=self._is_initiator)
             self._cipher.open(sealed, payload, self.hash)
-        except (StrangerError, ValueError):
-            raise StrangerError("the peer has another secret") from None
+        except (ConnectionError, ValueError):
+            raise ConnectionError("the peer has another secret") from None
         self._mix_hash(sealed)
         return bytes(payload)
 

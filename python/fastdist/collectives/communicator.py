@@ -692,16 +692,10 @@ class Communicator(ObjectCalls):
         self._refuse_inside("join")
         if self.engine.compiled is None:
             raise UnsupportedError("ranks of a TPU cannot join: its program launches their calls")
-        plain = self.calls
-
-        def tell(call: Any) -> list[Any]:
-            with self._calling(plain, None):
-                return self.all_gather_object(call)
-
-        joining = Joining(self.rank, plain, self.engine.compiled, tell)
+        joining = Joining(self)
         with self._calling(joining.calls(), "join"):
             yield joining
-        joining.take_part(self.timeout_s)
+        joining.take_part()
 
     @contextmanager
     def _calling(self, calls: Calls, inside: str | None) -> Iterator[None]:

@@ -10,18 +10,17 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-import fastdist._core as _core
 from fastdist.collectives.arrays import NOT_IN_NUMPY, as_list, dtype_name, part_like, shape_of
 from fastdist.collectives.engines.engine import OPS, Calls
 from fastdist.collectives.engines.gpu_arrays import device_of
-from fastdist.collectives.types import Array
+from fastdist.collectives.types import Array, Ranks
 from fastdist.errors import CollectiveMismatchError, UnsupportedError
 
 _JOINED = None  # what a rank tells that has joined
@@ -37,18 +36,10 @@ class Joining:
         last_rank: the lowest of the ranks that joined last, once all have; None before.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        plain: Calls,
-        ranks: _core.Communicator,
-        tell: Callable[[Any], Sequence[Any]],
-    ) -> None:
+    def __init__(self, comm: Ranks) -> None:
         self.last_rank: int | None = None
-        self._rank = rank
-        self._plain = plain
-        self._ranks = ranks
-        self._tell = tell  # exchanges objects between all ranks
+        self._comm = comm
+        self._plain: Calls = comm.calls
 
     def calls(self) -> Calls:
         """Return the collectives of a rank that still has data."""
@@ -77,12 +68,18 @@ class Joining:
             raise UnsupportedError(f"{name} needs data of ranks that have joined: {joined}")
         return call()
 
-    def take_part(self, timeout_s: float) -> None:
+    def _tell(self, call: Any) -> list[Any]:
+        """Exchange what the ranks call."""
+        with self._comm._calling(self._plain, None):
+            told: list[Any] = self._comm.all_gather_object(call)
+        return told
+
+    def take_part(self) -> None:
         """Make the other ranks' calls until all ranks have joined."""
-        made = 0
+        made, ranks, timeout_s = 0, self._comm.engine.compiled, self._comm.timeout_s
         while True:
             try:
-                self._ranks.compare("join", "uint8", "sum", 0, 0, 0, timeout_s)
+                ranks.compare("join", "uint8", "sum", 0, 0, 0, timeout_s)
                 break
             except CollectiveMismatchError:
                 calls = self._tell(_JOINED)

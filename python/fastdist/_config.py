@@ -39,30 +39,30 @@ SECRET_VARIABLES = (SECRET_VARIABLE, "FASTDIST_SECRET_FILE", "FASTDIST_INSECURE"
 class Settings:
     """The settings. Times are in seconds."""
 
-    timeout_s: float = 600.0
-    rendezvous_timeout_s: float = 120.0
-    ps_folder: str | None = None
-    secret: str | None = field(default=None, repr=False)
-    secret_file: str | None = None
-    insecure: bool = False
-    interface: str | None = None
-    config_folder: str = "~/.config"
+    timeout_s: float
+    rendezvous_timeout_s: float
+    ps_folder: str | None
+    secret: str | None = field(repr=False)
+    secret_file: str | None
+    insecure: bool
+    interface: str | None
+    config_folder: str
 
 
 def settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Read the settings."""
-    defaults = Settings()
+    insecure = environ.get("FASTDIST_INSECURE", "0")
+    if insecure not in ("0", "1"):
+        raise ValueError(f"FASTDIST_INSECURE must be 0 or 1, got {insecure!r}")
     return Settings(
-        timeout_s=_seconds(environ, "FASTDIST_TIMEOUT_S", defaults.timeout_s),
-        rendezvous_timeout_s=_seconds(
-            environ, "FASTDIST_RENDEZVOUS_TIMEOUT_S", defaults.rendezvous_timeout_s
-        ),
+        timeout_s=_seconds(environ, "FASTDIST_TIMEOUT_S", 600.0),
+        rendezvous_timeout_s=_seconds(environ, "FASTDIST_RENDEZVOUS_TIMEOUT_S", 120.0),
         ps_folder=environ.get(FOLDER_VARIABLE) or None,
         secret=environ.get(SECRET_VARIABLE) or None,
         secret_file=environ.get("FASTDIST_SECRET_FILE") or None,
         interface=environ.get("GLOO_SOCKET_IFNAME") or None,
-        insecure=_flag(environ, "FASTDIST_INSECURE", defaults.insecure),
-        config_folder=os.path.expanduser(environ.get("XDG_CONFIG_HOME") or defaults.config_folder),
+        insecure=insecure == "1",
+        config_folder=os.path.expanduser(environ.get("XDG_CONFIG_HOME") or "~/.config"),
     )
 
 
@@ -96,13 +96,6 @@ def replaced_backend(environ: Mapping[str, str] = os.environ) -> str | None:
     if name is not None and name not in REPLACEABLE:
         raise ValueError(f"{REPLACE_VARIABLE} must be {' or '.join(REPLACEABLE)}, got {name!r}")
     return name
-
-
-def _flag(environ: Mapping[str, str], name: str, default: bool) -> bool:
-    text = environ.get(name, str(int(default)))
-    if text not in ("0", "1"):
-        raise ValueError(f"{name} must be 0 or 1, got {text!r}")
-    return text == "1"
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -813,14 +813,11 @@ class Communicator(ObjectCalls):
         if device is not None:
             seconds = self.timeout_s if timeout is None else timeout
             gpu = to_gpu(device)
-            memory = self._on_gpus().empty(max(nbytes, 1), gpu, seconds)
+            if self._gpus is None:
+                raise UnsupportedError(f"no GPU can be used: {_core.why_no_cuda()}")
+            memory = self._gpus.empty(max(nbytes, 1), gpu, seconds)
             return view_gpu_bytes(memory, nbytes, shape, dtype)
         return view_bytes(self.engine.empty(nbytes), shape, dtype)
-
-    def _on_gpus(self) -> NcclEngine:
-        if self._gpus is None:
-            raise UnsupportedError(f"no GPU can be used: {_core.why_no_cuda()}")
-        return self._gpus
 
     def _make(self, groups: list[list[int]], timeout: float | None) -> Communicator | None:
         engine = self.engine.subset(groups, self.timeout_s if timeout is None else timeout)

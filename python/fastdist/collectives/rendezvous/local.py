@@ -317,13 +317,24 @@ def _arrive(rendezvous: _Rendezvous, own_fd: int) -> socket.socket:
     """Connect to rank 0 and say which rank this is; again if its meeting was another."""
     hello = _HELLO.pack(_MAGIC, _VERSION, rendezvous.rank, rendezvous.world_size)
     while True:
-        connection = _connect(rendezvous)
-        rendezvous.arm(connection)
-        with contextlib.suppress(OSError):
-            rendezvous.send_fds(connection, [own_fd], hello)
-            if connection.recv(1) == _ARRIVED:
-                return connection
-        connection.close()
+        run_checks()
+        problem = "no process listens on its socket"
+        for connection in rendezvous.connections():
+            if connection is None:
+                problem = "its socket belongs to another user"
+                continue
+            rendezvous.arm(connection)
+            with contextlib.suppress(OSError):
+                rendezvous.send_fds(connection, [own_fd], hello)
+                if connection.recv(1) == _ARRIVED:
+                    return connection
+            connection.close()
+        if time.monotonic() >= rendezvous.deadline:
+            raise ClusterConfigError(
+                f"rendezvous: rank {rendezvous.rank} of {rendezvous.world_size} did not find "
+                f"rank 0 within {rendezvous.timeout_s:g} s: {problem}",
+                (0,),
+            )
         time.sleep(_RETRY_S)
 
 
@@ -338,23 +349,6 @@ def _receive_fds(connection: socket.socket, rank: int) -> list[int]:
     if not data:
         raise ConnectionError
     return received
-
-
-def _connect(rendezvous: _Rendezvous) -> socket.socket:
-    while True:
-        run_checks()
-        problem = "no process listens on its socket"
-        for connection in rendezvous.connections():
-            if connection is not None:
-                return connection
-            problem = "its socket belongs to another user"
-        if time.monotonic() >= rendezvous.deadline:
-            raise ClusterConfigError(
-                f"rendezvous: rank {rendezvous.rank} of {rendezvous.world_size} did not find "
-                f"rank 0 within {rendezvous.timeout_s:g} s: {problem}",
-                (0,),
-            )
-        time.sleep(_RETRY_S)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:

@@ -7,11 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import Any
 
 from fastdist.link.connections import Connections
-from fastdist.link.listener import Listener, ListenerClosed
+from fastdist.link.listener import Listener
 from fastdist.ps import Client
 from fastdist.ps.wire.protocol import Header, Op, Status
 
@@ -61,6 +61,7 @@ class RawServer:
         self.address = self._listener.address
         self._arrived: queue.Queue[Request] = queue.Queue()
         self._leaving: deque[tuple[Any, ...]] = deque()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -71,12 +72,13 @@ class RawServer:
         self.close()
 
     def close(self) -> None:
-        self._listener.stop()
+        self._is_closing = True
+        self._listener.wake()
         self._thread.join()
 
     def _run(self) -> None:
-        with suppress(ListenerClosed), closing(self._listener):
-            while True:
+        with closing(self._listener):
+            while not self._is_closing:
                 received = self._listener.receive()
                 while self._leaving:
                     self._listener.send(*self._leaving.popleft())

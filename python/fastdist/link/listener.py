@@ -32,12 +32,8 @@ _TRICKLE_S = 3.0
 _PAUSE_S = 0.2  # without accepting, after accepting has failed
 
 
-class ListenerClosed(Exception):
-    """The listener was closed."""
-
-
 class Listener:
-    """A socket that accepts any number of connections. For one thread, except `stop` and `wake`.
+    """A socket that accepts any number of connections. For one thread, except `wake`.
 
     Args:
         max_frame_bytes: connections that send larger frames are dropped.
@@ -74,7 +70,6 @@ class Listener:
         self._ready: dict[int, None] = {}  # connections with received bytes, in order
         self._ahead: dict[int, None] = {}  # connections with unreturned bytes
         self._accepts_at = 0.0  # 0: now
-        self._is_stopping = False
         self._wake = Wake()
         self._epoll = select.epoll()
         self._epoll.register(self._socket, select.EPOLLIN)
@@ -83,11 +78,6 @@ class Listener:
     def fileno(self) -> int:
         """Return a descriptor that is readable when `receive` has something to do."""
         return self._epoll.fileno()
-
-    def stop(self) -> None:
-        """Make `receive` raise ListenerClosed; from any thread."""
-        self._is_stopping = True
-        self._wake.set()
 
     def wake(self) -> None:
         """Make `receive` return None; from any thread."""
@@ -109,7 +99,7 @@ class Listener:
     def receive(self, timeout_s: float | None = None) -> tuple[int, list[memoryview]] | None:
         """Return the next message: the number of its connection, and its frames.
 
-        Returns None after the timeout, and after `wake`; raises ListenerClosed after `stop`.
+        Returns None after the timeout, and after `wake`.
         """
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -121,8 +111,6 @@ class Listener:
                     return number, message
             wait_s = None if end_s is None else max(end_s - time.monotonic(), 0.0)
             is_woken = self._poll(0.0 if self._ahead else wait_s)
-            if self._is_stopping:
-                raise ListenerClosed
             if is_woken or (wait_s == 0.0 and not self._ready):
                 return None
 

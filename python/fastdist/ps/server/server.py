@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from tempfile import mkdtemp
 from typing import Any
 
-from fastdist.link.listener import Listener, ListenerClosed
+from fastdist.link.listener import Listener
 from fastdist.ps.server.send_buffers import SendBuffers
 from fastdist.ps.server.service import Service
 from fastdist.ps.wire.process import allow_open_files, keep_freed_memory
@@ -65,6 +65,7 @@ class Server:
         self._service = Service(max_staged_bytes)
         self.ended = self._service.ended
         self.failure: BaseException | None = None
+        self._is_closing = False
         self._finished: deque[tuple[Any, ...]] = deque()  # answers to slow requests
         self._remove_folder = None
         if address is None:
@@ -88,7 +89,8 @@ class Server:
     def close(self) -> None:
         """Stop answering, and drop everything that the server keeps."""
         self._files.shutdown(wait=False, cancel_futures=True)
-        self._listener.stop()
+        self._is_closing = True
+        self._listener.wake()
         self._thread.join()
         if self._remove_folder is not None:
             self._remove_folder()
@@ -108,12 +110,12 @@ class Server:
             self.ended.set()
 
     def _serve(self) -> None:
-        """Answer the requests until the listener is stopped."""
+        """Answer the requests until the server is closed."""
         buffers = SendBuffers(_MAX_UNSENT_BYTES)
         listener = self._listener
         slow: list[Future[None]] = []  # requests
-        with suppress(ListenerClosed), closing(listener):
-            while True:
+        with closing(listener):
+            while not self._is_closing:
                 received = listener.receive()
                 while self._finished:
                     listener.send(*self._finished.popleft())

@@ -247,20 +247,24 @@ class _Meeting:
 
     def _welcome(self, connection: socket.socket) -> _Steps:
         """Keep the connection of a process if it proves that it is a higher rank."""
-        hello = yield from _hear(connection, _HELLO.size)
-        magic, rank, purpose, _ = _HELLO.unpack(hello)
-        is_rank = self._rank < rank < len(self._purposes) and purpose < self._purposes[rank]
-        if magic != _MAGIC or not is_rank:
-            raise ConnectionError
-        nonce = secrets.token_bytes(16)
-        _say(connection, nonce + self._proof(_ACCEPTS, self._rank, hello, nonce))
-        expected = self._proof(_CONNECTS, self._rank, hello, nonce)
-        proof = yield from _hear(connection, len(expected))
-        if not hmac.compare_digest(proof, expected):
-            raise ConnectionError
-        _set_options(connection, purpose)
-        _say(connection, _WELCOME)
-        self._keep(connection, rank, (IN, OUT, STREAM)[purpose])
+        try:
+            hello = yield from _hear(connection, _HELLO.size)
+            magic, rank, purpose, _ = _HELLO.unpack(hello)
+            is_rank = self._rank < rank < len(self._purposes) and purpose < self._purposes[rank]
+            if magic != _MAGIC or not is_rank:
+                raise ConnectionError
+            nonce = secrets.token_bytes(16)
+            _say(connection, nonce + self._proof(_ACCEPTS, self._rank, hello, nonce))
+            expected = self._proof(_CONNECTS, self._rank, hello, nonce)
+            proof = yield from _hear(connection, len(expected))
+            if not hmac.compare_digest(proof, expected):
+                raise ConnectionError
+            _set_options(connection, purpose)
+            _say(connection, _WELCOME)
+        except OSError:
+            self._close(connection)
+        else:
+            self._keep(connection, rank, (IN, OUT, STREAM)[purpose])
 
     def _close_strangers(self, kept: int) -> None:
         """Close all but the latest `kept` connections of strangers; ranks connect again."""
@@ -271,17 +275,9 @@ class _Meeting:
 
     def _advance(self, fd: int) -> None:
         """Go on with a handshake whose socket is ready."""
-        if fd in self._ours:
-            if next(self._ours[fd][1], True):
-                del self._ours[fd]
-        elif fd in self._strangers:
-            connection, steps = self._strangers[fd]
-            try:
-                if next(steps, True):
-                    del self._strangers[fd]
-            except OSError:
-                del self._strangers[fd]
-                self._close(connection)
+        handshakes = self._ours if fd in self._ours else self._strangers
+        if fd in handshakes and next(handshakes[fd][1], True):
+            del handshakes[fd]
 
     def _close(self, connection: socket.socket) -> None:
         self._poll.unregister(connection)

@@ -313,17 +313,14 @@ class Connections:
         ready = dict(self._epoll.poll(wait_s))
         if self._wake is not None and self._wake.descriptor in ready:
             self._wake.clear()
-        renewed = set()
         for number, spare in list(self._spares.items()):
-            spare.look(ready.get(spare.descriptor, 0))
+            spare.look(ready.pop(spare.descriptor, 0))
             if spare.is_connected:
                 self._all[number].close()
                 self._all[number] = self._spares.pop(number)
-                renewed.add(number)
+                spare._has_changed = True
         looks = [each.look(ready.get(each.descriptor, 0)) for each in self._all]
         self._feel_pulses(ready)  # last, so that a task's messages from before its end count
-        for number in renewed:
-            looks[number] = looks[number][0], True
         return [(number, look[1]) for number, look in enumerate(looks) if any(look)]
 
     def _feel_pulses(self, ready: dict[int, int]) -> None:

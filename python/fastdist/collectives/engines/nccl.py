@@ -61,7 +61,9 @@ class NcclEngine:
 
     def call(self, op: str, given: dict[str, Any]) -> Any:
         """Make a call on GPU arrays, given its arguments by name."""
-        array, stream = _first_array(given), given.get("stream")
+        array, stream = given.get("array"), given.get("stream")
+        if array is None:  # of a scatter, which has an input on the root
+            array = given["out"]
         timeout_s, async_op = given["timeout"], given["async_op"]
         device = self._device_of(array)
         assert device is not None
@@ -150,8 +152,10 @@ class NcclEngine:
             if "error" in record:
                 where = "" if other == rank else f" (rank {other})"
                 raise UnsupportedError(record["error"] + where, (other,))
-        if different := _different([record["version"] for record in records]):
-            raise UnsupportedError(f"all ranks must have the same version of NCCL, got {different}")
+        versions = [record["version"] for record in records]
+        if len(set(versions)) > 1:
+            told = ", ".join(f"{each} on rank {other}" for other, each in enumerate(versions))
+            raise UnsupportedError(f"all ranks must have the same version of NCCL, got {told}")
         sharing = _ranks_that_share(records)
         _require_apart(records, sharing)
         if sharing or _may_share_elsewhere(records, rank):
@@ -240,12 +244,6 @@ class StreamWork:
         return self._work.synchronize(timeout)
 
 
-def _first_array(given: dict[str, Any]) -> Any:
-    """Return the argument that says where a call's arrays are: scatter has an input on the root."""
-    array = given.get("array")
-    return given["out"] if array is None else array
-
-
 def _describe(device: int) -> dict[str, Any]:
     """Describe this rank to the others; "error" says what keeps it from connecting."""
     from fastdist.collectives.rendezvous.machines import machine_id  # imports slowly
@@ -264,13 +262,6 @@ def _describe(device: int) -> dict[str, Any]:
         "process": os.getpid(),
         "device": device,
     }
-
-
-def _different(values: Sequence[str]) -> str:
-    """List the ranks' values for a message; empty if they are equal."""
-    if values.count(values[0]) == len(values):
-        return ""
-    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
 
 
 def _ranks_that_share(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:

@@ -83,7 +83,10 @@ def agree(
     if coordinator is None:
         address = _free_address(host) if rank == 0 else ""
         coordinator = exchange(board.allgather, secret, rank, f"address/{said}", address)[0]
-    listener = _listen(coordinator, deadline)
+    try:  # on the interface that routes to rank 0
+        listener = listen_at(own_address(*split_address(coordinator), deadline))
+    except OSError as error:
+        raise ClusterConfigError(f"rendezvous: {error}") from None
     try:
         launcher = os.environ.get(LAUNCHER_VARIABLE, "")
         text = json.dumps([listener.getsockname()[0], port_of(listener), launcher])
@@ -97,15 +100,6 @@ def agree(
     addresses = [(ip, port) for ip, port, _ in arrivals]
     launchers = [launcher for _, _, launcher in arrivals]
     return Rendezvous(rank, machines, key, addresses, listener, launchers)
-
-
-def _listen(coordinator: str, deadline: float) -> socket.socket:
-    """Open this rank's listener on the interface that routes to rank 0; wait for the network."""
-    ip = own_address(*split_address(coordinator), deadline)
-    try:
-        return listen_at(ip)
-    except OSError as error:
-        raise ClusterConfigError(f"rendezvous: {error}") from None
 
 
 def _require_version(rank: int, version: object) -> None:

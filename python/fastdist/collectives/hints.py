@@ -56,7 +56,6 @@ _IMMUTABLE = frozenset({"jax", "jaxlib", "pyarrow", "tensorflow"})
 
 def not_an_array(argument: str, got: Any) -> str:
     """Return the message for an object that is no array."""
-    hint = ""
     if isinstance(got, (Number, list, tuple)):
         hint = "; pass numpy.array(x)"
     elif isinstance(got, Iterator):

@@ -165,7 +165,6 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _require_plain(name: str, layer: _BatchNorm) -> None:
-    """Check that a layer does what torch's BatchNorm does."""
     plain, reason = nn.BatchNorm1d(1), ""
     for kind in type(layer).__mro__:
         if kind.__module__ == _BatchNorm.__module__:

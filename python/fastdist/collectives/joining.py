@@ -69,7 +69,6 @@ class Joining:
         return call()
 
     def _tell(self, call: Any) -> list[Any]:
-        """Exchange what the ranks call."""
         with self._comm._calling(self._plain, None):
             told: list[Any] = self._comm.all_gather_object(call)
         return told

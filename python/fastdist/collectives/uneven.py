@@ -295,7 +295,6 @@ def _check(
 
 
 def _rows(array: Array, begin: int, end: int) -> Array:
-    """View rows of an array."""
     if not hasattr(array, "shape") or isinstance(array, memoryview):
         array = np.asarray(memoryview(array))
     return array[begin:end] if shape_of(array) else array

@@ -225,7 +225,6 @@ class _Pulse(Connection):
                 self._stream.socket.send(b"\0")
 
     def lose(self, *, was_refused: bool = False) -> None:
-        """See `Connection.lose`."""
         self._beat_at = None
         super().lose(was_refused=was_refused)
 

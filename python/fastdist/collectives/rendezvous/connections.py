@@ -172,7 +172,6 @@ class _Meeting:
         self._close_strangers(0)
 
     def _missing(self) -> list[int]:
-        """Return the ranks to which a connection is missing."""
         return [rank for rank, most in enumerate(self._purposes) if None in self.found[rank][:most]]
 
     # --- as the rank that connects --------------------------------------------------------------

@@ -193,7 +193,6 @@ class _Guests:
                 )
 
     def await_all(self) -> None:
-        """Wait until all ranks have arrived."""
         size = self._rendezvous.world_size
         while len(self.fds) < size:
             run_checks()
@@ -274,7 +273,6 @@ class _Guests:
         self._selector.register(connection, selectors.EVENT_READ, rank)
 
     def close(self) -> None:
-        """Close all connections."""
         self._selector.close()
         for connection in (self._listener, *self._silent, *self.connections.values()):
             connection.close()

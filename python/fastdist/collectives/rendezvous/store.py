@@ -153,7 +153,6 @@ def telling_loss(rank: int, where: str = "") -> Iterator[None]:
 
 
 def _c10d() -> Any:
-    """Import the module of torch's stores."""
     try:
         import torch.distributed
     except ImportError:

@@ -317,7 +317,7 @@ def test_one_rank_on_each_of_two_machines(launcher: Launcher, tmp_path: Path) ->
 def test_a_file_that_becomes_unwritable(tmp_path: Path) -> None:
     """Training goes on, and says once that nothing more is recorded."""
     (alone,) = fd.local_group(1)
-    digests = StepDigests(Recording(str(tmp_path), 1, ""), has_states=True, is_sharded=False)
+    digests = StepDigests(Recording(str(tmp_path), 1, ""), is_sharded=False)
     digests.watch([], alone, is_exact=True)
     digests.note_step()
     with pytest.warns(UserWarning, match="no more steps are recorded: .*Is a directory"):
@@ -330,7 +330,7 @@ def test_another_run_begins_anew_and_the_same_goes_on(tmp_path: Path) -> None:
     (alone,) = fd.local_group(1)
     path = tmp_path / "a"
     for name in ("first", "second", "second"):
-        digests = StepDigests(Recording(str(path), 2, name), has_states=True, is_sharded=False)
+        digests = StepDigests(Recording(str(path), 2, name), is_sharded=False)
         digests.watch([], alone, is_exact=True)
         for _ in range(4):
             digests.note_step()
@@ -343,7 +343,7 @@ def test_another_run_begins_anew_and_the_same_goes_on(tmp_path: Path) -> None:
 def test_steps_of_one_replica_count(tmp_path: Path) -> None:
     """An elastic job may shrink to one replica, and grow again."""
     (alone,) = fd.local_group(1)
-    digests = StepDigests(Recording(str(tmp_path / "a"), 1, ""), has_states=True, is_sharded=False)
+    digests = StepDigests(Recording(str(tmp_path / "a"), 1, ""), is_sharded=False)
     before = StepDigests.steps
     for workers in (alone, None, alone):
         if workers is not None:

@@ -112,7 +112,7 @@ class AdoptedModules:
         self._first_runs = FirstRuns()
         self._outside = OutsideParameters(self.has)
         if (found := recording()) is not None:
-            self._record.digests = StepDigests(found, central is None, options.shard_optimizer)
+            self._record.digests = StepDigests(found, options.shard_optimizer)
         self._take_place(world)
 
     def _take_place(self, world: Communicator | None) -> None:
@@ -365,7 +365,8 @@ class AdoptedModules:
             self._central.require_unchanged()
             workers.barrier()  # no replica writes while another one computes
         if self._record.digests is not None:
-            self._record.digests.end_run(self.connect(), [ref() for ref in self._in_order])
+            in_order = self._in_order if has_copies else ()
+            self._record.digests.end_run(self.connect(), [ref() for ref in in_order])
         self._first_runs.report(replica == 0)
         self._buffers.report(replica == 0)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import warnings
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,13 +31,10 @@ from fastdist.training.modules import bytes_of
 
 @dataclass(frozen=True, slots=True)
 class _Digests:
-    """The digests of one replica."""
-
     host: str
     threads: int  # of an operation of torch, on which bits depend
     own: int  # of its gradients before they were reduced
-    gradients: dict[str, int]  # with which an optimizer has stepped, if it is sharded
-    parameters: dict[str, int]
+    shared: dict[str, int]  # of parameters, and of gradients that a sharded optimizer stepped by
     states: dict[str, int]  # of a sharded optimizer those that the replica owns
 
 
@@ -45,32 +43,32 @@ class StepDigests:
 
     steps = 0  # of this process: runs in which an optimizer has stepped
 
-    def __init__(self, recording: Recording, has_states: bool, is_sharded: bool) -> None:
+    def __init__(self, recording: Recording, is_sharded: bool) -> None:
         self._recording = recording
-        self._is_sharded = is_sharded  # replicas step by gradients that the others do not see
-        self._has_states = has_states  # the optimizers' states are those of the replicas
+        self._is_sharded = is_sharded
         self._is_exact = True  # False if replicas may round differently
         self._has_stepped = False
         self._can_write = True
         self._own = 0
         self._gradients: dict[str, int] = {}
-        self._parameters: list[ReducedParameter] = []
-        self._has_several_models = False
+        self._parameters: dict[str, weakref.ref[torch.nn.Parameter]] = {}
 
     def watch(
         self, parameters: Sequence[ReducedParameter], workers: Communicator, is_exact: bool
     ) -> None:
         """Set the parameters, and go on from the chief's step. Every replica must call."""
-        self._parameters = list(parameters)
-        self._has_several_models = len({reduced.model for reduced in parameters}) > 1
+        has_several_models = len({reduced.model for reduced in parameters}) > 1
+        self._parameters = {
+            f"{reduced.model}/{reduced.name}" if has_several_models else reduced.name: reduced.ref
+            for reduced in parameters
+        }
         self._is_exact = is_exact
         StepDigests.steps = int(workers.broadcast(np.array([self.steps]))[0])
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for reduced in self._parameters:
-            if (parameter := reduced.ref()) is not None:
-                prefix = f"{reduced.model}/" if self._has_several_models else ""
-                yield prefix + reduced.name, parameter
+        for name, ref in self._parameters.items():
+            if (parameter := ref()) is not None:
+                yield name, parameter
 
     @property
     def _is_due(self) -> bool:
@@ -95,7 +93,8 @@ class StepDigests:
     ) -> None:
         """Compare and write the digests if this step is recorded. Every replica must call.
 
-        The step of a single replica (`workers` is None) is counted, and not recorded.
+        The step of a single replica (`workers` is None) is counted, and not recorded. `optimizers`
+        are those whose states replicas have.
         """
         if not self._has_stepped:
             return
@@ -107,9 +106,10 @@ class StepDigests:
             return
         parameters = {name: zlib.crc32(bytes_of(p)) for name, p in self._named()}
         states = dict(self._states(optimizers))
-        stepped = gradients if self._is_sharded else {}
-        place = socket.gethostname(), torch.get_num_threads()
-        digests = _Digests(*place, own, stepped, parameters, states)
+        shared = dict(parameters)
+        if self._is_sharded:  # replicas step by gradients that the others do not see
+            shared = {f"the gradient of {name}": d for name, d in gradients.items()} | shared
+        digests = _Digests(socket.gethostname(), torch.get_num_threads(), own, shared, states)
         everyone = workers.all_gather_object(digests)
         if workers.rank == 0:
             record: dict[str, Any] = {"step": self.steps}
@@ -125,8 +125,6 @@ class StepDigests:
     def _states(
         self, optimizers: Sequence[torch.optim.Optimizer | None]
     ) -> Iterator[tuple[str, int]]:
-        if not self._has_states:
-            return
         for number, optimizer in enumerate(optimizers):
             of = f"optimizer {number}'s " if len(optimizers) > 1 else ""
             for name, parameter in self._named():
@@ -137,12 +135,7 @@ class StepDigests:
 
     def _compare(self, everyone: Sequence[_Digests]) -> None:
         """Raise FastdistError if replicas differ; what only some of them have is left out."""
-        found = [
-            {f"the gradient of {name}": code for name, code in each.gradients.items()}
-            | each.parameters
-            | each.states
-            for each in everyone
-        ]
+        found = [each.shared | each.states for each in everyone]
         common = [name for name in found[0] if all(name in each for each in found)]
         differing = [name for name in common if len({each[name] for each in found}) > 1]
         if not differing:

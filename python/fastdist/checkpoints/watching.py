@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fastdist.checkpoints.manager import has_ended, list_checkpoints, number_of
 
-POLL_S = 0.5
+_POLL_S = 0.5
+_Found = tuple[Path | None, bool]  # a new checkpoint, and True if no other will come
 
 
 def checkpoints_iterator(
@@ -42,14 +43,26 @@ def checkpoints_iterator(
     """
     if timeout_s is not None and timeout_s < 0:
         raise ValueError(f"timeout_s must not be negative, got {timeout_s}")
-    return _wait(Path(directory).absolute(), timeout_s)
+    return checkpoints_after(-1, Path(directory).absolute(), timeout_s, lambda look: look())
 
 
-def _wait(directory: Path, timeout_s: float | None) -> Iterator[Path]:
-    last = -1
+def checkpoints_after(
+    last: int,
+    directory: Path,
+    timeout_s: float | None,
+    agree: Callable[[Callable[[], _Found]], _Found],
+) -> Iterator[Path]:
+    """Yield the checkpoints after number `last`; `agree` returns what a function finds."""
     since = time.monotonic()
+
+    def look() -> _Found:
+        is_over = has_ended(directory)  # before listing, so that the last checkpoint is listed
+        newer = (path for path in list_checkpoints(directory) if number_of(path) > last)
+        is_late = timeout_s is not None and time.monotonic() - since >= timeout_s
+        return next(newer, None), is_over or is_late
+
     while True:
-        path, is_over = next_checkpoint(directory, last, since, timeout_s)
+        path, is_over = agree(look)
         if path is not None:
             last = number_of(path)
             yield path
@@ -57,16 +70,4 @@ def _wait(directory: Path, timeout_s: float | None) -> Iterator[Path]:
         elif is_over:
             return
         else:
-            time.sleep(POLL_S)
-
-
-def next_checkpoint(
-    directory: Path, last: int, since: float, timeout_s: float | None
-) -> tuple[Path | None, bool]:
-    """Return the first checkpoint after number `last`, and True if there will be none."""
-    is_over = has_ended(directory)  # before listing, so that the last checkpoint is listed
-    newer = (path for path in list_checkpoints(directory) if number_of(path) > last)
-    path = next(newer, None)
-    if timeout_s is not None and time.monotonic() - since >= timeout_s:
-        is_over = True
-    return path, path is None and is_over
+            time.sleep(_POLL_S)

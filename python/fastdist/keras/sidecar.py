@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from fastdist.checkpoints.agreement import Ranks, broadcast_result
 from fastdist.checkpoints.manager import CheckpointManager, number_of
-from fastdist.checkpoints.watching import POLL_S, next_checkpoint
+from fastdist.checkpoints.watching import checkpoints_after
 from fastdist.keras.fit_state import KerasCheckpoint
 from fastdist.keras.internals import unpack_x_y_sample_weight
+
+T = TypeVar("T")
 
 
 class SidecarEvaluator:
@@ -94,36 +95,27 @@ class SidecarEvaluator:
         best = KerasCheckpoint(self._model, step=-1, results={})
         with CheckpointManager(self._directory / "best", max_to_keep=1) as manager:
             manager.restore(best)
-            last: int = best.step
-            while (path := self._next(last)) is not None:
-                last = number_of(path)
+            for path in checkpoints_after(
+                best.step, self._directory, self._timeout_s, self._on_chief
+            ):
                 results = self._evaluate(path)
                 if results is not None and self._is_better(results, best.results):
-                    best.step, best.results = last, results
+                    best.step, best.results = number_of(path), results
                     manager.save(best)
         found: dict[str, float] = best.results
         return found
 
-    def _next(self, last: int) -> Path | None:
-        """Wait for the checkpoint after a number; None if there will be none."""
-        since = time.monotonic()
-        while True:
-            with self._ranks.communicator() as workers:
-                path, is_over = broadcast_result(
-                    workers, lambda: next_checkpoint(self._directory, last, since, self._timeout_s)
-                )
-            if path is not None or is_over:
-                return path
-            time.sleep(POLL_S)
+    def _on_chief(self, call: Callable[[], T]) -> T:
+        with self._ranks.communicator() as workers:
+            return broadcast_result(workers, call)
 
     def _evaluate(self, path: Path) -> dict[str, float] | None:
         """Evaluate a checkpoint; None if the job has removed it meanwhile."""
         try:
             KerasCheckpoint(self._model).restore(path)
         except (OSError, ValueError):
-            with self._ranks.communicator() as workers:
-                if broadcast_result(workers, path.exists):
-                    raise
+            if self._on_chief(path.exists):
+                raise
             return None
         model = self._model
         if model.optimizer is not None:

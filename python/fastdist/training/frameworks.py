@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,15 +11,10 @@ frameworks: list[Any] = []
 """Those that are known; each appends itself, with the methods of `keras.layers.KerasLayers`."""
 
 
-def inner_modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module and all modules inside it, each once."""
-    seen: set[int] = set()
+def inner_modules(root: nn.Module) -> list[nn.Module]:
+    """Return a module and all modules inside it, each once."""
     outer = [root, *(module for framework in frameworks for module in framework.inner(root))]
-    for module in outer:
-        for inner in module.modules():
-            if id(inner) not in seen:
-                seen.add(id(inner))
-                yield inner
+    return list({id(inner): inner for module in outer for inner in module.modules()}.values())
 
 
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -280,10 +280,7 @@ class GradientSync:
         for bucket in buckets:
             arrived = [contributions.is_there(i) for i in bucket.indices]
             bucket.sent = [contributions.take(i, self._device) for i in bucket.indices]
-            if all(arrived):
-                bucket.used.fill_(1)
-            else:
-                bucket.used.copy_(torch.tensor(arrived))
+            bucket.used.copy_(torch.tensor(arrived))
             if weight is not None:
                 contributions.weigh(bucket.sent, weight)
             if self._steps.digests is not None:
@@ -332,10 +329,7 @@ class GradientSync:
 
     def _reduce_rest(self, used: list[bool] | None, written: torch.Tensor) -> None:
         """Reduce what is left at the end of backward, and wait for all."""
-        wanted = self._wanted(used)
-        left = [
-            bucket for at, bucket in enumerate(self._buckets) if at >= self._next and wanted[at]
-        ]
+        left = [b for b in self._buckets[self._next :] if self._is_wanted(b.indices, used)]
         if self._overlaps:
             for bucket in left:
                 self._send([bucket])
@@ -349,8 +343,8 @@ class GradientSync:
         for bucket in self._buckets:
             if bucket.sent:
                 self._receive(bucket, used)
-        for i, is_wanted in zip(self._sparse, wanted[len(self._buckets) :], strict=True):
-            if self._trainable[i] and is_wanted:
+        for i in self._sparse:
+            if self._trainable[i] and self._is_wanted([i], used):
                 self._reduce_sparse(i)
         if work is not None:
             work.wait()
@@ -387,12 +381,9 @@ class GradientSync:
         by_anyone = used.tolist()
         return [by_anyone[reduced.place] > 0.0 for reduced in self._parameters], written
 
-    def _wanted(self, used: list[bool] | None) -> list[bool]:
-        """Return True for each bucket, then each sparse parameter, that must be reduced."""
-        groups = [*(bucket.indices for bucket in self._buckets), *([i] for i in self._sparse)]
-        if used is None or not self._has_several_models:
-            return [True] * len(groups)
-        return [any(used[i] for i in group) for group in groups]
+    def _is_wanted(self, indices: Sequence[int], used: list[bool] | None) -> bool:
+        """Return True if the gradients of these parameters must be reduced."""
+        return used is None or not self._has_several_models or any(used[i] for i in indices)
 
     def _receive(self, bucket: _Bucket, used: list[bool] | None) -> None:
         if bucket.work is not None:

@@ -37,9 +37,6 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter as DataAda
 from keras.src.trainers.data_adapters.data_adapter_utils import (
     class_weight_to_sample_weights as class_weight_to_sample_weights,
 )
-from keras.src.trainers.data_adapters.data_adapter_utils import (
-    unpack_x_y_sample_weight as unpack_x_y_sample_weight,
-)
 from keras.src.utils import is_default as is_default
 from keras.src.utils.tracking import TrackedDict as TrackedDict
 from keras.src.utils.tracking import TrackedList as TrackedList

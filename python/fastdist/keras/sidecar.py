@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import keras
+
 from fastdist.checkpoints.agreement import Ranks, broadcast_result
 from fastdist.checkpoints.manager import CheckpointManager, number_of
 from fastdist.checkpoints.watching import checkpoints_after
 from fastdist.keras.fit_state import KerasCheckpoint
-from fastdist.keras.internals import unpack_x_y_sample_weight
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class SidecarEvaluator:
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', got {mode!r}")
         self._model = model
-        self._data = unpack_x_y_sample_weight(data)
+        self._data = keras.utils.unpack_x_y_sample_weight(data)
         self._directory = Path(directory).absolute()
         self._steps = steps
         self._callbacks = list(callbacks or [])

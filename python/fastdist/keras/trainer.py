@@ -28,7 +28,6 @@ from fastdist.keras.internals import (
     get_data_adapter,
     results_of_metrics,
     train_validation_split,
-    unpack_x_y_sample_weight,
 )
 from fastdist.keras.methods import CALLS, Trainer, require_parts
 from fastdist.keras.metrics import combined, global_logs
@@ -110,7 +109,8 @@ class ReplicatedTrainer(Trainer):
                 arrays, whole = train_validation_split(arrays, validation_split=split)
                 given.update(zip(_ARRAYS, arrays, strict=True))
             if whole is not None:
-                validation = dict(zip(_ARRAYS, unpack_x_y_sample_weight(whole), strict=True))
+                whole = keras.utils.unpack_x_y_sample_weight(whole)
+                validation = dict(zip(_ARRAYS, whole, strict=True))
                 validation["batch_size"] = given["validation_batch_size"] or given["batch_size"]
                 given["validation_data"] = self._parts(validation, given["validation_steps"])
             del given["validation_batch_size"]

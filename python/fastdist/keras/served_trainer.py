@@ -62,7 +62,7 @@ def _reduce(thing: Any) -> Reduction | None:
         if isinstance(thing, keras.Model):
             state = {name: value for name, value in state.items() if name not in _LEFT_OUT}
             state |= dict.fromkeys(_OF_CHIEF)
-        return _hollow, (type(thing),), _unwound(state)
+        return object.__new__, (type(thing),), _unwound(state)
     if isinstance(thing, TrackedList):  # needs its tracker before its items
         return type(thing), (), None, iter(thing)
     if isinstance(thing, TrackedDict):
@@ -78,10 +78,6 @@ def _unwound(state: dict[str, Any]) -> dict[str, Any]:
     layers = {"_layers": state["_layers"]} if "_layers" in state else {}
     outbound: dict[str, Any] = {"_outbound_nodes": []} if "_outbound_nodes" in state else {}
     return layers | state | outbound
-
-
-def _hollow(kind: type) -> Any:
-    return object.__new__(kind)
 
 
 reducers[:] = [_reduce]

@@ -161,15 +161,15 @@ class WorkerBatches:
 
     def _endless(self) -> Iterator[Any]:
         while True:
-            batches = self._once()
-            first = next(batches, None)
-            if first is None:
+            is_empty = True
+            for batch in self._once():
+                is_empty = False
+                yield batch
+            if is_empty:
                 raise ValueError(
                     "the function that fit was given has returned no batch for "
                     f"{self._context}; expected at least one for each worker"
                 )
-            yield first
-            yield from batches
 
     def _once(self) -> Iterator[Any]:
         made = self._make(self._context)

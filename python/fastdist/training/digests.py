@@ -14,7 +14,6 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,22 +162,15 @@ class StepDigests:
     def _write(self, record: dict[str, object]) -> None:
         if not self._can_write:
             return
-        path, run = self._recording.path, self._recording.run
+        path = self._recording.path
+        first_line = json.dumps({"run": self._recording.run}) + "\n"
         try:
             with open(path, "a+", encoding="utf-8") as file:
                 file.seek(0)
-                if _run_of(file.readline()) != run:
+                if file.readline() != first_line:
                     file.truncate(0)
-                    file.write(json.dumps({"run": run}) + "\n")
+                    file.write(first_line)
                 file.write(json.dumps(record) + "\n")
         except OSError as error:
             self._can_write = False
             warnings.warn(f"no more steps are recorded: {path}: {error.strerror}", stacklevel=2)
-
-
-def _run_of(line: str) -> str | None:
-    """Return the name of the run in a file's first line."""
-    with suppress(ValueError, AttributeError, RecursionError):
-        name: str | None = json.loads(line).get("run")
-        return name
-    return None

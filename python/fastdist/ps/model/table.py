@@ -241,21 +241,16 @@ class RowCache:
         self._pulls += 1
         age = self._pulls - self._pulled[slots]
         is_here = (self._ids[slots] == flat) & (age <= self._max_age)
-        found = int(np.count_nonzero(is_here))
-        if found == 0:
-            rows = self._table.pull(flat)
-            self._keep(flat, slots, rows)
-        elif found == flat.size:
-            rows = self._rows[slots]
-        else:
-            rows = np.empty((flat.size, self._table.spec.dim), np.float32)
-            missing = np.flatnonzero(~is_here)
-            pulled = self._table.pull(flat[missing])
-            rows[is_here] = self._rows[slots[is_here]]
-            rows[missing] = pulled
-            self._keep(flat[missing], slots[missing], pulled)
-        self.hits += found
-        self.misses += flat.size - found
+        missing = np.flatnonzero(~is_here)
+        rows = self._rows[slots]
+        if missing.size:
+            rows[missing] = self._table.pull(flat[missing])
+            # Of ids that share a slot, the last wins, in all three arrays.
+            self._ids[slots[missing]] = flat[missing]
+            self._rows[slots[missing]] = rows[missing]
+            self._pulled[slots[missing]] = self._pulls
+        self.hits += flat.size - missing.size
+        self.misses += missing.size
         return rows
 
     def forget(self, ids: Any) -> None:
@@ -266,9 +261,3 @@ class RowCache:
     def _slots_of(self, ids: Any) -> tuple[Array, Array]:
         flat = to_ids(ids).reshape(-1).view(np.uint64)
         return flat, self._hash.owners_of(flat)
-
-    def _keep(self, ids: Array, slots: Array, rows: Array) -> None:
-        """Store rows. Of ids that share a slot, the last wins, in all three arrays."""
-        self._ids[slots] = ids
-        self._rows[slots] = rows
-        self._pulled[slots] = self._pulls

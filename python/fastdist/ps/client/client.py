@@ -20,7 +20,6 @@ from fastdist.ps.wire.process import keep_freed_memory
 from fastdist.ps.wire.protocol import (
     Header,
     Op,
-    ProtocolError,
     Status,
     error_of,
     message_bytes,
@@ -260,7 +259,7 @@ class Client:
         """Return where the body of a reply that is arriving is to be received, if it may be."""
         try:
             header = Header.unpack(header_frame)
-        except ProtocolError:
+        except ValueError:
             return None
         ticket = self._in_flight[server].get(header.number)
         if ticket is None or ticket.destination is None or header.kind != Status.OK:
@@ -273,7 +272,7 @@ class Client:
     def _handle_reply(self, server: int, header_frame: memoryview, *bodies: memoryview) -> None:
         try:
             header = Header.unpack(header_frame)
-        except ProtocolError:
+        except ValueError:
             return
         ticket = self._in_flight[server].get(header.number)
         if ticket is None:  # answered already

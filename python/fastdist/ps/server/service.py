@@ -30,7 +30,6 @@ from fastdist.ps.wire.protocol import (
     Kinds,
     Op,
     Place,
-    ProtocolError,
     Status,
     extents_of,
     padded,
@@ -100,8 +99,8 @@ class Service:
                 return _reply(header, Status.FAILED), _OTHER_VERSION.format(header.version).encode()
             op = Op(header.kind)
             if len(frames) - 1 not in op.frames:
-                raise ProtocolError(f"{op.name} with {len(frames) - 1} frames")
-        except (ProtocolError, ValueError):
+                raise ValueError(f"{op.name} with {len(frames) - 1} frames")
+        except ValueError:
             self._increment("malformed")
             return None
         try:

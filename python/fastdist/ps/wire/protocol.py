@@ -86,10 +86,6 @@ class Status(enum.IntEnum):
     BUSY = 8  # the client should ask again later, by the same number
 
 
-class ProtocolError(Exception):
-    """A message that fastdist's clients do not send."""
-
-
 class BusyError(Exception):
     """A server cannot answer now."""
 
@@ -140,17 +136,17 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Header:
-        """Parse a frame; raise ProtocolError if it is no header.
+        """Parse a frame; raise ValueError if it is no header.
 
         Of a header of another version, fields that all versions have are parsed.
         """
         if len(data) < _COMMON_HEADER.size or bytes(data[:4]) != _MAGIC:
-            raise ProtocolError(f"a first frame of {len(data)} bytes, not a header")
+            raise ValueError(f"a first frame of {len(data)} bytes, not a header")
         _, version, kind, index, place, number, floor, client = _COMMON_HEADER.unpack_from(data)
         if version != VERSION:
             return cls(kind, number, client, index, floor, version=version)
         if len(data) != HEADER_BYTES:
-            raise ProtocolError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
+            raise ValueError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
         *_, round_, incarnation = _HEADER.unpack(data)
         return cls(kind, number, client, incarnation << 32 | index, floor, round_, place)
 

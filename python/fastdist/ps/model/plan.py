@@ -78,8 +78,12 @@ def plan(
             module = tables[id(tensor)]
             spec = RowsSpec(prefix + name, tensor.shape[1], rule, tensor.shape[0])
             if isinstance(module, TableLayer):
-                if not allows_stale_rows:
-                    _refuse_cache(name, module)
+                if module.cached_rows and not allows_stale_rows:
+                    raise ValueError(
+                        f"{name} has cached_rows={module.cached_rows}: cached rows may be some "
+                        "lookups old, but synchronous=True and max_staleness promise that a step "
+                        "sees earlier steps"
+                    )
                 spec = dataclasses.replace(module.spec, name=spec.name, rule=rule)
         else:
             if rule.name == RowWiseAdagrad.__name__:
@@ -96,14 +100,6 @@ def plan(
             pieces = servers.place(tuple(tensor.shape), tensor.element_size())
         placements.append(Placement(number, spec, pieces, is_buffer))
     return placements
-
-
-def _refuse_cache(name: str, module: TableLayer) -> None:
-    if module.cached_rows:
-        raise ValueError(
-            f"{name} has cached_rows={module.cached_rows}: cached rows may be some lookups old, "
-            "but synchronous=True and max_staleness promise that a step sees earlier steps"
-        )
 
 
 def _rules(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, RuleSpec]:

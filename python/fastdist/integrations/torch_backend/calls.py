@@ -51,17 +51,11 @@ else:
 
 Tensors = list[torch.Tensor]
 
-# What torch passes for calls without options.
-_AllToAllOptions = c10d.AllToAllOptions()
-_AllgatherOptions = c10d.AllgatherOptions()
-_AllreduceCoalescedOptions = c10d.AllreduceCoalescedOptions()
-_AllreduceOptions = c10d.AllreduceOptions()
-_BarrierOptions = c10d.BarrierOptions()
-_BroadcastOptions = c10d.BroadcastOptions()
-_GatherOptions = c10d.GatherOptions()
-_ReduceOptions = c10d.ReduceOptions()
-_ReduceScatterOptions = c10d.ReduceScatterOptions()
-_ScatterOptions = c10d.ScatterOptions()
+# The options of calls without any: the defaults of all of torch's.
+_ASYNC = SimpleNamespace(
+    asyncOp=True, reduceOp=c10d.ReduceOp(c10d.ReduceOp.SUM), rootRank=0, rootTensor=0
+)
+_SYNC = SimpleNamespace(asyncOp=False)
 
 _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -235,7 +229,7 @@ class Calls(_ProcessGroup):
         return cores > Calls._most_ranks_here * torch.get_num_threads()
 
     @_collective
-    def allreduce(self, tensors: Tensors, opts: Any = _AllreduceOptions) -> Any:
+    def allreduce(self, tensors: Tensors, opts: Any = _ASYNC) -> Any:
         """Reduce a tensor in place over all ranks; treat each of several as another rank's."""
         if len(tensors) > 1:
             return self._all_reduce_several(tensors, opts)
@@ -259,14 +253,14 @@ class Calls(_ProcessGroup):
         return self._make(opts, tensors, finish, self._comm.all_reduce, total, op)
 
     @_collective
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _AllreduceCoalescedOptions) -> Any:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = _ASYNC) -> Any:
         plain, finish = all_to_write(tensors)
         op, factor, finish = reduction_of(opts, tensors, plain, finish, self._comm.world_size)
         scale_in_place(plain, factor)
         return self._make(opts, tensors, finish, self._comm.all_reduce, plain, op)
 
     @_collective
-    def reduce(self, tensors: Tensors, opts: Any = _ReduceOptions) -> Any:
+    def reduce(self, tensors: Tensors, opts: Any = _ASYNC) -> Any:
         tensor = _one(tensors)
         plain, finish = to_write(tensor)
         op, factor, finish = reduction_of(opts, tensors, [plain], finish, self._comm.world_size)
@@ -278,7 +272,7 @@ class Calls(_ProcessGroup):
         return self._make(opts, tensors, finish, self._comm.reduce, plain, op, root)
 
     @_collective
-    def broadcast(self, tensors: Tensors, opts: Any = _BroadcastOptions) -> Any:
+    def broadcast(self, tensors: Tensors, opts: Any = _ASYNC) -> Any:
         """Copy one of the root's tensors to all tensors of all ranks."""
         plain, finish = to_write(tensors[opts.rootTensor])
         if len(tensors) > 1:
@@ -288,9 +282,7 @@ class Calls(_ProcessGroup):
         return self._make(opts, tensors, finish, self._comm.broadcast, plain, opts.rootRank)
 
     @_collective
-    def allgather(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _AllgatherOptions
-    ) -> Any:
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _ASYNC) -> Any:
         """Copy the tensors of all ranks, which may differ in size, into a list on every rank."""
         if len(inputs) > 1:
             return self._all_gather_several(outputs, inputs, opts)
@@ -320,7 +312,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def allgather_coalesced(
-        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _AllgatherOptions
+        self, outputs: list[Tensors], inputs: Tensors, opts: Any = _ASYNC
     ) -> Any:
         """Do `allgather` for several tensors; outputs[i] has the tensors of rank i."""
         pairs = [joined_to_write([of_rank[i] for of_rank in outputs]) for i in range(len(inputs))]
@@ -331,7 +323,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def all_gather_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = _AllgatherOptions
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = _ASYNC
     ) -> Any:
         plain, finish = to_write(output)
         return self._make(opts, [output], finish, self._comm.all_gather, to_read(given), out=plain)
@@ -340,7 +332,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = _AllgatherOptions
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _ASYNC
     ) -> Any:
         plain, finish = all_to_write(outputs)
         given = [to_read(t) for t in inputs]
@@ -349,7 +341,7 @@ class Calls(_ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     @_collective
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _GatherOptions) -> Any:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = _ASYNC) -> Any:
         plain = to_read(_one(inputs)).reshape(-1)
         root = opts.rootRank
         if self._comm.rank != root:
@@ -359,7 +351,7 @@ class Calls(_ProcessGroup):
         return self._make(opts, received, finish, self._comm.gather, plain, root, out=flat)
 
     @_collective
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _ScatterOptions) -> Any:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _ASYNC) -> Any:
         plain, finish = to_write(_one(outputs))
         root = opts.rootRank
         given = None
@@ -370,9 +362,7 @@ class Calls(_ProcessGroup):
         )
 
     @_collective
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: list[Tensors], opts: Any = _ReduceScatterOptions
-    ) -> Any:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = _ASYNC) -> Any:
         """Reduce a list of tensors, which may differ in size, and give each rank its own."""
         given = self._one_each(_one(inputs), "inputs")
         sizes = [numel(t) for t in given]
@@ -399,7 +389,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def reduce_scatter_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = _ReduceScatterOptions
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = _ASYNC
     ) -> Any:
         plain, finish = to_write(output)
         return self._reduce_scatter(opts, [output], [plain], finish, [to_read(given)])
@@ -408,7 +398,7 @@ class Calls(_ProcessGroup):
 
     @_collective
     def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = _ReduceScatterOptions
+        self, outputs: Tensors, inputs: Tensors, opts: Any = _ASYNC
     ) -> Any:
         plain, finish = all_to_write(outputs)
         return self._reduce_scatter(opts, outputs, plain, finish, [to_read(t) for t in inputs])
@@ -422,7 +412,7 @@ class Calls(_ProcessGroup):
         given: torch.Tensor,
         output_splits: Sequence[int] | None = None,
         input_splits: Sequence[int] | None = None,
-        opts: Any = _AllToAllOptions,
+        opts: Any = _ASYNC,
     ) -> Any:
         """Send part i of a tensor to rank i; splits may give the number of rows of each part."""
         plain, finish = to_write(output)
@@ -437,7 +427,7 @@ class Calls(_ProcessGroup):
     alltoall_base = all_to_all_single
 
     @_collective
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _AllToAllOptions) -> Any:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _ASYNC) -> Any:
         given = self._one_each(inputs, "inputs")
         received = self._one_each(outputs, "outputs")
         flat, finish = joined_to_write(received)
@@ -454,7 +444,7 @@ class Calls(_ProcessGroup):
         future = (work or Done([tensor])).get_future()
         return future.then(lambda future: future.value()[0])
 
-    def barrier(self, opts: Any = _BarrierOptions, timeout: timedelta | None = None) -> Any:
+    def barrier(self, opts: Any = _ASYNC, timeout: timedelta | None = None) -> Any:
         if timeout is not None or type(opts) is timedelta:
             (opts,) = normalize_arguments("barrier", [], {"timeout": timeout or opts})
         return self._make(opts, (), None, self._comm.barrier)
@@ -549,8 +539,6 @@ def _caller() -> FrameType:
     return frame
 
 
-# The options of calls for which torch passes none.
-_ASYNC, _SYNC = SimpleNamespace(asyncOp=True), SimpleNamespace(asyncOp=False)
 _BACKWARD = graph._engine_run_backward.__code__
 _BLOCKING = {
     inspect.unwrap(call).__code__ for call in (distributed_c10d.send, distributed_c10d.recv)

@@ -455,11 +455,8 @@ class Calls(_ProcessGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> Any:
         plain = to_read(_one(tensors))
         if plain.is_cpu:
-            keywords = {"tag": tag, "timeout": self._timeout_s}
-            return self._message(
-                lambda later: self._comm.send(plain, dst, async_op=later, **keywords),
-                *("send", dst, tag, tensors, None),
-            )
+            call = functools.partial(self._comm.send, plain, dst, tag=tag, timeout=self._timeout_s)
+            return self._message(call, "send", dst, tag, tensors, None)
         return self._make(_ASYNC, tensors, None, self._comm.send, plain, dst)
 
     @_collective
@@ -477,13 +474,13 @@ class Calls(_ProcessGroup):
             raise ValueError("on GPUs, recv must name the source")
         return self._message(self._receiver(plain, None, tag), "recv", None, tag, tensors, finish)
 
-    def _receiver(self, plain: torch.Tensor, src: int | None, tag: int) -> Callable[[bool], Any]:
-        """Return a function that receives a message, which may be smaller; later, if it is True."""
-        return lambda later: self._recv(plain, src, tag, False, self._timeout_s, later, False)
+    def _receiver(self, plain: torch.Tensor, src: int | None, tag: int) -> Callable[..., Any]:
+        """Return a function that receives a message, which may be smaller."""
+        return lambda async_op: self._recv(plain, src, tag, False, self._timeout_s, async_op, False)
 
     def _message(
         self,
-        call: Callable[[bool], Any],
+        call: Callable[..., Any],
         name: str,
         peer: int | None,
         tag: int,
@@ -495,7 +492,7 @@ class Calls(_ProcessGroup):
         # torch waits for `send` and `recv` immediately, so they need no thread.
         waits = _caller().f_code in _BLOCKING
         try:
-            work = call(not waits)
+            work = call(async_op=not waits)
         except FastdistError as error:
             raise DistBackendError(str(error)) from error
         if not waits:

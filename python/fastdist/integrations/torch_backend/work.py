@@ -35,7 +35,9 @@ class Done(TorchWork):
     is_completed = is_success = wait
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return _completed(self._tensors)
+        future = _new_future(self._tensors)
+        future.set_result(list(self._tensors))
+        return future
 
     def exception(self) -> None: ...
 
@@ -177,10 +179,8 @@ class Pending(TorchWork):
         """Return True if the call has ended, successfully or not."""
         if not self._work.is_done():
             return False
-        try:
+        with contextlib.suppress(Exception):  # which `exception` returns
             self._await(None)
-        except Exception:
-            return True
         return True
 
     def is_success(self) -> bool:
@@ -269,9 +269,3 @@ def _stream_of(handle: int, gpu: torch.device) -> torch.cuda.Stream:
 def _new_future(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
     gpus: list[int | str | torch.device] = list({t.device for t in tensors if t.is_cuda})
     return torch.futures.Future(devices=gpus)
-
-
-def _completed(tensors: Sequence[torch.Tensor]) -> torch.futures.Future[Any]:
-    future = _new_future(tensors)
-    future.set_result(list(tensors))
-    return future

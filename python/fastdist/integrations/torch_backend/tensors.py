@@ -148,8 +148,6 @@ def check_apart(tensors: Sequence[torch.Tensor]) -> None:
 
 def numel(tensor: torch.Tensor) -> int:
     """Return the number of elements that `to_read` of the tensor has."""
-    if tensor.dtype in _DTYPES:
-        return tensor.numel()
     return tensor.numel() * tensor.element_size() // dtype_of(tensor).itemsize
 
 

@@ -21,6 +21,7 @@ from fastdist.integrations.torch_backend.meeting import (
     communicator_of_handles,
 )
 from fastdist.integrations.torch_backend.work import Done
+from fastdist.recorder.encoding import encode
 
 
 class _Options(c10d.Backend.Options):
@@ -43,11 +44,9 @@ class ProcessGroupFastdist(Calls):
 
         With `enable_reconfigure`, an option of torch 2.14, the rendezvous is in `reconfigure`.
         """
-        seconds = options.timeout.total_seconds()
-        place = options.group_rank, options.group_size
-        if getattr(options, "enable_reconfigure", False):
-            return cls(options.store, *place, seconds, options.group_id)
-        return cls.of_store(options.store, *place, seconds, options.group_id)
+        make = cls if getattr(options, "enable_reconfigure", False) else cls.of_store
+        place, seconds = (options.group_rank, options.group_size), options.timeout.total_seconds()
+        return make(options.store, *place, seconds, options.group_id)
 
     @classmethod
     def of_store(
@@ -192,7 +191,7 @@ class ProcessGroupFastdist(Calls):
 
     def get_reconfigure_handle(self) -> str:
         """Return the text by which other ranks find this one; it stays the same."""
-        return self._handle.pack()
+        return encode(self._handle)
 
     def reconfigure(self, opts: Any) -> Done:
         """Leave the ranks of this group, and continue with others, each of which must call.
@@ -209,7 +208,7 @@ class ProcessGroupFastdist(Calls):
                 f"only a process group of one backend can be reconfigured, got {self._backends()}"
             )
         ordered = sorted(opts.handles) if isinstance(opts.handles, set) else opts.handles
-        handles = [Handle.unpack(text) for text in ordered]
+        handles = [Handle.decode(text) for text in ordered]
         self.abort()
         self._others.clear()
         own, seconds = self._handle, self._seconds(opts.timeout)

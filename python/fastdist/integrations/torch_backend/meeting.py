@@ -19,7 +19,7 @@ from fastdist.collectives.init import communicator_of
 from fastdist.collectives.rendezvous.board import StoreBoard
 from fastdist.collectives.rendezvous.machines import machine_id
 from fastdist.errors import ClusterConfigError
-from fastdist.recorder.encoding import decode, encode
+from fastdist.recorder.encoding import decode
 
 _HINT = (
     "; make the group on all its ranks at the same time, by init_process_group or new_group with "
@@ -64,13 +64,9 @@ class Handle:
         address = "" if tcp is None else join_address(tcp.host, tcp.port)
         return cls(secrets.token_hex(16), machine_id(), address)
 
-    def pack(self) -> str:
-        """Encode as JSON."""
-        return encode(self)
-
     @classmethod
-    def unpack(cls, text: str) -> Handle:
-        """Decode the output of `pack`."""
+    def decode(cls, text: str) -> Handle:
+        """Decode what `encode` has made of a handle."""
         with contextlib.suppress(ValueError):
             return decode(cls, text)
         raise ValueError(f'not a handle of the backend "fastdist": {text[:100]!r}')

@@ -68,14 +68,7 @@ class ClusterCoordinator:
         self._lock = threading.RLock()  # guards _is_idle; several threads may schedule and join
         self._pid = os.getpid()
         self._no_arguments = self._definitions.dumps(((), {}))
-        self._dispatcher = Dispatcher(
-            strategy.worker_addresses,
-            self._backlog,
-            self._definitions,
-            synchronous=strategy.synchronous,
-            timeout_s=settings().rendezvous_timeout_s,
-            seed=seed,
-        )
+        self._dispatcher = Dispatcher(strategy, self._backlog, seed)
         weakref.finalize(self, self._dispatcher.close, is_end=False)
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)

@@ -11,7 +11,9 @@ import time
 import uuid
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
+from fastdist._config import settings
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.link.connections import Connections
 from fastdist.link.stream import require_whole
@@ -38,28 +40,21 @@ _log = logging.getLogger(__name__)
 class Dispatcher:
     """Keeps every worker busy with the calls of a backlog, until it is closed.
 
-    If `synchronous`, calls are sent in groups, one to each worker, that take their steps together.
-    Calls fail after `timeout_s` without any worker.
+    If the strategy is synchronous, calls are sent in groups, one to each worker, that take their
+    steps together. Calls fail after FASTDIST_RENDEZVOUS_TIMEOUT_S without any worker.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        backlog: Backlog,
-        definitions: Definitions,
-        *,
-        synchronous: bool,
-        timeout_s: float,
-        seed: int,
-    ) -> None:
+    # Uses of the strategy: worker_addresses, definitions, synchronous.
+    def __init__(self, strategy: Any, backlog: Backlog, seed: int) -> None:
         self.state_update = b""  # for every worker, with its next call
         self.reports: list[bytes] = []  # state updates from workers
         self._backlog = backlog
-        self._definitions = definitions
-        self._synchronous = synchronous
+        self._definitions: Definitions = strategy.definitions
+        self._synchronous: bool = strategy.synchronous
         self._group = Group()  # stays empty unless synchronous
-        self._timeout_s = timeout_s
+        self._timeout_s = settings().rendezvous_timeout_s
         self._seed = seed
+        addresses: Sequence[str] = strategy.worker_addresses
         self._job = uuid.uuid4().bytes
         self._began = time.time_ns()
         allow_open_files(2 * len(addresses) + 100, f"{len(addresses)} workers")

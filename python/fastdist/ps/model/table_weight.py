@@ -58,12 +58,11 @@ class TableWeight(nn.Parameter):
         kwargs = kwargs or {}
         weight = args[0] if args and isinstance(args[0], TableWeight) else None
         with torch._C.DisableTorchFunctionSubclass():
-            if weight is not None and function in _COPYING:
+            if weight is not None and (function in _COPYING or function in _ALIKE):
                 element = function(torch.Tensor.detach(weight)[:1, :1], *args[1:], **kwargs)
+                if function in _ALIKE:
+                    return element.expand(weight.shape)
                 return weight._copy(element.dtype, element.device)
-            if weight is not None and function in _ALIKE:
-                element = function(torch.Tensor.detach(weight)[:1, :1], *args[1:], **kwargs)
-                return element.expand(weight.shape)
             if function == _GRAD and weight is not None:
                 gradient, table = weight.grad, weight.table
                 if type(gradient) is torch.Tensor and gradient.is_sparse and table is not None:

@@ -72,7 +72,7 @@ class DenseSpec:
 
     def wire_format(self) -> _core.WireFormat | None:
         """Return the encoder of gradients and values; None for float32."""
-        return _wire_format(self.wire, _BLOCK)
+        return None if self.wire == "float32" else _core.WireFormat(self.wire, _BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +127,10 @@ class RowsSpec:
 
     def wire_format(self) -> _core.WireFormat | None:
         """Return the encoder of gradients and rows; None for float32."""
-        return _wire_format(self.wire, self.dim)
+        return None if self.wire == "float32" else _core.WireFormat(self.wire, self.dim)
 
 
 Spec = DenseSpec | RowsSpec
-
-
-def _wire_format(name: str, dim: int) -> _core.WireFormat | None:
-    return None if name == "float32" else _core.WireFormat(name, dim)
 
 
 def to_json(spec: Spec) -> bytes:

@@ -70,7 +70,7 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
     alone = _core.DenseVariable(np.zeros(SIZE, np.float32), ADAM.make())
     gradients = np.random.default_rng(0).standard_normal((2, SIZE), np.float32)
     one._client.wait_all(one._client.begin_change(one.change(gradients[0]), 5))
-    (_, number, _), *_ = two.parts()
+    (_, number, _), *_ = two.parts
     client = two._client
     for ticket in client.begin_change([Item(0, number, gradients[1])], round=5):
         client.wait(ticket)
@@ -85,7 +85,7 @@ def test_a_round_in_parts(stack: ExitStack, server: Server) -> None:
 
 def test_invalid_parts(stack: ExitStack, server: Server) -> None:
     sharded = variable(stack, server)
-    client, (_, number, _) = sharded._client, sharded.parts()[0]
+    client, (_, number, _) = sharded._client, sharded.parts[0]
     rows = client.create(0, RowsSpec("t", 2, ADAM, rows=5))
 
     def ask(op: Op, number: int, begin: int, size: int, *values: np.ndarray) -> None:

@@ -158,7 +158,7 @@ def test_discarded_rounds(stack: ExitStack, servers: list[Server]) -> None:
 def test_a_commit_sent_again_counts_once(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
     worker.push(1.0, [1], round=1)
-    server, number, _ = worker.dense.parts()[0]
+    server, number, _ = worker.dense.parts[0]
     body = f'{{"weight": 1, "objects": [[{number}, null]]}}'.encode()
     ticket = worker.client.submit(server, Op.COMMIT, 0, [body], round=1)
     connection = worker.client._connections[server]
@@ -171,7 +171,7 @@ def test_a_commit_sent_again_counts_once(stack: ExitStack, servers: list[Server]
 
 def test_invalid_commits(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
-    number = worker.dense.parts()[0][1]
+    number = worker.dense.parts[0][1]
     for body, message in (
         (b"[]", "expected a JSON dict, got a list"),
         (b'{"weight": 0, "objects": []}', "a commit with the weight 0"),
@@ -205,7 +205,7 @@ def test_staged_gradients_have_a_limit(stack: ExitStack) -> None:
 
 def test_gradients_of_wrong_sizes(stack: ExitStack, servers: list[Server]) -> None:
     (worker,) = workers(stack, servers, 1)
-    server, number, _ = worker.dense.parts()[0]
+    server, number, _ = worker.dense.parts[0]
     too_long = [Item(server, number, np.ones(50, np.float32))]
     with pytest.raises(ValueError, match="50 elements from 0 on, the variable has"):
         worker.client.wait_all(worker.client.begin_change(too_long, round=1))

@@ -112,7 +112,7 @@ def test_a_change_brings_new_values(client: Client, servers: list[Server]) -> No
 
 
 def test_a_repeated_change_brings_values_again(client: Client, servers: list[Server]) -> None:
-    (server, number, _), *_ = make(client)[1].parts()
+    (server, number, _), *_ = make(client)[1].parts
     values = np.empty(3, np.float32)
     items = [Item(server, number, np.ones(2, np.float32))]
     (ticket,) = client.begin_change(items, then_read=[Item(server, number, values[:2])])
@@ -183,7 +183,7 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
                 variables[0].change(np.ones(()), 1.0) + variables[0].change(np.ones(()), -1.0)
             )
         )
-    (server, number, _), *_ = variables[1].parts()
+    (server, number, _), *_ = variables[1].parts
     about = names(number)
     for op, frames, message in (
         (
@@ -212,7 +212,7 @@ def test_an_invalid_entry_changes_nothing(client: Client, servers: list[Server])
 
 def test_a_push_sent_again_counts_once(client: Client, servers: list[Server]) -> None:
     (variable,) = make(client)[1:2]
-    (server, number, _), *_ = variable.parts()
+    (server, number, _), *_ = variable.parts
     frames = [names(number), np.ones(2, np.float32)]
     ticket = client.submit(server, Op.CHANGE, number, frames)
     for _ in range(3):

@@ -64,7 +64,7 @@ def write_files(
     parts: list[dict[str, Any]] = []
     tickets: list[Ticket] = []
     for thing in things:
-        for server, number, own in thing.parts():
+        for server, number, own in thing.parts:
             parts.append(asdict(own))
             about = {"part": parts[-1], "stem": str(directory / f"part-{len(tickets)}")}
             tickets.append(_submit(client, server, Op.SAVE, number, about))
@@ -131,7 +131,7 @@ def _move(client: Client, index: Index, things: Sequence[Sharded], *, only_check
     tickets = []
     for thing in things:
         source = index.saved[thing.spec.name]
-        for server, number, part in thing.parts():
+        for server, number, part in thing.parts:
             holders = [path for path, held in source.parts.items() if part.may_share_rows(held)]
             about = {
                 "only_check": only_check,

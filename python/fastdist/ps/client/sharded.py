@@ -46,25 +46,15 @@ class ShardedVariable:
     ) -> None:
         self.spec = spec
         self.pieces = tuple(pieces)
+        self.parts: list[tuple[int, int, Part]] = []  # server, number and part of each piece
         self._client = client
         self._wire = spec.wire_format()
-        rows = None if initial is None else self._as_rows(self._to_array(initial))
-        self._numbers = [
-            client.create(
-                piece.server,
-                self._piece_spec(piece),
-                None if rows is None else rows[piece.begin : piece.end],
-            )
-            for piece in self.pieces
-        ]
-
-    def parts(self) -> list[tuple[int, int, Part]]:
-        """Return the server, number and part of each piece, for checkpoints and commits."""
-        name = self.spec.name
-        return [
-            (piece.server, number, Part(name, piece.begin, piece.end))
-            for piece, number in zip(self.pieces, self._numbers, strict=True)
-        ]
+        self._shape = spec.shape or (1,)  # a scalar is one row
+        rows = None if initial is None else self._to_array(initial).reshape(self._shape)
+        for piece in self.pieces:
+            own = None if rows is None else rows[piece.begin : piece.end]
+            number = client.create(piece.server, self._piece_spec(piece), own)
+            self.parts.append((piece.server, number, Part(spec.name, piece.begin, piece.end)))
 
     def lookup(self, out: Array | None = None) -> Lookup:
         """Return what to read for the value, into `out`, if given: float32, of the whole shape."""
@@ -75,21 +65,19 @@ class ShardedVariable:
                 f"{self.spec.name!r}: out must be contiguous float32 of shape {shape}, "
                 f"got {value.dtype} of shape {value.shape}"
             )
-        return Lookup([part for item in self._split(value) for part in item.cut()], value)
+        return Lookup(self._split(value), value)
 
     def change(self, gradient: Any, lr: float | None = None) -> list[Item]:
         """Return what to send for a gradient of the whole shape.
 
         `lr` None is the update rule's own, or set by the round's commit.
         """
-        items = self._split(self._to_array(gradient), lr)
-        if self.spec.refuse_nonfinite:  # whole, so that no part of a gradient is applied
-            return items
-        return [part for item in items for part in item.cut()]
+        # Whole if it may be refused, so that no part of it is applied.
+        return self._split(self._to_array(gradient), lr, is_whole=self.spec.refuse_nonfinite)
 
     def assignment(self, value: Any) -> list[Item]:
         """Return what to send by `begin_assign` for a value of the whole shape."""
-        return [part for item in self._split(self._to_array(value)) for part in item.cut()]
+        return self._split(self._to_array(value))
 
     def _to_array(self, values: Any) -> Array:
         """Convert a value or gradient to contiguous float32, without a copy where possible."""
@@ -98,16 +86,16 @@ class ShardedVariable:
             raise ValueError(f"{self.spec.name!r} has shape {self.spec.shape}, got {array.shape}")
         return array
 
-    def _split(self, values: Array, lr: float | None = None) -> list[Item]:
-        """Return the pieces of a value, as views."""
-        rows = self._as_rows(values)
-        return [
-            Item(piece.server, number, rows[piece.begin : piece.end], None, self._wire, lr)
-            for piece, number in zip(self.pieces, self._numbers, strict=True)
+    def _split(
+        self, values: Array, lr: float | None = None, *, is_whole: bool = False
+    ) -> list[Item]:
+        """Return the pieces of a value, as views; cut for messages, unless they stay whole."""
+        rows = values.reshape(self._shape)
+        items = [
+            Item(server, number, rows[part.begin : part.end], None, self._wire, lr)
+            for server, number, part in self.parts
         ]
-
-    def _as_rows(self, values: Array) -> Array:
-        return values.reshape(self.pieces[-1].end, *self.spec.shape[1:])  # a scalar is one row
+        return items if is_whole else [part for item in items for part in item.cut()]
 
     def _piece_spec(self, piece: Piece) -> DenseSpec:
         if len(self.pieces) == 1:
@@ -132,18 +120,13 @@ class ShardedRows:
         else:
             begins = [piece.begin for piece in self.pieces]
             self._owners = _core.Owners(len(self.pieces), begins, spec.rows)
-        self._numbers = [
-            client.create(piece.server, self._piece_spec(i)) for i, piece in enumerate(self.pieces)
-        ]
-
-    def parts(self) -> list[tuple[int, int, Part]]:
-        """Return the server, number and part of each piece, for checkpoints and commits."""
-        name, owners = self.spec.name, len(self.pieces)
-        parts = [Part(name, piece.begin, piece.end) for piece in self.pieces]
-        if self.spec.rows is None:
-            parts = [Part(name, 0, -1, owner, owners) for owner in range(owners)]
-        servers = [piece.server for piece in self.pieces]
-        return list(zip(servers, self._numbers, parts, strict=True))
+        self.parts: list[tuple[int, int, Part]] = []  # as of a `ShardedVariable`
+        for i, piece in enumerate(self.pieces):
+            number = client.create(piece.server, self._piece_spec(i))
+            part = Part(spec.name, piece.begin, piece.end)
+            if spec.rows is None:
+                part = Part(spec.name, 0, -1, i, len(self.pieces))
+            self.parts.append((piece.server, number, part))
 
     def pull(self, ids: Any) -> Array:
         """Return rows, float32 [ids, dim], in the order of the ids."""
@@ -189,9 +172,9 @@ class ShardedRows:
     ) -> list[Item]:
         """Return the rows of each piece, as views."""
         return [
-            Item(piece.server, number, rows[end - n : end], ids[end - n : end], self._wire, lr)
-            for piece, number, n, end in zip(
-                self.pieces, self._numbers, counts, accumulate(counts), strict=True
+            Item(server, number, rows[end - n : end], ids[end - n : end], self._wire, lr)
+            for (server, number, _), n, end in zip(
+                self.parts, counts, accumulate(counts), strict=True
             )
         ]
 
@@ -247,7 +230,7 @@ def commit_round(
     """
     by_server: dict[int, list[tuple[int, float | None]]] = {}
     for thing, lr in things:
-        for server, number, _ in thing.parts():
+        for server, number, _ in thing.parts:
             by_server.setdefault(server, []).append((number, lr))
     tickets = []
     for server, objects in by_server.items():

@@ -242,7 +242,7 @@ class ServedModel:
 
     def discard(self, round: int) -> None:
         """Drop everything that is staged in a round."""
-        servers = {server for thing in self.sharded for server, _, _ in thing.parts()}
+        servers = {server for thing in self.sharded for server, _, _ in thing.parts}
         discard_rounds(self._client, servers, [round])
 
     def _served(self, parameter: nn.Parameter) -> ServedTensor | ServedTable:

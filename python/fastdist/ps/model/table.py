@@ -222,11 +222,6 @@ class RowCache:
     """
 
     def __init__(self, table: ShardedRows, *, max_rows: int, max_age: int) -> None:
-        if max_rows < 1 or max_age < 0:
-            raise ValueError(
-                f"max_rows must be at least 1 and max_age 0, got {max_rows} and {max_age}"
-            )
-        self.hits = self.misses = 0  # ids that were served from memory, and others
         self._table = table
         self._max_age = max_age
         self._pulls = 0
@@ -249,8 +244,6 @@ class RowCache:
             self._ids[slots[missing]] = flat[missing]
             self._rows[slots[missing]] = rows[missing]
             self._pulled[slots[missing]] = self._pulls
-        self.hits += flat.size - missing.size
-        self.misses += missing.size
         return rows
 
     def forget(self, ids: Any) -> None:

@@ -15,7 +15,7 @@ import fastdist._core as _core
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.link.connections import Connections
 from fastdist.link.stream import NO_MEMORY
-from fastdist.ps.client.items import Destination, Item, Ticket, messages_of, names_of, values_of
+from fastdist.ps.client.items import Item, Ticket, fill, memory_of, messages_of, names_of, values_of
 from fastdist.ps.wire.process import keep_freed_memory
 from fastdist.ps.wire.protocol import (
     Header,
@@ -96,7 +96,7 @@ class Client:
         *,
         round: int = 0,
         place: int = 0,
-        destination: Destination | None = None,
+        destination: Sequence[Item] | None = None,
     ) -> Ticket:
         """Send a request; several may be in flight, to all servers.
 
@@ -108,7 +108,8 @@ class Client:
             timeout_s: the timeout of slow requests; None for the client's own.
             round: the round that a push waits for, or that the request names; 0 for none.
             place: the push's place in the sum of its round.
-            destination: the object that takes the reply, or makes `wait` raise ValueError.
+            destination: the items that take the values of the reply; if its size is wrong, `wait`
+                raises ValueError.
 
         Returns:
             A ticket for `wait`.
@@ -264,7 +265,7 @@ class Client:
         ticket = self._in_flight[server].get(header.number)
         if ticket is None or ticket.destination is None or header.kind != Status.OK:
             return None
-        memory = ticket.destination.memory(nbytes)
+        memory = memory_of(ticket.destination, nbytes)
         if memory is not None:
             ticket.arrives_at = self._connections[server]
         return memory
@@ -298,10 +299,9 @@ class Client:
             ticket.error = MemoryError(f"no memory for the reply of {what}")
         elif ticket.destination is None:
             ticket.reply = body
-        else:
-            is_placed = not bodies and ticket.arrives_at is not None
+        elif bodies or ticket.arrives_at is None:  # else it is in its place already
             try:
-                ticket.destination.store(None if is_placed else body)
+                fill(ticket.destination, body)
             except ValueError as error:
                 ticket.error = error
         ticket.is_done = True
@@ -381,11 +381,11 @@ class Client:
             server = group[0].server
             frames, to = [names_of(group), values_of(group)], None
             if group is last[server] and server in first:
-                frames.append(names_of(first[server]))
-                to = Destination(first[server])
+                to = first[server]
+                frames.append(names_of(to))
             ticket = self.submit(server, op, 0, frames, round=round, place=place, destination=to)
             tickets.append(ticket)
         for group in rest:  # a server answers in the order in which messages come
-            server, to = group[0].server, Destination(group)
-            tickets.append(self.submit(server, Op.READ, 0, [names_of(group)], destination=to))
+            server, names = group[0].server, names_of(group)
+            tickets.append(self.submit(server, Op.READ, 0, [names], destination=group))
         return tickets

@@ -102,34 +102,25 @@ def values_of(items: Sequence[Item]) -> Array:
     return frame
 
 
-class Destination:
-    """The memory that the reply to a READ goes to: the items' values."""
+def memory_of(items: Sequence[Item], nbytes: int) -> list[memoryview] | None:
+    """Return where a reply of so many bytes can be received as it is; None if nowhere."""
+    if any(item.wire is not None for item in items):
+        return None
+    places = [item.values.reshape(-1).view(np.uint8).data for item in items]
+    return places if sum(place.nbytes for place in places) == nbytes else None
 
-    def __init__(self, items: Sequence[Item]) -> None:
-        self._items = items
 
-    def memory(self, nbytes: int) -> list[memoryview] | None:
-        """Return where a reply of so many bytes can be received as it is; None if nowhere."""
-        if any(item.wire is not None for item in self._items):
-            return None
-        places = [item.values.reshape(-1).view(np.uint8).data for item in self._items]
-        return places if sum(place.nbytes for place in places) == nbytes else None
-
-    def store(self, reply: memoryview | None) -> None:
-        """Store a reply; None if it was received in `memory`."""
-        if reply is None:
-            return
-        extents, size = extents_of(_kinds(self._items))
-        if reply.nbytes != size:
-            raise ValueError(
-                f"expected {len(self._items)} values in {size} bytes, got {reply.nbytes}"
-            )
-        data = np.frombuffer(reply, np.uint8)
-        for item, extent in zip(self._items, extents, strict=True):
-            if item.wire is None:
-                item.values.reshape(-1).view(np.uint8)[...] = data[extent]
-            else:
-                item.wire.decode(data[extent], item.values)
+def fill(items: Sequence[Item], reply: memoryview) -> None:
+    """Store a reply in the items' values; raise ValueError if its size is wrong."""
+    extents, size = extents_of(_kinds(items))
+    if reply.nbytes != size:
+        raise ValueError(f"expected {len(items)} values in {size} bytes, got {reply.nbytes}")
+    data = np.frombuffer(reply, np.uint8)
+    for item, extent in zip(items, extents, strict=True):
+        if item.wire is None:
+            item.values.reshape(-1).view(np.uint8)[...] = data[extent]
+        else:
+            item.wire.decode(data[extent], item.values)
 
 
 def _kinds(items: Sequence[Item]) -> Kinds:
@@ -147,7 +138,7 @@ class Ticket:
         timeout_s: seconds for which the server may stay silent.
         began: the time of the first send, on the monotonic clock.
         resend_at: the time to send the request again; infinity: when a new connection is made.
-        destination: the object that takes the reply; None: `wait` returns it.
+        destination: the items that take the values of the reply; None: `wait` returns it.
         arrives_at: the connection over which the reply is being received there.
         sendings: the number of times it was sent.
         asked_anew: True if it waits for one more connection.
@@ -161,7 +152,7 @@ class Ticket:
     nbytes: int
     timeout_s: float
     began: float
-    destination: Destination | None = None
+    destination: Sequence[Item] | None = None
     resend_at: float = math.inf
     reply: memoryview | None = None  # unless it goes to the destination
     error: Exception | None = None

@@ -43,13 +43,7 @@ class Part:
         return max(self.begin, other.begin) < min(self.end, other.end)
 
 
-@dataclass(frozen=True, slots=True)
-class _SnapshotFile:
-    """An open file, the part that it holds, and the step of the object when it was written."""
-
-    file: Any
-    part: Part
-    step: int
+_Opened = tuple[Any, Part, int]  # a file, what it holds, and the object's step when it was written
 
 
 def save(spec: Spec, stored: Any, part: Part, stem: Path) -> dict[str, int]:
@@ -96,12 +90,14 @@ def restore(spec: Spec, stored: Any, part: Part, paths: Sequence[Path]) -> int:
     server may have written them.
     """
     opened = [_open(path) for path in paths]
+    step = max((step for *_, step in opened), default=0)
     if isinstance(spec, DenseSpec):
-        return _restore_dense(spec, stored, part, opened)
-    # Set before the rows: assigned rows take the table's step as their age.
-    stored.step = max((file.step for file in opened), default=0)
+        _restore_dense(spec, stored, part, opened)
+        stored.step = step
+        return part.end - part.begin
+    stored.step = step  # before the rows: assigned rows take the table's step as their age
     stored.clear()
-    return sum(_read_rows(file, stored, part) for file in opened)
+    return sum(_read_rows(file, held, stored, part) for file, held, _ in opened)
 
 
 def _contents(spec: Spec, stored: Any) -> Iterator[tuple[int, dict[str, Array]]]:
@@ -117,13 +113,13 @@ def _contents(spec: Spec, stored: Any) -> Iterator[tuple[int, dict[str, Array]]]
         yield stored.step, {"ids": ids.view(np.int64), "values": values, "slots": slots}
 
 
-def _open(path: Path) -> _SnapshotFile:
+def _open(path: Path) -> _Opened:
     from safetensors import safe_open
 
     try:
         file: Any = safe_open(path, framework="np")
         about = json.loads(file.metadata()["fastdist"])
-        return _SnapshotFile(file, Part(**about["part"]), int(about["step"]))
+        return file, Part(**about["part"]), int(about["step"])
     except OSError as error:
         raise type(error)(f"cannot read {path}: {error}") from error
     except Exception as error:
@@ -131,16 +127,15 @@ def _open(path: Path) -> _SnapshotFile:
 
 
 def _restore_dense(
-    spec: DenseSpec, stored: _core.DenseVariable, part: Part, files: Sequence[_SnapshotFile]
-) -> int:
+    spec: DenseSpec, stored: _core.DenseVariable, part: Part, files: Sequence[_Opened]
+) -> None:
     rows = part.end - part.begin
     values = np.empty((rows, spec.size // max(1, rows)), np.float32)
     slots = np.empty((len(spec.rule.make().slots), *values.shape), np.float32)
-    for opened in files:
-        file = opened.file
-        begin, end = max(opened.part.begin, part.begin), min(opened.part.end, part.end)
+    for file, held, _ in files:
+        begin, end = max(held.begin, part.begin), min(held.end, part.end)
         here = slice(begin - part.begin, end - part.begin)
-        there = slice(begin - opened.part.begin, end - opened.part.begin)
+        there = slice(begin - held.begin, end - held.begin)
         if not file.get_slice("values").get_shape():  # a scalar
             values[:] = file.get_tensor("values")
             slots[:] = file.get_tensor("slots").reshape(-1, 1, 1)
@@ -149,12 +144,9 @@ def _restore_dense(
         if slots.shape[0]:
             slots[:, here] = file.get_slice("slots")[:, there].reshape(slots[:, here].shape)
     stored.assign(0, values, slots)
-    stored.step = max((opened.step for opened in files), default=0)
-    return rows
 
 
-def _read_rows(opened: _SnapshotFile, stored: _core.RowTable, part: Part) -> int:
-    file = opened.file
+def _read_rows(file: Any, held: Part, stored: _core.RowTable, part: Part) -> int:
     read = 0
     total = file.get_slice("ids").get_shape()[0]
     for at in range(0, total, _READ_ROWS):
@@ -163,7 +155,7 @@ def _read_rows(opened: _SnapshotFile, stored: _core.RowTable, part: Part) -> int
         if part.end < 0:
             mine = _core.Owners(part.owners).owners_of(ids) == part.owner
         else:
-            ids = ids + opened.part.begin
+            ids = ids + held.begin
             mine = (ids >= part.begin) & (ids < part.end)
             ids = ids - part.begin
         if not mine.any():

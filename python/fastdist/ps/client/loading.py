@@ -21,7 +21,6 @@ from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 _PIECE_ROWS = 1 << 16
 # The number of the scope, and of the module if the scope had several.
 _PREFIX = re.compile(r"(\d+/(\w+\[\d+\]\.)?)?")
-_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "F32": np.dtype("<f4")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +142,9 @@ def _mapped(path: Path) -> tuple[Any, Array]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
 
-    def array(name: str) -> Array:
+    def array(name: str, dtype: type[Any]) -> Array:
         about = header[name]
         shape: tuple[int, ...] = tuple(about["shape"])
-        dtype = _DTYPES[about["dtype"]]
         if 0 in shape:
             return np.empty(shape, dtype)
         offset = 8 + length + int(about["data_offsets"][0])
@@ -154,9 +152,9 @@ def _mapped(path: Path) -> tuple[Any, Array]:
 
     part = json.loads(header["__metadata__"]["fastdist"])["part"]
     if "ids" not in header:
-        return slice(part["begin"], part["end"]), array("values")
-    ids = array("ids")
-    return (ids + part["begin"] if part["begin"] else ids), array("values")
+        return slice(part["begin"], part["end"]), array("values", np.float32)
+    ids = array("ids", np.int64)
+    return (ids + part["begin"] if part["begin"] else ids), array("values", np.float32)
 
 
 def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[str]:

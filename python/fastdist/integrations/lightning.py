@@ -22,7 +22,6 @@ _STRATEGIES = (
 
 
 def _register(module: str, registry: str, method: str) -> None:
-    """Register Lightning's DDP strategy over the backend "fastdist"."""
     strategies: Any = sys.modules[module]
     plain = getattr(strategies.DDPStrategy, method)
 

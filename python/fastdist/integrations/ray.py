@@ -118,8 +118,6 @@ def run(
 
 
 class _Process:
-    """A process of a job on a node of the cluster."""
-
     def place(self) -> tuple[str, str, int]:
         """Return the node, its IP address, and a port that is free there."""
         with socket.socket() as probe:

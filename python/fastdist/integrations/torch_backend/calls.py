@@ -296,7 +296,6 @@ class Calls(_ProcessGroup):
         )
 
     def _all_gather_several(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Any:
-        """Copy several tensors of each rank; each gets a list of all ranks' tensors."""
         size, first = self._comm.world_size, outputs[0]
         lengths = {len(received) for received in outputs}
         if len(outputs) != len(inputs) or lengths != {size * len(inputs)}:

@@ -218,7 +218,6 @@ class Completer:
         self._lock = threading.Lock()
 
     def complete(self, work: Pending, future: torch.futures.Future[Any]) -> None:
-        """Complete the future when the work has ended."""
         if self._is_closed:  # so all calls have ended
             work.complete(future)
             return

@@ -156,7 +156,6 @@ class ShardedRows:
         return Lookup(items, rows, places)
 
     def _divide(self, ids: Any, values: Any, lr: float | None = None) -> list[Item]:
-        """Return the rows of each piece."""
         rows = to_floats(values)
         local, counts, places = self._route(ids)
         if rows.size != local.size * self.spec.dim:

@@ -107,7 +107,6 @@ class Worker:
         return kind is not Kind.END
 
     def _drain(self) -> None:
-        """Receive all messages that have arrived."""
         while self._receive(0.0):
             pass
 

@@ -298,7 +298,6 @@ class ServedModel:
 
 
 def _fixed_rates(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """Return the hyperparameters that must not change."""
     return [
         {key: value for key, value in group.items() if key in optimizer.defaults and key != "lr"}
         for group in optimizer.param_groups

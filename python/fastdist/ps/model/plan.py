@@ -194,7 +194,6 @@ def define_bundle(
 
 
 def _reduce_without_values(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Return the pickle reduction of a parameter without its values."""
     shape, dtype = tuple(parameter.shape), parameter.dtype
     if isinstance(parameter, TableWeight):
         return table_weight, (*shape, dtype)

@@ -32,8 +32,6 @@ Gradient = tuple[Place, Array]
 
 @dataclass(slots=True)
 class _OpenRound:
-    """A round that still takes gradients."""
-
     # Gradients with their places in the sum, by their object's number.
     staged: dict[int, list[tuple[int, Gradient]]] = field(default_factory=dict)
     nbytes: int = 0

@@ -110,7 +110,6 @@ class Server:
             self.ended.set()
 
     def _serve(self) -> None:
-        """Answer the requests until the server is closed."""
         buffers = SendBuffers(_MAX_UNSENT_BYTES)
         listener = self._listener
         slow: list[Future[None]] = []  # requests

@@ -400,8 +400,8 @@ def test_ci_names_cpp_tests_that_exist() -> None:
     ci = (ROOT / ".ci" / "aarch64").read_text(encoding="utf-8")
     named = re.search(r"^tests=\((.+)\)$", ci, re.MULTILINE)
     assert named is not None
-    wanted = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "cpp").glob("test_*.cpp")}
-    assert sorted(set(named[1].split()) - wanted) == []
+    files = (ROOT / "tests" / "cpp").glob("test_*.cpp")
+    assert set(named[1].split()) <= {path.stem.removeprefix("test_") for path in files}
 
 
 def readme() -> str:

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/array_list.h"
 #include "host/kernels.h"
 
 namespace fastdist::host {
@@ -46,39 +47,28 @@ void all_reduce_compressed(Communicator& communicator, TensorViews in, TensorVie
   std::vector<float> scales(in.size(), 1.0F);
   if (wire == DType::kFloat8E4M3FN) scales = agree_on_scales(communicator, in, options);
 
+  // The run of all arrays, a byte for each element.
+  std::vector<TensorView> each;
+  for (const TensorView& view : in) each.push_back({view.data, view.count, DType::kUInt8});
+  const ArrayList elements(each);
   const std::size_t item = size_of(wire);
-  std::vector<std::byte> bucket;
-  std::vector<TensorView> parts;  // of `out`, in their order in the bucket
-  std::vector<float> part_scales;
-  const auto flush = [&] {
-    if (bucket.empty()) return;
-    const TensorView view{bucket.data(), bucket.size() / item, wire, 0};
+  std::vector<std::byte> bucket(std::min(kBucketElements, elements.bytes()) * item);
+  for (std::size_t begin = 0; begin < elements.bytes(); begin += kBucketElements) {
+    const std::size_t end = std::min(elements.bytes(), begin + kBucketElements);
+    elements.for_each_piece(begin, end, [&](const ArrayList::Piece& piece) {
+      const TensorView& from = in[piece.array];
+      convert(wire, bucket.data() + (piece.run_at - begin) * item, from.dtype,
+              from.data + piece.at * size_of(from.dtype), piece.bytes, scales[piece.array]);
+    });
+    const TensorView view{bucket.data(), end - begin, wire};
     communicator.all_reduce({&view, 1}, {&view, 1}, op, options);
-    std::size_t at = 0;
-    for (std::size_t i = 0; i < parts.size(); ++i) {
-      convert(parts[i].dtype, parts[i].data, wire, bucket.data() + at, parts[i].count,
-              1.0F / part_scales[i]);
-      at += parts[i].count * item;
-    }
-    bucket.clear();
-    parts.clear();
-    part_scales.clear();
-  };
-  for (std::size_t i = 0; i < in.size(); ++i) {
-    for (std::size_t done = 0; done < in[i].count;) {
-      const std::size_t room = kBucketElements - bucket.size() / item;
-      const std::size_t count = std::min(room, in[i].count - done);
-      const std::size_t skip = done * size_of(in[i].dtype);
-      const std::size_t at = bucket.size();
-      bucket.resize(at + count * item);
-      convert(wire, bucket.data() + at, in[i].dtype, in[i].data + skip, count, scales[i]);
-      parts.push_back({out[i].data + skip, count, out[i].dtype, 0});
-      part_scales.push_back(scales[i]);
-      done += count;
-      if (bucket.size() == kBucketElements * item) flush();
-    }
+    elements.for_each_piece(begin, end, [&](const ArrayList::Piece& piece) {
+      const TensorView& to = out[piece.array];
+      convert(to.dtype, to.data + piece.at * size_of(to.dtype), wire,
+              bucket.data() + (piece.run_at - begin) * item, piece.bytes,
+              1.0F / scales[piece.array]);
+    });
   }
-  flush();
 }
 
 }  // namespace fastdist::host

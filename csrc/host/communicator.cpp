@@ -67,7 +67,11 @@ HostCommunicator::HostCommunicator(std::shared_ptr<Machine> machine, std::vector
     }
     peers_.push_back(p);
   }
-  publish_window_and_cores();
+  Control& own = *me().control;
+  own.window.store(machine_->window_bytes(), std::memory_order_relaxed);
+  if (::sched_getaffinity(0, sizeof(cpu_set_t), &own.cores) == 0) {
+    own.has_cores.store(true, std::memory_order_release);
+  }
   Registry<HostCommunicator>::add(*this);
 }
 
@@ -97,12 +101,6 @@ std::byte* HostCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& 
   std::byte* const data = block->data();
   owner = std::move(block);
   return data;
-}
-
-void HostCommunicator::publish_window_and_cores() noexcept {
-  me().control->window.store(machine_->window_bytes(), std::memory_order_relaxed);
-  if (::sched_getaffinity(0, sizeof(cpu_set_t), &me().control->cores) != 0) return;
-  me().control->has_cores.store(true, std::memory_order_release);
 }
 
 // True if there are more ranks than cores. Ranks may be bound to cores, so the number of cores is

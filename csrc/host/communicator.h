@@ -180,7 +180,6 @@ class HostCommunicator final : public BlockingCommunicator {
   void check_active(int p);
   void await_accesses();
   void await_access_end(int p, const Counter& accessing, std::uint64_t call);
-  void publish_window_and_cores() noexcept;
   [[nodiscard]] bool is_crowded() noexcept;
   [[nodiscard]] int label(int p) const noexcept {
     return labels_.empty() ? p : labels_[static_cast<std::size_t>(p)];

@@ -265,7 +265,6 @@ class HostCommunicator final : public BlockingCommunicator {
   class StagedPull;
 
   // lanes.cpp
-  [[nodiscard]] Turn turn_of(const LaneState& state, std::size_t bytes) const noexcept;
   void open(Transfer& transfer);
   void publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept;
   void await(Transfer& transfer, const Counter& counter, std::uint64_t value);

@@ -14,64 +14,56 @@
 namespace fastdist::host {
 
 struct HostCommunicator::Transfer {
+  Transfer(HostCommunicator& c, Op op, int p, TensorView view, const CallOptions& options)
+      : other(p),
+        array(view),
+        state((op == Op::kSend ? c.sent_ : c.received_)[static_cast<std::size_t>(p)]),
+        own(op == Op::kSend ? c.me().lanes[p].to : c.me().lanes[p].from),
+        theirs(op == Op::kSend ? c.peer(p).lanes[c.rank_].from : c.peer(p).lanes[c.rank_].to),
+        wait{&options, signature_of(rooted(op, p), {&view, 1}), &own.bell, false, {}},
+        turn(state.position,
+             chunk_for(view.bytes(), std::min(c.tuning_.lane_bytes, kCacheLine),
+                       c.tuning_.lane_bytes),
+             c.layout_.lane_ring_bytes) {
+    if (options.record != nullptr) options.record->announce(wait.signature);
+  }
+
   int other;
   TensorView array;
-  LaneState* state;
-  LaneHalf* own;
-  LaneHalf* theirs;
-  std::uint64_t location;  // of the sender's array, or 0
+  LaneState& state;
+  LaneHalf& own;
+  LaneHalf& theirs;
+  std::uint64_t location = 0;  // of the sender's array
   Wait wait;
   Turn turn;
-  std::uint64_t number = ++state->transfers;
+  std::uint64_t number = ++state.transfers;
 
   [[nodiscard]] std::uint64_t rounds() const noexcept {
     return (array.bytes() + turn.chunk() - 1) / turn.chunk();
   }
-  [[nodiscard]] Header& own_header() const noexcept { return own->headers[number & 1]; }
-  [[nodiscard]] Header& their_header() const noexcept { return theirs->headers[number & 1]; }
+  [[nodiscard]] Header& own_header() const noexcept { return own.headers[number & 1]; }
+  [[nodiscard]] Header& their_header() const noexcept { return theirs.headers[number & 1]; }
 };
 
 void HostCommunicator::send(TensorView in, int dst, const CallOptions& options) {
-  LaneHalf& half = me().lanes[dst].to;
-  const Signature signature = signature_of(rooted(Op::kSend, dst), {&in, 1});
-  const bool in_place = in.bytes() > tuning_.in_place_bytes;
-  LaneState& state = sent_[static_cast<std::size_t>(dst)];
-  Transfer transfer{dst,
-                    in,
-                    &state,
-                    &half,
-                    &peer(dst).lanes[rank_].from,
-                    in_place ? locate({&in, 1}) : 0,
-                    Wait{&options, signature, &half.bell, false, {}},
-                    turn_of(state, in.bytes())};
-  if (options.record != nullptr) options.record->announce(signature);
+  Transfer transfer(*this, Op::kSend, dst, in, options);
+  if (in.bytes() > tuning_.in_place_bytes) transfer.location = locate({&in, 1});
   try {
     check_usable();
     if (transfer.location == 0) {  // the first chunk travels with the header
       fill(transfer, 0);
-      half.chunks.store(progress(transfer.number, 1), std::memory_order_relaxed);
+      transfer.own.chunks.store(progress(transfer.number, 1), std::memory_order_relaxed);
     }
     open(transfer);
     send_chunks(transfer);
   } catch (...) {
-    await_access_end(dst, transfer.theirs->accessing, transfer.number);
+    await_access_end(dst, transfer.theirs.accessing, transfer.number);
     throw;
   }
 }
 
 void HostCommunicator::recv(TensorView out, int src, const CallOptions& options) {
-  LaneHalf& half = me().lanes[src].from;
-  const Signature signature = signature_of(rooted(Op::kRecv, src), {&out, 1});
-  LaneState& state = received_[static_cast<std::size_t>(src)];
-  Transfer transfer{src,
-                    out,
-                    &state,
-                    &half,
-                    &peer(src).lanes[rank_].to,
-                    0,
-                    Wait{&options, signature, &half.bell, false, {}},
-                    turn_of(state, out.bytes())};
-  if (options.record != nullptr) options.record->announce(signature);
+  Transfer transfer(*this, Op::kRecv, src, out, options);
   open(transfer);
   receive_chunks(transfer);
 }
@@ -108,15 +100,9 @@ Message HostCommunicator::await_message(int src, TensorView out, const CallOptio
   return message_in(next_header(src));
 }
 
-Turn HostCommunicator::turn_of(const LaneState& state, std::size_t bytes) const noexcept {
-  const std::size_t least = std::min(tuning_.lane_bytes, kCacheLine);
-  const std::size_t chunk = chunk_for(bytes, least, tuning_.lane_bytes);
-  return {state.position, chunk, layout_.lane_ring_bytes};
-}
-
 void HostCommunicator::publish(Transfer& transfer, Counter& counter, std::uint64_t value) noexcept {
   counter.exchange(value, std::memory_order_seq_cst);
-  transfer.theirs->bell.ring_if_waiting(rank_);
+  transfer.theirs.bell.ring_if_waiting(rank_);
 }
 
 void HostCommunicator::await(Transfer& transfer, const Counter& counter, std::uint64_t value) {
@@ -145,20 +131,20 @@ void HostCommunicator::compare(Transfer& transfer) {
                                            theirs.count.load(std::memory_order_relaxed), 0);
   const Signature& own = transfer.wait.signature;
   if (other.dtype == own.dtype && other.count == own.count && other.order == own.order) return;
-  transfer.own->site.write(transfer.wait.options->caller->location());
-  publish(transfer, transfer.own->site.call, transfer.number);
-  await(transfer, transfer.theirs->site.call, transfer.number);
+  transfer.own.site.write(transfer.wait.options->caller->location());
+  publish(transfer, transfer.own.site.call, transfer.number);
+  await(transfer, transfer.theirs.site.call, transfer.number);
   Signature shown = other;
   if (!labels_.empty()) shown.root = static_cast<std::int16_t>(label(rank_));
   throw transfer_mismatch_of(transfer.number, label(rank_),
-                             {transfer.wait.shown(), transfer.own->site.text.data()},
-                             label(transfer.other), {shown, transfer.theirs->site.text.data()});
+                             {transfer.wait.shown(), transfer.own.site.text.data()},
+                             label(transfer.other), {shown, transfer.theirs.site.text.data()});
 }
 
 void HostCommunicator::fill(Transfer& transfer, std::uint64_t round) {
   const std::size_t chunk = transfer.turn.chunk();
   const std::size_t at = std::min(transfer.array.bytes(), round * chunk);
-  transfer.state->copy(
+  transfer.state.copy(
       me().block + layout_.lane_ring(transfer.other) + transfer.turn.part(round) * chunk,
       transfer.array.data + at, std::min(chunk, transfer.array.bytes() - at));
 }
@@ -168,13 +154,13 @@ void HostCommunicator::send_chunks(Transfer& transfer) {
   if (transfer.location == 0) {
     const std::uint64_t rounds = transfer.rounds();
     for (std::uint64_t k = 1; k < rounds; ++k) {
-      if (k >= 2) await(transfer, transfer.theirs->chunks, progress(number, k - 1));
+      if (k >= 2) await(transfer, transfer.theirs.chunks, progress(number, k - 1));
       fill(transfer, k);
-      publish(transfer, transfer.own->chunks, progress(number, k + 1));
+      publish(transfer, transfer.own.chunks, progress(number, k + 1));
     }
-    transfer.state->position = transfer.turn.end(rounds);
+    transfer.state.position = transfer.turn.end(rounds);
   }
-  await(transfer, transfer.theirs->chunks, progress(number, kAllRounds));
+  await(transfer, transfer.theirs.chunks, progress(number, kAllRounds));
 }
 
 void HostCommunicator::receive_chunks(Transfer& transfer) {
@@ -183,7 +169,7 @@ void HostCommunicator::receive_chunks(Transfer& transfer) {
   const bool stream = bytes >= tuning_.stream_bytes;
   const std::uint64_t location = transfer.their_header().input.load(std::memory_order_relaxed);
   if (location != 0) {  // the same protocol as `begin_access`
-    Counter& accessing = transfer.own->accessing;
+    Counter& accessing = transfer.own.accessing;
     const auto check_sender = [&] {
       if (state_of(transfer.other, std::memory_order_seq_cst) == RankState::kActive) return;
       accessing.store(0, std::memory_order_release);
@@ -199,15 +185,15 @@ void HostCommunicator::receive_chunks(Transfer& transfer) {
     const std::byte* ring = peer(transfer.other).block + layout_.lane_ring(rank_);
     const std::uint64_t rounds = transfer.rounds();
     for (std::uint64_t k = 0; k < rounds; ++k) {
-      await(transfer, transfer.theirs->chunks, progress(number, k + 1));
+      await(transfer, transfer.theirs.chunks, progress(number, k + 1));
       const std::size_t at = k * chunk;
       copy(transfer.array.data + at, ring + transfer.turn.part(k) * chunk,
            std::min(chunk, bytes - at), stream);
-      publish(transfer, transfer.own->chunks, progress(number, k + 1));
+      publish(transfer, transfer.own.chunks, progress(number, k + 1));
     }
-    transfer.state->position = transfer.turn.end(rounds);
+    transfer.state.position = transfer.turn.end(rounds);
   }
-  publish(transfer, transfer.own->chunks, progress(number, kAllRounds));
+  publish(transfer, transfer.own.chunks, progress(number, kAllRounds));
 }
 
 }  // namespace fastdist::host

@@ -217,7 +217,6 @@ void HostCommunicator::pull_announced(const PullPlan& plan, bool stages_input) {
   publish(me().control->consumed, progress(sequence_, kAllRounds));
 }
 
-// Returns whether rank p's input goes through its staging area.
 bool HostCommunicator::stages_input_of(int p) noexcept {
   const Header& theirs = header_of(p);
   return theirs.input.load(std::memory_order_relaxed) == 0 &&

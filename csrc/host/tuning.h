@@ -23,7 +23,6 @@ struct Tuning {
   std::chrono::nanoseconds spin_crowded = std::chrono::microseconds{20};
 };
 
-// Returns the tuning for `ranks` ranks on this machine.
 [[nodiscard]] Tuning tuning_for(int ranks);
 
 }  // namespace fastdist::host

@@ -22,7 +22,6 @@ struct Head {
 
 constexpr std::size_t kLongestText = 4096;
 
-// True for a head that an AnswerWriter may write.
 bool is_valid(const Head& head) {
   return head.kind <= AnswerKind::kDeadlock &&
          head.bytes <= (head.kind == AnswerKind::kFailure ? sizeof(FailureRecord) : kLongestText);

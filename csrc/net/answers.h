@@ -66,16 +66,13 @@ struct Waiting {
   std::string site;
 };
 
-// Returns the reply as bytes.
 [[nodiscard]] std::string serialize(const Waiting& waiting);
-
 // Reads a reply in a communicator of `ranks` ranks; returns nothing if `text` is not one.
 [[nodiscard]] std::optional<Waiting> parse(const std::string& text, std::size_t ranks);
 
 // Reads the answers of one peer.
 class AnswerReader {
  public:
-  // `ranks` is the number of ranks of the communicator.
   AnswerReader(int fd, int ranks) : fd_(fd), ranks_(ranks) {}
 
   // Reads what has arrived, without waiting.

@@ -59,7 +59,6 @@ class UpdateRule {
   [[nodiscard]] const std::vector<Slot>& slots() const noexcept { return slots_; }
   // True if a row has one float per slot: the rule is for rows only.
   [[nodiscard]] bool is_row_wise() const noexcept { return kind_ == RuleKind::kRowWiseAdagrad; }
-  // Returns the floats of each slot of a row.
   [[nodiscard]] std::size_t slot_width(std::size_t dim) const noexcept {
     return is_row_wise() ? 1 : dim;
   }

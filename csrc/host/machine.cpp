@@ -32,13 +32,8 @@ std::size_t window_size(std::size_t ranks) {
   return std::bit_floor(std::min(std::bit_ceil(physical), kAddressSpace / ranks));
 }
 
-struct flock record_lock() {
-  struct flock lock{};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  lock.l_len = 1;
-  return lock;
-}
+constexpr struct flock kRecordLock{
+    .l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1, .l_pid = 0};
 
 }  // namespace
 
@@ -189,7 +184,7 @@ std::byte* Machine::find(int rank, std::uint64_t location) const noexcept {
 FileDescriptor create_segment_file(std::size_t bytes) {
   FileDescriptor file(::memfd_create("fastdist", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file.get() < 0) throw system_error("memfd_create");
-  struct flock lock = record_lock();
+  struct flock lock = kRecordLock;
   if (::fcntl(file.get(), F_SETLK, &lock) != 0) throw system_error("locking shared memory");
   if (::fcntl(file.get(), F_ADD_SEALS, F_SEAL_SHRINK) != 0) {
     throw system_error("sealing shared memory");
@@ -199,7 +194,7 @@ FileDescriptor create_segment_file(std::size_t bytes) {
 }
 
 bool is_locked_by_other(const FileDescriptor& file) noexcept {
-  struct flock lock = record_lock();
+  struct flock lock = kRecordLock;
   if (::fcntl(file.get(), F_GETLK, &lock) != 0) return false;
   return lock.l_type != F_UNLCK;
 }

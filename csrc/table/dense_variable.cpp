@@ -31,7 +31,7 @@ void check_count(const char* argument, std::size_t expected, std::size_t got) {
 DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule)
     : rule_(std::move(rule)),
       size_(initial.size()),
-      update_(kernels().update(rule_.kind())),
+      update_(kernels().updates[rule_.index()]),
       chunks_(size_ / kChunk + 1) {
   if (rule_.is_row_wise()) {
     refuse(ErrorCode::kValue, rule_.name(),

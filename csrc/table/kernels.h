@@ -25,11 +25,7 @@ struct Codec {
 };
 
 struct Kernels {
-  UpdateFunction updates[kRules];  // in the order of RuleKind
-  [[nodiscard]] UpdateFunction update(RuleKind kind) const {
-    return updates[static_cast<std::size_t>(kind)];
-  }
-
+  UpdateFunction updates[kRules];                                // in the order of RuleKind
   void (*add)(float* dst, const float* src, std::size_t count);  // dst += src
 
   Codec codecs[3];  // of bfloat16, float16 and int8

@@ -103,7 +103,7 @@ RowTable::RowTable(RowTableOptions options)
     : options_((check_options(options), std::move(options))),
       layout_(options_.dim, options_.storage, options_.rule),
       striping_(striping_of(options_)),
-      update_(kernels().update(options_.rule.kind())),
+      update_(kernels().updates[options_.rule.index()]),
       seed_(options_.seed),
       arena_(layout_.stride()),
       written_(options_.rows.value_or(0)),

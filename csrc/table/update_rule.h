@@ -54,7 +54,8 @@ class UpdateRule {
   // does. Throws kValue.
   UpdateRule(std::string_view name, const std::vector<Hyperparameter>& hyperparameters);
 
-  [[nodiscard]] RuleKind kind() const noexcept { return kind_; }
+  // Returns the rule's number in the order of RuleKind.
+  [[nodiscard]] std::size_t index() const noexcept { return static_cast<std::size_t>(kind_); }
   [[nodiscard]] std::string_view name() const noexcept;
   [[nodiscard]] const std::vector<Slot>& slots() const noexcept { return slots_; }
   // True if a row has one float per slot: the rule is for rows only.
@@ -78,7 +79,6 @@ class UpdateRule {
   struct Parameter;
   static std::span<const Parameter> parameters() noexcept;
 
-  [[nodiscard]] std::size_t index() const noexcept { return static_cast<std::size_t>(kind_); }
   void set(const Hyperparameter& given);
   void choose_slots();
 

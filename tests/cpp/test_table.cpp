@@ -144,8 +144,8 @@ CASE(every_instruction_set_gives_the_same_bits) {
         }
         for (std::uint64_t step = 1; step < 5; ++step) {
           const Coefficients c = rule.coefficients(step, 0.1, Gradients::kDense);
-          set->update(rule.kind())(c, values.data(), random_floats(random, count).data(),
-                                   pointers.data(), count);
+          set->updates[rule.index()](c, values.data(), random_floats(random, count).data(),
+                                     pointers.data(), count);
         }
         result.insert(result.end(), values.begin(), values.end());
       }

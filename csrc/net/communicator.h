@@ -266,6 +266,14 @@ class NetCommunicator final : public BlockingCommunicator {
     return first_partial_[static_cast<std::size_t>(machine)];
   }
   [[nodiscard]] std::size_t all_partials() const { return first_partial_.back(); }
+  // Sums cross in the dtype in which they are computed: small floats in float32, so that they are
+  // rounded once. Means cross as sums.
+  [[nodiscard]] static DType dtype_of_sums(DType dtype) noexcept;
+  [[nodiscard]] static ReduceOp summed(ReduceOp op) noexcept {
+    return op == ReduceOp::kMean ? ReduceOp::kSum : op;
+  }
+  static void narrow(DType wide, const std::byte* from, DType dtype, std::byte* to,
+                     std::size_t count);
   void reduce_here(const std::byte* gathered, std::size_t stride, DType dtype, ReduceOp op,
                    std::byte* to, std::size_t parts, std::size_t count) const;
 

@@ -8,7 +8,6 @@
 
 #include "host/kernels.h"
 #include "net/communicator.h"
-#include "net/sums.h"
 
 namespace fastdist::net {
 
@@ -55,13 +54,14 @@ void NetCommunicator::reduce_here(const std::byte* gathered, std::size_t stride,
 
 // --- sums ---------------------------------------------------------------------------------------
 
-DType dtype_of_sums(DType dtype) noexcept {
+DType NetCommunicator::dtype_of_sums(DType dtype) noexcept {
   const bool is_small = dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
                         dtype == DType::kFloat8E4M3FN || dtype == DType::kFloat8E5M2;
   return is_small ? DType::kFloat32 : dtype;
 }
 
-void narrow(DType wide, const std::byte* from, DType dtype, std::byte* to, std::size_t count) {
+void NetCommunicator::narrow(DType wide, const std::byte* from, DType dtype, std::byte* to,
+                             std::size_t count) {
   if (wide != dtype) {
     host::convert(dtype, to, wide, from, count, 1.0F);
   } else {

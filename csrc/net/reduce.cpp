@@ -19,7 +19,6 @@
 #include "core/array_list.h"
 #include "host/kernels.h"
 #include "net/communicator.h"
-#include "net/sums.h"
 
 namespace fastdist::net {
 namespace {

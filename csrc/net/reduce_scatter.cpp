@@ -6,7 +6,6 @@
 
 #include "host/kernels.h"
 #include "net/communicator.h"
-#include "net/sums.h"
 
 namespace fastdist::net {
 namespace {

@@ -71,6 +71,7 @@ class SampledOrder:
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
         """Yield the batch sampler's batches without the first `skip`."""
+        sampler: Any
         for sampler in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)

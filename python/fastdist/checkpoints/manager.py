@@ -24,7 +24,7 @@ from fastdist.checkpoints.files import PartFiles
 from fastdist.collectives.init import exit_with
 from fastdist.errors import DamagedCheckpointError
 
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-\d+")
 _ENDED = ".ended"
 
 
@@ -310,9 +310,7 @@ def has_ended(directory: Path) -> bool:
 
 def number_of(path: Path) -> int:
     """Return the number of a manager's checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1])
+    return int(path.name.rpartition("-")[2])
 
 
 _started: list[Future[None]] = []  # tasks of threads whose failures no call has raised yet

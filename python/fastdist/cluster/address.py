@@ -79,14 +79,6 @@ def _is_host(host: str) -> bool:
     return True
 
 
-def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach a host, by its name or address."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def own_address(host: str, port: int, deadline: float = 0.0) -> str:
     """Return this machine's IP address on the route to another machine, to which nothing is sent.
 

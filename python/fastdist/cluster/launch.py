@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from fastdist.cluster.address import is_loopback
 from fastdist.cluster.environ import (
     Environ,
     count,
@@ -23,6 +22,7 @@ from fastdist.cluster.environ import (
 from fastdist.cluster.mpi import is_hydra, is_openmpi
 from fastdist.cluster.slurm import step_of, task_runs
 from fastdist.errors import ClusterConfigError
+from fastdist.link.addresses import is_loopback
 from fastdist.processes.proc import ancestors, start_ticks
 
 JOB_VARIABLE = "FASTDIST_JOB"
@@ -352,7 +352,6 @@ def _launcher_process(variable: str) -> str:
 def _has_variable(pid: int, variable: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            entries = file.read().split(b"\0")
+            return f"\0{variable}=".encode() in b"\0" + file.read()
     except OSError:
         return False
-    return any(entry.startswith(f"{variable}=".encode()) for entry in entries)

@@ -18,7 +18,7 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist._config import settings
-from fastdist.cluster.address import is_loopback, join_address, split_address
+from fastdist.cluster.address import join_address, split_address
 from fastdist.cluster.environ import join_master
 from fastdist.cluster.launch import Launch, detect_launch, note_launch, require_own_place
 from fastdist.cluster.replicas import patience_s, started_replica
@@ -29,6 +29,7 @@ from fastdist.collectives.elastic import BrokenWorldError, Member
 from fastdist.collectives.engines.engine import Engine
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.errors import ClusterConfigError, FastdistError, LostRankError
+from fastdist.link.addresses import is_loopback
 from fastdist.recorder.phases import Phase, phase
 
 if TYPE_CHECKING:

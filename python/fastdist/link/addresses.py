@@ -28,9 +28,11 @@ def is_path(address: str) -> bool:
 
 def is_local(address: str) -> bool:
     """Return True if only this machine can reach an address; raise ValueError if it is invalid."""
-    if is_path(address):
-        return True
-    host, _ = _host_and_port(address)
+    return is_path(address) or is_loopback(_host_and_port(address)[0])
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine can reach a host, by its name or address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -261,7 +261,6 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
         if restarts is None:
             restarts = _MAX_RESTARTS * (1 if elastic is None else len(tasks))
         job = Job(
-            _NAME,
             command,
             tasks,
             len(tasks) * arguments.nnodes,
@@ -430,7 +429,6 @@ def _job_on_hosts(
     user = dict(arguments.env)
     tasks = host_tasks(arguments.hosts, places, there, rdzv, user, is_elastic=elastic is not None)
     return Job(
-        _NAME,
         (),
         tasks,
         len(tasks),

@@ -48,7 +48,6 @@ class Elastic:
 class Job:
     """The processes that a launcher runs."""
 
-    launcher: str  # in messages: "fastdist run"
     command: Sequence[str]
     tasks: Sequence[Task]  # on this machine; the first one reads the launcher's stdin
     size: int  # number of tasks on all machines

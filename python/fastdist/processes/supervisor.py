@@ -92,7 +92,6 @@ class _Supervisor:
         self._lines: dict[Stream, Lines] = {}
         self._stdout = Sink(1)
         self._stderr = self._stdout if _is_same_file(1, 2) else Sink(2)
-        self._stalled: set[Sink] = set()
         self._failed: list[Process] = []
         self._left: list[str] = []  # names of tasks that ended well before one failed
         self._restarts = 0
@@ -155,7 +154,7 @@ class _Supervisor:
         return process.exit_code
 
     def _say(self, message: str) -> None:
-        line = fitted(f"{self._job.launcher}: {message}\n", sys.stderr)
+        line = fitted(f"fastdist run: {message}\n", sys.stderr)
         self._stderr.put(self, b"", line.encode())
 
     def _task(self, process: Process) -> Task:
@@ -213,11 +212,10 @@ class _Supervisor:
     def _watch_files(self) -> None:
         """Watch sinks that do not keep up instead of their streams, so that processes wait."""
         for sink in {self._stdout, self._stderr}:
-            if sink.pending and sink not in self._stalled:
-                self._stalled.add(sink)
+            is_watched = sink.fd in self._selector.get_map()
+            if sink.pending and not is_watched:
                 self._selector.register(sink.fd, selectors.EVENT_WRITE, sink.flush)
-            elif sink in self._stalled and not sink.pending:
-                self._stalled.discard(sink)
+            elif is_watched and not sink.pending:
                 self._selector.unregister(sink.fd)
         for stream, lines in self._lines.items():
             if lines.sink.pending:

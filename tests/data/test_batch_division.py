@@ -19,7 +19,7 @@ from data_jobs import (
 )
 from fastdist.data import AutoShardPolicy, Files, InputContext
 from fastdist.data.input_context import InputLayout
-from fastdist.data.sharding import own_part, split_sizes
+from fastdist.data.sharding import own_part
 from fastdist.replicas.per_replica import leaves
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,8 +226,8 @@ small = st.integers(1, 4)
 
 
 @given(count=st.integers(0, 500), parts=st.integers(1, 40))
-def test_split_sizes(count: int, parts: int) -> None:
-    sizes = split_sizes(count, parts)
+def test_sizes_of_parts(count: int, parts: int) -> None:
+    sizes = own_part(parts, range(parts), count).sizes
     assert len(sizes) == parts
     assert sum(sizes) == count
     assert max(sizes) - min(sizes) <= 1

@@ -58,16 +58,11 @@ def own_part(num_replicas: int, local_replicas: Sequence[int], count: int) -> Cu
     Sizes differ by at most one, and the first replicas get the larger parts: 7 examples on 4
     replicas are [2, 2, 2, 1].
     """
-    examples = split_sizes(count, num_replicas)
+    size, larger = divmod(count, num_replicas)
+    examples = (size + 1,) * larger + (size,) * (num_replicas - larger)
     start = sum(examples[: local_replicas[0]])
     sizes = examples[local_replicas[0] : local_replicas[-1] + 1]
     return Cut(start, start + sum(sizes), sizes, examples)
-
-
-def split_sizes(count: int, parts: int) -> tuple[int, ...]:
-    """Divide `count` examples into `parts` sizes that differ by at most one, larger sizes first."""
-    size, larger = divmod(count, parts)
-    return (size + 1,) * larger + (size,) * (parts - larger)
 
 
 def resolve_policy(

@@ -201,21 +201,15 @@ class StreamPipeline:
 
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; the first `skip` parts are read and dropped."""
-
-        def start() -> Iterator[Part]:
-            if self.batch_size is None:
-                cut = functools.partial(_cut_made_batch, self.cut)
-                return load(self.stream, self.options, epoch, collate_fn=cut)
+        batching: dict[str, Any] = {"collate_fn": functools.partial(_cut_made_batch, self.cut)}
+        if self.batch_size is not None:
             refused = self.batch_size if self.refuses_batches else None
-            return load(
-                self.stream,
-                self.options,
-                epoch,
-                batch_size=self.batch_size,
-                drop_last=self.drop_remainder,
-                collate_fn=functools.partial(_cut_batch, self.cut, self.collate, refused),
-            )
-
+            batching = {
+                "batch_size": self.batch_size,
+                "drop_last": self.drop_remainder,
+                "collate_fn": functools.partial(_cut_batch, self.cut, self.collate, refused),
+            }
+        start = functools.partial(load, self.stream, self.options, epoch, **batching)
         if self.options.num_workers:
             parts = start()
         else:

@@ -8,7 +8,7 @@ import queue
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from fastdist.data.agreement import own_data, same_data
@@ -44,35 +44,6 @@ class _Position:
         return self.begun and not self.saved
 
 
-class ShuffledEpochs:
-    """The epochs of a shuffled dataset.
-
-    Warns if it is made anew for every epoch, so that all epochs have the order of the first.
-    """
-
-    def __init__(
-        self, finished: dict[tuple[Hashable, ...], int], key: tuple[Hashable, ...]
-    ) -> None:
-        self._finished = finished  # epochs of the dataset used last, by data and arguments
-        self._key = key
-
-    def begin(self) -> None:
-        """Begin the first epoch; warn if the dataset before has ended after one epoch."""
-        if self._finished.get(self._key) == 1:
-            warnings.warn(
-                "a dataset of distribute_dataset(shuffle=True) was made again with the same data "
-                "and seed, after one epoch: this epoch has the order of the one before. Make the "
-                "dataset once, before the loop over epochs, of which each then has an order of its "
-                "own, or give seed=epoch",
-                stacklevel=4,  # the line that iterates
-            )
-        self._finished[self._key] = 0
-
-    def end(self) -> None:
-        """Count an epoch that has ended."""
-        self._finished[self._key] = self._finished.get(self._key, 0) + 1
-
-
 class DistributedDataset(Generic[B]):
     """Batches for the local replicas, one epoch per `iter()` (tf.distribute.DistributedDataset).
 
@@ -103,7 +74,8 @@ class DistributedDataset(Generic[B]):
         reads_own: bool,
         is_certain: bool,
     ) -> None:
-        self.epochs: ShuffledEpochs | None = None  # told of the first's beginning and each end
+        # If shuffled: a list of one number, which datasets of the same data and settings share.
+        self.finished_epochs: list[int] | None = None
         self._rebuild = rebuild  # for another layout; None if users' code made the dataset
         self.pipeline = pipeline
         self._copy: Any = DeviceCopy(layout.devices)
@@ -242,8 +214,8 @@ class DistributedDataset(Generic[B]):
     def _epoch(self, position: _Position) -> Generator[Any, None, bool]:
         _require_outside_run()
         first = position.step
-        if self.epochs is not None and (position.epoch, first) == (0, 0):
-            self.epochs.begin()
+        if self.finished_epochs is not None and (position.epoch, first) == (0, 0):
+            _begin_first_epoch(self.finished_epochs)
         parts = self._parts(position.epoch, position.step)
         try:
             agreed = parts
@@ -258,8 +230,8 @@ class DistributedDataset(Generic[B]):
                 _require_outside_run()
         finally:
             parts.close()  # ends the thread now, not at garbage collection
-        if self.epochs is not None:
-            self.epochs.end()
+        if self.finished_epochs is not None:
+            self.finished_epochs[0] += 1
         has_batches = position.step > first
         position.epoch, position.step, position.begun = position.epoch + 1, 0, False
         return has_batches
@@ -296,6 +268,19 @@ class DistributedDataset(Generic[B]):
         none = (0,) * len(batches)
         spare: Part = self._copy.receive(self._copy.send(Part(batches, none, none)))
         return spare.batches
+
+
+def _begin_first_epoch(finished: list[int]) -> None:
+    """Warn if a dataset is made anew for every epoch: all epochs have the order of the first."""
+    if finished[0] == 1:
+        warnings.warn(
+            "a dataset of distribute_dataset(shuffle=True) was made again with the same data and "
+            "seed, after one epoch: this epoch has the order of the one before. Make the dataset "
+            "once, before the loop over epochs, of which each then has an order of its own, or "
+            "give seed=epoch",
+            stacklevel=4,  # the line that iterates
+        )
+    finished[0] = 0
 
 
 def _require_outside_run() -> None:

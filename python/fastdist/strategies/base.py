@@ -18,7 +18,6 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.hints import refuse_keywords, unknown_name, unknown_op
 from fastdist.data import AutoShardPolicy, DistributedDataset, InputContext
 from fastdist.data.distribute import build, build_from_function
-from fastdist.data.distributed import ShuffledEpochs
 from fastdist.data.input_context import InputLayout
 from fastdist.data.pipelines import ArrayPipeline
 from fastdist.data.request import DatasetOptions, Request, checked
@@ -90,7 +89,7 @@ class Strategy(ABC):
         self, devices: Sequence[torch.device], *, worker: int = 0, workers: int = 1
     ) -> None:
         self.devices = tuple(devices)
-        self._finished_epochs = weakref.WeakKeyDictionary[Any, dict[Any, int]]()  # by their data
+        self._finished_epochs = weakref.WeakKeyDictionary[Any, dict[Any, list[int]]]()  # by data
         self._datasets: weakref.WeakSet[DistributedDataset[Any]] = weakref.WeakSet()
         self._open_scope: Scope | None = None
         self._take_place(worker, workers)
@@ -256,7 +255,7 @@ class Strategy(ABC):
                 data, key = self, (made.pipeline.sampled_rows, *key)
             with contextlib.suppress(TypeError):  # of a list, which may be an equal one's copy
                 finished = self._finished_epochs.setdefault(data, {})
-                made.epochs = ShuffledEpochs(finished, key)
+                made.finished_epochs = finished.setdefault(key, [0])
         return made
 
     @final

@@ -7,7 +7,7 @@ step, in the thread that iterates: in order with the training step's collectives
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from fastdist.data.batches import emptied
@@ -22,13 +22,10 @@ _DONE, _MORE, _FAILED, _NOTHING = range(4)
 
 def same_data(layout: InputLayout, parts: Iterator[Part]) -> Iterator[Part]:
     """Yield the parts unchanged; raise ValueError on all workers if their batches differ."""
-    exchange = _Exchange(layout, width=2)
     for step in itertools.count():
-        part = exchange.attempt(lambda: next(parts, None))
-        if part is None:
-            answers = exchange.tell(_DONE)
-        else:
-            answers = exchange.tell(_MORE, sum(part.examples), part.token)
+        part = _attempt(layout, (0, 0), lambda: next(parts, None))
+        own = (_DONE, 0, 0) if part is None else (_MORE, sum(part.examples), part.token)
+        answers = _exchange(layout, own)
         if any(answer != answers[0] for answer in answers):
             counts = ", ".join(f"{a[1]} on worker {worker}" for worker, a in enumerate(answers))
             raise ValueError(
@@ -52,18 +49,17 @@ def own_data(
     zero; None if the source has no example to copy the shapes from.
     """
     none = (0,) * len(layout.local_replicas)
-    exchange = _Exchange(layout, width=len(none))
     empty: Batches | None = None
     while True:
-        part = exchange.attempt(lambda: next(parts, None))
+        part = _attempt(layout, none, lambda: next(parts, None))
         if empty is None and part is not None:
             empty = tuple(map(emptied, part.batches, part.sizes))
         elif empty is None:
-            empty = exchange.attempt(spare)
+            empty = _attempt(layout, none, spare)
         if part is not None:
-            answers = exchange.tell(_MORE, *part.sizes)
+            answers = _exchange(layout, (_MORE, *part.sizes))
         else:
-            answers = exchange.tell(_NOTHING if empty is None else _DONE)
+            answers = _exchange(layout, (_NOTHING if empty is None else _DONE, *none))
         if all(answer[0] != _MORE for answer in answers):
             return
         without = [worker for worker, answer in enumerate(answers) if answer[0] == _NOTHING]
@@ -80,30 +76,23 @@ def own_data(
             yield Part(empty, none, examples)
 
 
-class _Exchange:
-    """Exchanges a state and `width` numbers; one worker's failure raises an error on all."""
+def _attempt(layout: InputLayout, zeros: tuple[int, ...], read: Callable[[], T]) -> T:
+    """Call `read`; if it raises, tell the other workers, which would otherwise wait."""
+    try:
+        return read()
+    except Exception:
+        layout.all_gather_ints((_FAILED, *zeros))
+        raise
 
-    def __init__(self, layout: InputLayout, width: int) -> None:
-        self._layout = layout
-        self._width = width
 
-    def attempt(self, read: Callable[[], T]) -> T:
-        """Call `read`; if it raises, tell the other workers, which would otherwise wait."""
-        try:
-            return read()
-        except Exception:
-            self._layout.all_gather_ints((_FAILED, *(0,) * self._width))
-            raise
-
-    def tell(self, state: int, *numbers: int) -> list[list[int]]:
-        """Send this worker's state and numbers (default: zeros); return every worker's."""
-        message = (state, *(numbers or (0,) * self._width))
-        answers = [list(answer) for answer in self._layout.all_gather_ints(message)]
-        failed = tuple(worker for worker, answer in enumerate(answers) if answer[0] == _FAILED)
-        if failed:
-            raise FastdistError(
-                f"workers {list(failed)} could not read their data; see the error that each of "
-                "these workers raised",
-                ranks=failed,
-            )
-        return answers
+def _exchange(layout: InputLayout, own: Sequence[int]) -> list[list[int]]:
+    """Return every worker's state and numbers; if one has failed, raise an error on all."""
+    answers = [list(answer) for answer in layout.all_gather_ints(own)]
+    failed = tuple(worker for worker, answer in enumerate(answers) if answer[0] == _FAILED)
+    if failed:
+        raise FastdistError(
+            f"workers {list(failed)} could not read their data; see the error that each of "
+            "these workers raised",
+            ranks=failed,
+        )
+    return answers

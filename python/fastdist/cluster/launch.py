@@ -1,13 +1,12 @@
 """Reads the launcher of this process and its rank from the environment.
 
-`_LAUNCHERS` has a function for each launcher; the first that recognises its variables answers. The
+A function for each launcher is asked; the first that recognises its variables answers. The
 innermost launcher comes first: `torchrun` inside `srun` is torchrun's job, `mpiexec` inside an
 `sbatch` script is mpiexec's. Incomplete or contradictory variables are an error, never a world of
 one.
 """
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -109,7 +108,7 @@ def detect_launch(environ: Environ = os.environ) -> Launch | None:
     """
     if environ is os.environ and _Noted.launch is not None:
         return _Noted.launch
-    for detect in _LAUNCHERS:
+    for detect in (_fastdist_run, _torchrun, _by_hand, _openmpi, _hydra, _srun):
         launch = detect(environ)
         if launch is not None:
             return launch
@@ -282,16 +281,6 @@ def _srun(environ: Environ) -> Launch | None:
         local_world_size,
         f"srun/{job}.{step}/{node}/{environ.get('SLURM_RESTART_COUNT', '0')}",
     )
-
-
-_LAUNCHERS: tuple[Callable[[Environ], Launch | None], ...] = (
-    _fastdist_run,
-    _torchrun,
-    _by_hand,
-    _openmpi,
-    _hydra,
-    _srun,
-)
 
 
 def _torch_launch(environ: Environ, launcher: str, job: str) -> Launch:

@@ -268,16 +268,11 @@ def _srun(environ: Environ) -> Launch | None:
         raise ClusterConfigError("SLURM_JOB_ID is not set; expected the number of the Slurm job")
     node = count(environ, "SLURM_NODEID")
     tasks = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    tasks_per_node, local_world_size = _slurm_tasks_on(environ, node)
+    reason, local_world_size = _slurm_tasks_on(environ, node)
     return Launch(
         "srun",
         *index_of_size(environ, "SLURM_PROCID", tasks),
-        index(
-            environ,
-            "SLURM_LOCALID",
-            local_world_size,
-            f"{tasks_per_node}={environ[tasks_per_node]!r}",
-        ),
+        index(environ, "SLURM_LOCALID", local_world_size, reason),
         local_world_size,
         f"srun/{job}.{step}/{node}/{environ.get('SLURM_RESTART_COUNT', '0')}",
     )
@@ -306,17 +301,14 @@ def _on_one_machine(environ: Environ) -> bool:
 
 
 def _slurm_tasks_on(environ: Environ, node: int) -> tuple[str, int]:
-    """Return the variable with the tasks of each node, and the number of tasks on this node."""
-    variable, runs = task_runs(environ)
+    """Return what says the tasks of each node, and the number of tasks on this node."""
+    said, runs = task_runs(environ)
     nodes = 0
     for tasks, repeated in runs:
         nodes += repeated
         if node < nodes:
-            return variable, tasks
-    raise ClusterConfigError(
-        f"{variable}={environ[variable]!r}, for {nodes} nodes; "
-        f"expected more, as SLURM_NODEID={node}"
-    )
+            return said, tasks
+    raise ClusterConfigError(f"{said}, for {nodes} nodes; expected more, as SLURM_NODEID={node}")
 
 
 def _launcher_process(variable: str) -> str:

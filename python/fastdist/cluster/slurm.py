@@ -91,10 +91,11 @@ def step_of(environ: Environ) -> int | None:
 
 
 def task_runs(environ: Environ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the variable with the tasks of each node, and its pairs (tasks, nodes) in order."""
+    """Return what says the tasks of each node ("NAME='VALUE'"), and its pairs (tasks, nodes)."""
     variable = first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    text = environ.get(variable, "")
     try:
-        return variable, parse_tasks_per_node(environ.get(variable, ""))
+        return f"{variable}={text!r}", parse_tasks_per_node(text)
     except ValueError as error:
         raise ClusterConfigError(f"{variable}: {error}") from None
 
@@ -102,12 +103,12 @@ def task_runs(environ: Environ) -> tuple[str, list[tuple[int, int]]]:
 def _addresses(environ: Environ, rank: int, size: int, port_base: int) -> list[str]:
     """Return the address of each task of the step, by rank."""
     hosts = _hosts(environ)
-    variable, runs = task_runs(environ)
+    said, runs = task_runs(environ)
     nodes, tasks = sum(run[1] for run in runs), sum(run[0] * run[1] for run in runs)
     if nodes != len(hosts) or tasks != size or size > MOST_TASKS:
         raise ClusterConfigError(
-            f"{variable}={environ[variable]!r} is {tasks} tasks on {nodes} nodes; expected {size} "
-            f"tasks on the {len(hosts)} nodes that Slurm lists"
+            f"{said} is {tasks} tasks on {nodes} nodes; expected {size} tasks on the {len(hosts)} "
+            "nodes that Slurm lists"
         )
     tasks_on = [each for each, repeated in runs for _ in range(repeated)]
     distribution = environ.get("SLURM_DISTRIBUTION", "block")
@@ -116,7 +117,7 @@ def _addresses(environ: Environ, rank: int, size: int, port_base: int) -> list[s
     if places[rank] != own:
         raise ClusterConfigError(
             f"task {rank} is number {own[1]} on node {own[0]}; expected number {places[rank][1]} "
-            f"on node {places[rank][0]}, as {variable}={environ[variable]!r} and "
+            f"on node {places[rank][0]}, as {said} and "
             f"SLURM_DISTRIBUTION={distribution!r}: start with srun --distribution=block or cyclic"
         )
     return [f"{hosts[node]}:{port_base + number}" for node, number in places]

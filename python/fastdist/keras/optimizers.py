@@ -56,7 +56,7 @@ class _SharedApply:
         if strategy.options.shard_optimizer:
             inner = getattr(optimizer, "inner_optimizer", optimizer)  # of LossScaleOptimizer
             parts = getattr(inner, "_inner_optimizers", [inner])  # of MultiOptimizer
-            self.sharded = [ShardedSlots(each, strategy._connected) for each in parts]
+            self.sharded = [ShardedSlots(each, strategy._members.connect) for each in parts]
         self._apply = optimizer.apply
         self._optimizer = optimizer
         self._strategy = strategy
@@ -71,7 +71,7 @@ class _SharedApply:
         grads = list(grads)
         if trainable_variables is not None:
             _reduce_missing(grads, list(trainable_variables), context)
-        self._strategy.note_step()
+        self._strategy._members.note_step()
         if central is None:
             self._apply(grads, trainable_variables)
             return

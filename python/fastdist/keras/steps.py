@@ -65,7 +65,7 @@ class ReplicaSteps:
 
     def workers(self) -> Communicator:
         """Return the communicator of all replicas."""
-        return self.strategy._connected() or default_communicator()  # of one rank
+        return self.strategy._members.connect() or default_communicator()  # of one rank
 
     def begin_pass(self) -> None:
         """Give all replicas the chief's random state, so that all shuffle in the same order.

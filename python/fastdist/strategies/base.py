@@ -287,7 +287,6 @@ class Strategy(ABC):
 
     @final
     def _input_layout(self) -> InputLayout:
-        """Return the layout of replicas and workers, for datasets."""
         return InputLayout(
             num_replicas=self.num_replicas_in_sync,
             local_replicas=self.local_replica_ids,

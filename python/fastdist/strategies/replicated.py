@@ -89,10 +89,6 @@ class ReplicatedStrategy(Strategy):
         self._members.connect()
         require_intact_files()
 
-    def _connected(self) -> Communicator | None:
-        """Return the communicator of `communicator`, for calls inside `together`."""
-        return self._members.connect()
-
     @final
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         with self.communicator():
@@ -110,7 +106,7 @@ class ReplicatedStrategy(Strategy):
         if scope is None or not is_open or self.has_servers or self._is_running:
             return
         with self.together():
-            is_new, workers = scope.has_new, self._connected()
+            is_new, workers = scope.has_new, self._members.connect()
             if workers is not None:
                 is_new = bool(workers.all_reduce(np.array([is_new]), "max")[0])
             if is_new:
@@ -194,10 +190,6 @@ class ReplicatedStrategy(Strategy):
             self._is_running = False
         return wrap([result], examples, context.weights if context.is_weighed else None)
 
-    def note_step(self) -> None:
-        """Note that an optimizer which is not torch's is about to step."""
-        self._members.note_step()
-
     def _set_weights(self, context: ReplicaContext, weights: tuple[float, ...] | None) -> None:
         context.weights = weights
         parts = shares(weights) if self.options.gradient_reduction == "mean" else None
@@ -242,7 +234,7 @@ class ReplicatedStrategy(Strategy):
         After a failed collective the next call makes new communicators, so that the failure of a
         replica is reported once.
         """
-        workers = self._connected()
+        workers = self._members.connect()
         try:
             yield workers
         except (CollectiveMismatchError, LostRankError):

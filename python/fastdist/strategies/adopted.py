@@ -197,7 +197,8 @@ class AdoptedModules:
 
     def _compare(self, models: Sequence[_Model]) -> None:
         """Check that replicas have equal models, and broadcast rank 0's values of new tensors."""
-        roots = [root for model in models if (root := model.root()) is not None]
+        alive = _alive(models)
+        roots = [root for _, root in alive]
         named = [*named_parameters(roots), *named_buffers(roots)]
         new = [tensor for _, tensor in named if not self.has(tensor)]
         workers = self.connect()
@@ -207,10 +208,7 @@ class AdoptedModules:
             state = {id(t) for module in modules for t in state_of(module).values()}
             self._take_values(workers, new, state)
             require_same_settings(workers, roots)
-        for model in models:
-            root = model.root()
-            if root is None:
-                continue
+        for model, root in alive:
             parameters_of = named_parameters([root])
             sparse = sparse_parameters([root])
             model.parameters = [
@@ -332,11 +330,8 @@ class AdoptedModules:
 
     def refresh(self) -> None:
         """Adopt modules and tensors that users have replaced or added. Every replica must call."""
-        changed = [
-            model
-            for model in self._models
-            if (root := model.root()) is not None and structure_of([root]) != model.structure
-        ]
+        alive = _alive(self._models)
+        changed = [model for model, root in alive if structure_of([root]) != model.structure]
         if changed:
             self._compare(changed)
             self._use_communicators()
@@ -387,7 +382,7 @@ class AdoptedModules:
 
     def broadcast(self, workers: Communicator, but: Collection[int]) -> None:
         """Take rank 0's values of all tensors but those with these ids. Every rank must call."""
-        roots = [root for model in self._models if (root := model.root()) is not None]
+        roots = [root for _, root in _alive(self._models)]
         named = [*named_parameters(roots), *named_buffers(roots)]
         broadcast_state(workers, [tensor for _, tensor in named if id(tensor) not in but])
 
@@ -416,10 +411,7 @@ class AdoptedModules:
     def require_in_sync(self) -> None:
         """Check that all replicas hold bitwise equal tensors. Every replica must call."""
         named = []
-        for model in self._models:
-            root = model.root()
-            if root is None:
-                continue
+        for model, root in _alive(self._models):
             apart = local_components([root])
             prefix = f"{type(root).__name__}[{model.number}]." if self._adopted > 1 else ""
             named += [
@@ -448,6 +440,11 @@ class AdoptedModules:
         ids = set(map(id, central))
         broadcast_state(workers, [tensor for tensor in tensors if id(tensor) not in ids])
         self._central.take_parameters(workers, central)
+
+
+def _alive(models: Sequence[_Model]) -> list[tuple[_Model, nn.Module]]:
+    """Return the models whose root modules exist, with these."""
+    return [(model, root) for model in models if (root := model.root()) is not None]
 
 
 def _weakly(connect: Callable[[], Communicator | None]) -> Callable[[], Communicator | None]:

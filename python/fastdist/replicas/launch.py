@@ -158,19 +158,14 @@ def _call(folder: Path, replica: int) -> int:
         fn, args, kwargs = pickle.loads((folder / "call").read_bytes())
         result = fn(*args, **kwargs)
         if replica == 0:
-            _leave(folder / "result.0", cloudpickle.dumps(result))
+            (folder / "result.0").write_bytes(cloudpickle.dumps(result))
     except BaseException as error:
         traceback.print_exc()
         with contextlib.suppress(Exception):  # the error cannot be pickled
-            _leave(folder / f"error.{replica}", cloudpickle.dumps(error.with_traceback(None)))
+            data = cloudpickle.dumps(error.with_traceback(None))
+            (folder / f"error.{replica}").write_bytes(data)
         return error.code if isinstance(error, SystemExit) and type(error.code) is int else 1
     return 0
-
-
-def _leave(path: Path, data: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(data)
-    part.rename(path)
 
 
 if __name__ == "__main__":

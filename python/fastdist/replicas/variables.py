@@ -321,11 +321,7 @@ class Variable(nn.Module):
         del keep_vars
         context = state.replica
         value = self.value
-        if (
-            context is not None
-            and self.synchronization is VariableSynchronization.ON_READ
-            and self.aggregation is not VariableAggregation.NONE
-        ):
+        if context is not None and self.synchronization is VariableSynchronization.ON_READ:
             value = self._aggregated(value, context)
         destination[prefix + "value"] = value.detach()
 

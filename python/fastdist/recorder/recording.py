@@ -17,7 +17,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import fastdist._core as _core
 from fastdist._version import __version__
@@ -30,8 +29,6 @@ from fastdist.recorder.system import STACK_SIGNAL, start_of
 _NO_CLIENT = 256
 _KEPT_S = 10.0  # for launchers, which read records when a job ends
 
-_files: list[Any] = []  # that faulthandler writes to
-
 
 def write_on_signal(path: Path) -> None:
     """Let this process write its stack to a file when `STACK_SIGNAL` comes.
@@ -43,8 +40,7 @@ def write_on_signal(path: Path) -> None:
     """
     if signal.getsignal(STACK_SIGNAL) != signal.SIG_DFL:
         return
-    file = path.open("ab", buffering=0)
-    _files.append(file)
+    file = path.open("ab", buffering=0)  # faulthandler keeps it
     faulthandler.register(STACK_SIGNAL, file=file, all_threads=False, chain=False)
 
 

@@ -242,7 +242,25 @@ def read_records(path: Path) -> Records | None:
         raise UnreadableError(f"{path}: {error.strerror}") from error
     if not data[:8].strip(b"\0"):  # the magic word is written last
         return None
-    return _records(Snapshot(path, data, again))
+    contents = Snapshot(path, data, again)
+    header, calls = contents.header, contents.calls
+    kept = calls[(calls["done"] == 0) | (np.arange(len(calls)) >= len(calls) - _KEPT)]
+    return Records(
+        pid=int(header["pid"]),
+        started=int(header["started"]),
+        began_s=int(header["monotonic_ns"]) / 1e9,
+        rank=int(header["rank"]),
+        world_size=int(header["world_size"]),
+        job=contents.text("job"),
+        host=contents.text("host"),
+        program=contents.text("program"),
+        task=contents.text("task"),
+        phase=_phase(int(header["phase"])),
+        phase_since_s=contents.seconds(header["phase_since"]),
+        members=contents.members,
+        calls=tuple(map(contents.call, kept)),
+        usual=contents.usual(),
+    )
 
 
 class Snapshot:
@@ -318,28 +336,6 @@ class Snapshot:
         ring = np.frombuffer(self._data, np.uint64, _PHASES, _CALLS_END)
         words = (int(ring[i % _PHASES]) for i in range(max(first, begun - _PHASES + 1), begun))
         return [(self.seconds(word >> 3), _phase(word & 7)) for word in words]
-
-
-def _records(file: Snapshot) -> Records:
-    header = file.header
-    calls = file.calls
-    kept = calls[(calls["done"] == 0) | (np.arange(len(calls)) >= len(calls) - _KEPT)]
-    return Records(
-        pid=int(header["pid"]),
-        started=int(header["started"]),
-        began_s=int(header["monotonic_ns"]) / 1e9,
-        rank=int(header["rank"]),
-        world_size=int(header["world_size"]),
-        job=file.text("job"),
-        host=file.text("host"),
-        program=file.text("program"),
-        task=file.text("task"),
-        phase=_phase(int(header["phase"])),
-        phase_since_s=file.seconds(header["phase_since"]),
-        members=file.members,
-        calls=tuple(map(file.call, kept)),
-        usual=file.usual(),
-    )
 
 
 def _header(path: Path, data: bytes) -> Any:

@@ -62,11 +62,6 @@ class Signature:
         return self.op in _PEERS
 
     @property
-    def dtype(self) -> str:
-        """The dtype of the first array."""
-        return _name(DTYPES, self.packed >> 8 & 0xFF)
-
-    @property
     def on_gpu(self) -> bool:
         """True if the arrays are on GPUs."""
         return bool(self.packed >> 7 & 1)
@@ -82,7 +77,7 @@ class Signature:
             return f"{self.op}({self.count:,} bytes, server={self.root})"
         words = []
         if self.op not in _WITHOUT_ARRAY:
-            words.append(f"{self.dtype} × {self.count:,}")
+            words.append(f"{_name(DTYPES, self.packed >> 8 & 0xFF)} × {self.count:,}")
         if self.op in _REDUCTIONS:
             words.append(f'op="{_name(_REDUCE_OPS, self.packed >> 16 & 0xFF)}"')
         word = (_ROOTED | _PEERS).get(self.op)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fastdist.cli.trace.report import join
 from fastdist.recorder.timeline import RankTimeline, find_late
-from fastdist.recorder.trace_file import TraceError, read_trace, write_trace
+from fastdist.recorder.trace_file import read_trace, write_trace
 
 pytest.importorskip("torch")
 
@@ -159,7 +159,7 @@ def test_is_a_chrome_trace(folder: Path) -> None:
 @pytest.mark.parametrize("text", OTHERS)
 def test_other_files_are_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(text)
-    with pytest.raises(TraceError, match=r"other\.json is no trace of fastdist run --trace"):
+    with pytest.raises(ValueError, match=r"other\.json is no trace of fastdist run --trace"):
         read_trace(tmp_path / "other.json")
     refused = fastdist("trace", "other.json", folder=tmp_path)
     assert refused.returncode == 2

@@ -15,10 +15,6 @@ from fastdist.recorder.timeline import RankTimeline, Span
 _PHASES = 0  # the row of phases; each communicator and lane has another row
 
 
-class TraceError(ValueError):
-    """A file is not a trace of fastdist."""
-
-
 def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
     """Write a trace for Perfetto and chrome://tracing; a rank is a process, a row a thread."""
     begins = [span.begin_s for rank in ranks for span in rank.spans]
@@ -32,7 +28,7 @@ def write_trace(path: Path, ranks: Sequence[RankTimeline]) -> None:
 
 
 def read_trace(path: Path) -> list[RankTimeline]:
-    """Read a trace that `write_trace` wrote."""
+    """Read a trace that `write_trace` wrote; raise ValueError if the file is none."""
     text = path.read_bytes()
     try:
         trace = json.loads(text)
@@ -44,7 +40,7 @@ def read_trace(path: Path) -> list[RankTimeline]:
             rank = ranks.setdefault(event["pid"], RankTimeline(event["pid"], ""))
             _take(rank, event, begin_s)
     except Exception as error:
-        raise TraceError(f"{path} is no trace of fastdist run --trace: {error!r}") from None
+        raise ValueError(f"{path} is no trace of fastdist run --trace: {error!r}") from None
     return sorted(ranks.values(), key=lambda each: each.rank)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import fastdist as fd
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fastdist.errors import CollectiveMismatchError, UnsupportedError
-from fastdist.tpu.engine import require_same
+from fastdist.tpu.engine import SpmdEngine
 from virtual_devices import ON_CPU, N
 
 needs_xla = pytest.mark.skipif(not ON_CPU, reason="needs torch_xla and PJRT_DEVICE=CPU")
@@ -24,9 +25,11 @@ def ranks(mismatch: bool) -> list[Any]:
 
     def trace(rank: int, comm: fd.Communicator) -> None:
         x = torch.ones(3 + rank if mismatch else 3)
+        mesh: Any = SimpleNamespace(local=[rank], size=2)
+        engine = SpmdEngine(mesh, comm.engine)
         try:
-            require_same(comm.engine, "barrier", [], timeout_s=20)
-            require_same(comm.engine, "all_reduce", [x, x], "max", timeout_s=20)
+            engine._agree("barrier", [])
+            engine._agree("all_reduce", [x, x], "max")
         except CollectiveMismatchError as error:
             caught[rank] = error
 
@@ -57,8 +60,6 @@ def mesh() -> Any:
 
 @pytest.fixture
 def comm(mesh: Any) -> Any:
-    from fastdist.tpu.engine import SpmdEngine
-
     return fd.Communicator(SpmdEngine(mesh), 60)
 
 

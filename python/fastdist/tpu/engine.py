@@ -166,8 +166,14 @@ class SpmdEngine(Engine):
         self, name: str, tensors: Sequence[torch.Tensor], op: str = "sum", root: int = 0
     ) -> None:
         """Compare a call with the calls of other processes."""
-        if self._peers is not None:
-            require_same(self._peers, name, tensors, op, root)
+        if self._peers is None:
+            return
+        assert self._peers.compiled is not None
+        words = [(prod(t.shape), DTYPES.index(dtype_name(t))) for t in tensors]
+        count = sum(word[0] for word in words)
+        dtype = dtype_name(tensors[0]) if tensors else "bool"
+        several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
+        self._peers.compiled.compare(name, dtype, op, root, count, several, _TIMEOUT_S)
 
     def _reduced(self, tensors: Sequence[torch.Tensor], op: str) -> list[torch.Tensor]:
         results: list[Any] = [None] * len(tensors)
@@ -271,20 +277,3 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 def _put(target: torch.Tensor, result: torch.Tensor) -> None:
     with torch.no_grad():
         target.copy_(result.reshape(target.shape))
-
-
-def require_same(
-    peers: Engine,
-    name: str,
-    tensors: Sequence[torch.Tensor],
-    op: str = "sum",
-    root: int = 0,
-    timeout_s: float = _TIMEOUT_S,
-) -> None:
-    """Compare a call on XLA tensors with those of all processes. Every process must call."""
-    assert peers.compiled is not None
-    words = [(prod(t.shape), DTYPES.index(dtype_name(t))) for t in tensors]
-    count = sum(word[0] for word in words)
-    dtype = dtype_name(tensors[0]) if tensors else "bool"
-    several = zlib.crc32(repr(words).encode()) | 1 if len(words) > 1 else 0
-    peers.compiled.compare(name, dtype, op, root, count, several, timeout_s)

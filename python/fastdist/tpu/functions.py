@@ -85,16 +85,13 @@ class ReplicaFunctions(TorchFunctionMode):
                 f"{name} needs a tensor's values while run traces its function, before they "
                 "exist: return the tensor and read it outside run, or select by torch.where"
             )
-        result = self._changed(name, func, args, kwargs)
-        if type(result) is torch.Tensor:
-            self.watch(result)
-        elif type(result) in (tuple, list):
-            for tensor in result:
-                if type(tensor) is torch.Tensor:
-                    self.watch(tensor)
+        result = self._drawn(name, func, args, kwargs)
+        for tensor in result if type(result) in (tuple, list) else [result]:
+            if type(tensor) is torch.Tensor:
+                self.watch(tensor)
         return result
 
-    def _changed(
+    def _drawn(
         self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if name in _RANDOM_FUNCTIONS and kwargs.get("generator") is None:
@@ -136,6 +133,7 @@ class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
+        plain = {key: value for key, value in kwargs.items() if key != "generator"}
         if name in _IN_PLACE:
             tensor, *rest = args
             if tensor.device.type != "xla":  # for example a module that is made in a run
@@ -145,19 +143,14 @@ class _ReplicaDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor.copy_(self._own(lambda t: func(t, *rest, **kwargs), tensor))
             return tensor
         if name in _LIKE:
-            plain = {key: value for key, value in kwargs.items() if key != "generator"}
             made = torch.empty_like(args[0], **plain)
             return self._own(lambda t: getattr(t, _LIKE[name])(*args[1:]), made)
         if name in _SHAPED:
-            size = args[-1] if isinstance(args[-1], (list, tuple)) else args[0]
-            made = torch.empty(size, **{k: v for k, v in kwargs.items() if k != "generator"})
-            return self._own(lambda t: getattr(t, _SHAPED[name])(*args[:-1]), made)
-        if name == "randint":
-            *limits, size = args
-            made = torch.empty(size, **{"dtype": torch.int64, **kwargs})
-            return self._own(
-                lambda t: t.random_(*(limits if len(limits) > 1 else (0, *limits))), made
-            )
+            *limits, size = args  # randint alone has limits
+            dtype = {"dtype": torch.int64} if limits else {}
+            low = [0] if len(limits) == 1 else []
+            made = torch.empty(size, **{**dtype, **plain})
+            return self._own(lambda t: getattr(t, _SHAPED[name])(*low, *limits), made)
         if name == "randperm":
             made = torch.empty(args[0], device=kwargs.get("device"))
             return self._uniform(made).argsort().to(kwargs.get("dtype") or torch.int64)
@@ -224,7 +217,7 @@ _LIKE = {
     **{"normal_functional": "normal_", "uniform": "uniform_", "exponential": "exponential_"},
     **{"random": "random_", "log_normal": "log_normal_", "cauchy": "cauchy_"},
 }
-_SHAPED = {"rand": "uniform_", "randn": "normal_"}
+_SHAPED = {"rand": "uniform_", "randn": "normal_", "randint": "random_"}
 
 
 _RANDOM_FUNCTIONS = frozenset(
@@ -285,9 +278,8 @@ def _normalized(
     else:
         mask = padding.mask_for(value, place)
         count = padding.count.clamp(min=1) * (each / padding.rows)
-        zero = torch.zeros((), dtype=value.dtype, device=value.device)
-        mean = torch.where(mask, value, zero).sum(axes) / count
-        squares = torch.where(mask, (value - mean.view(shape)).square(), zero)
+        mean = torch.where(mask, value, 0).sum(axes) / count
+        squares = torch.where(mask, (value - mean.view(shape)).square(), 0)
         variance = squares.sum(axes) / count
         correction = count / (count - 1).clamp(min=1)
     if given["running_mean"] is not None:

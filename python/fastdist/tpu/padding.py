@@ -146,8 +146,7 @@ def _sum_or_mean(
         return result
     dtype = given.get("dtype")
     mask = padding.mask_for(value, place)
-    kept = torch.where(mask, value, torch.zeros((), dtype=value.dtype, device=value.device))
-    total = kept.sum(axes, keepdim=keep, dtype=dtype)
+    total = torch.where(mask, value, 0).sum(axes, keepdim=keep, dtype=dtype)
     if getattr(func, "__name__", "") == "sum":
         return total
     others = math.prod(value.shape[axis] for axis in axes)
@@ -181,9 +180,7 @@ def _loss(
         padding.follow(losses, axis, repeats)
         return losses
     mask = padding.mask_for(losses, place)
-    total = torch.where(
-        mask, losses, torch.zeros((), dtype=losses.dtype, device=losses.device)
-    ).sum()
+    total = torch.where(mask, losses, 0).sum()
     if reduction == "sum":
         return total
     if reduction == "batchmean":

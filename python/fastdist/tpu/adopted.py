@@ -53,7 +53,7 @@ class AdoptedModules:
         self.parameters: list[tuple[str, nn.Parameter]] = []
         self._mesh = mesh
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[tuple[str, torch.Tensor]] = []  # equal on all replicas
         self._locals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # buffer, stacked values
         self._structure: list[int] = []
         self.has_batch_norm = False
@@ -109,7 +109,7 @@ class AdoptedModules:
         self.parameters = named_parameters(self.roots)
         apart = local_components(self.roots) if self.num_replicas_in_sync > 1 else set()
         named = named_buffers(self.roots)
-        self._buffers = [buffer for _, buffer in named if id(buffer) not in apart]
+        self._buffers = [each for each in named if id(each[1]) not in apart]
         self.has_batch_norm = any(
             isinstance(module, _BatchNorm) for root in self.roots for module in root.modules()
         )
@@ -156,9 +156,8 @@ class AdoptedModules:
         return made
 
     def _replicated(self) -> Iterator[torch.Tensor]:
-        for _, parameter in self.parameters:
-            yield parameter
-        yield from self._buffers
+        for _, tensor in [*self.parameters, *self._buffers]:
+            yield tensor
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 yield from (v for v in group.values() if _is_on_devices(v))
@@ -225,9 +224,7 @@ class AdoptedModules:
         """Check that parameters and buffers have the same bits on all devices."""
         self.refresh()
         replicas: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.local_replica_ids]
-        shared = {id(buffer) for buffer in self._buffers}
-        buffers = [(n, b) for n, b in named_buffers(self.roots) if id(b) in shared]
-        for name, tensor in [*self.parameters, *buffers]:
+        for name, tensor in [*self.parameters, *self._buffers]:
             for replica, row in zip(replicas, self._mesh.rows(tensor), strict=False):
                 replica.append((name, row))
         require_in_sync(self._hosts, replicas)

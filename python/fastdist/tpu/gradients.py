@@ -35,16 +35,13 @@ class TracedGradients:
         self._size = communicator.world_size
         self._reduction = reduction
         self._padding: Padding | None = None
-        self._buffers = _buffer_sync(adopted.roots)
-        self._thread = 0
-        self._plain: Callable[..., Any] = vars(torch.autograd)[_ENGINE]
 
     @contextlib.contextmanager
     def tracing(self, padding: Padding | None) -> Iterator[None]:
         """Return a context in which backward reduces gradients."""
         self._padding = padding
         self._thread = threading.get_ident()
-        self._plain = vars(torch.autograd)[_ENGINE]
+        self._plain: Callable[..., Any] = vars(torch.autograd)[_ENGINE]
         self._buffers = _buffer_sync(self._adopted.roots)
         try:
             with replaced(torch.autograd, _ENGINE, self._run_backward):

@@ -99,7 +99,6 @@ class Mesh:
         self._bindings: Any = xla._XLAC
         self._model: Any = import_module("torch_xla.core.xla_model")
         self._metrics: Any = import_module("torch_xla.debug.metrics")
-        self.groups = [list(range(self.size))]
         self._shardings: dict[tuple[int, bool], Any] = {}
         self._manual: Any = None
         if self.size > 1:
@@ -121,11 +120,9 @@ class Mesh:
         """Make a tensor of shape (size, …) from rows of this process. Thread-safe."""
         if self.size == 1:
             return self._sent(tensor)
-        if tensor.device.type != "xla":
-            return self._sent_rows(tensor.detach().contiguous())
-        if self.is_whole:
+        if tensor.device.type == "xla" and self.is_whole:
             return self._placed(tensor.detach(), stacked=True)
-        return self._sent_rows(tensor.detach().cpu())
+        return self._sent_rows(tensor.detach().cpu().contiguous())
 
     def _sent_rows(self, own: torch.Tensor) -> torch.Tensor:
         # torch_xla's minibatch: row i goes to device i of this process.
@@ -210,7 +207,8 @@ class Mesh:
         """Reduce the devices' tensors by XLA's "sum", "min" or "max", and multiply by `scale`."""
         if self.size == 1:
             return tensor.clone() if scale == 1.0 else tensor * scale
-        reduced: torch.Tensor = self._bindings._xla_spmd_all_reduce(op, tensor, scale, self.groups)
+        groups = [list(range(self.size))]
+        reduced: torch.Tensor = self._bindings._xla_spmd_all_reduce(op, tensor, scale, groups)
         return reduced
 
     # --- running --------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class TracedRuns:
         outputs: list[torch.Tensor] = []
 
         def collected(leaf: Any) -> Any:
-            stacked = self._left(leaf, functions)
+            stacked = self._left(leaf)
             if is_stacked(stacked):
                 outputs.append(stacked.values[0].tensor)
                 return PerReplica(stacked.values, examples)
@@ -91,12 +91,10 @@ class TracedRuns:
             return stacked
 
         self._adopted.enter()
-        made: list[torch.Tensor] = []
         try:
             padding = self._padding(padded)
             if self._communicator is not None or padded or self._adopted.has_batch_norm:
                 self._functions = ReplicaFunctions(self._mesh, padding, self._communicator is None)
-            functions = self._functions
             args, kwargs = placed
             if self._mesh.size > 1 or padded:
                 args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)
@@ -171,10 +169,9 @@ class TracedRuns:
 
     def merge(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Implement `merge_call`: call `fn` outside manual sharding."""
-        functions, gradients = self._functions, self._gradients
-        outer = map_structure(lambda leaf: self._left(leaf, functions), (args, kwargs))
+        outer = map_structure(self._left, (args, kwargs))
         with contextlib.ExitStack() as stack:
-            for tracer in (functions, gradients):
+            for tracer in (self._functions, self._gradients):
                 if tracer is not None:
                     stack.enter_context(replaced(tracer, "is_suspended", True))
             self._adopted.leave()
@@ -215,18 +212,18 @@ class TracedRuns:
             self._functions.watch(tensor)
         return tensor
 
-    def _left(self, leaf: Any, functions: ReplicaFunctions | None) -> Any:
+    def _left(self, leaf: Any) -> Any:
         """Convert a result of the replicas to one value."""
         if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla":
             return leaf
-        sizes = None if functions is None else functions.sizes_of(leaf)
+        sizes = None if self._functions is None else self._functions.sizes_of(leaf)
         if self._communicator is None and sizes is None:
             return self._mesh.leave(leaf)
         return PerReplica((Stacked(self._mesh.leave(leaf, True), sizes),))
 
     def _outside(self, given: Any) -> Any:
         """Convert arguments of a metric to values of all replicas, computed with the run."""
-        left = map_structure(lambda leaf: self._left(leaf, self._functions), given)
+        left = map_structure(self._left, given)
         for leaf in leaves(left):
             tensor = leaf.values[0].tensor if is_stacked(leaf) else leaf
             if isinstance(tensor, torch.Tensor):
@@ -295,12 +292,10 @@ class Compilations:
 
 def shapes_of(given: Any) -> str:
     """Describe the shapes and dtypes of the arguments of `run`."""
-    return ", ".join(filter(None, map(_shape_of, leaves(given)))) or "nothing"
-
-
-def _shape_of(leaf: Any) -> str:
-    tensor = leaf.values[0].tensor if is_stacked(leaf) else leaf
-    if not isinstance(tensor, torch.Tensor):
-        return ""
-    shape = tuple(tensor.shape[1:] if is_stacked(leaf) else tensor.shape)
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}"
+    shapes = []
+    for leaf in leaves(given):
+        tensor = leaf.values[0].tensor if is_stacked(leaf) else leaf
+        if isinstance(tensor, torch.Tensor):
+            shape = tensor.shape[1:] if is_stacked(leaf) else tensor.shape
+            shapes.append(f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}")
+    return ", ".join(shapes) or "nothing"

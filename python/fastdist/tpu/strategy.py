@@ -84,9 +84,8 @@ class TPUStrategy(Strategy):
             )
         self._mesh, self._hosts = find_slice(resolver)
         replicas = self._mesh.size
-        worker, workers = (0, 1)
-        if self._hosts is not None:
-            worker, workers = self._hosts.rank, self._hosts.world_size
+        hosts = self._hosts
+        worker, workers = (0, 1) if hosts is None else (hosts.rank, hosts.world_size)
         super().__init__(
             [self._mesh.device] * (replicas // workers), worker=worker, workers=workers
         )
@@ -95,7 +94,7 @@ class TPUStrategy(Strategy):
         self._communicator: Communicator | None = None
         self._gradients: TracedGradients | None = None
         if replicas > 1:
-            peers = None if self._hosts is None else self._hosts.engine
+            peers = None if hosts is None else hosts.engine
             self._communicator = Communicator(SpmdEngine(self._mesh, peers), _NO_TIMEOUT_S)
             self._gradients = TracedGradients(self._adopted, self._communicator, gradient_reduction)
         self._steps = steps_per_execution
@@ -181,13 +180,8 @@ class TPUStrategy(Strategy):
             share = torch.tensor(weights, dtype=tensor.dtype).view(shape).to(tensor.device)
             return self._runs.computed(torch.where(share > 0, tensor * share, 0).sum(0))
         along = 0 if axis is None else (0, axis % (tensor.dim() - 1) + 1)
-        reductions: dict[str, Callable[..., torch.Tensor]] = {
-            "sum": torch.sum,
-            "mean": torch.mean,
-            "min": torch.amin,
-            "max": torch.amax,
-        }
-        return self._runs.computed(reductions[op](tensor, along))
+        reduction = getattr(torch, {"min": "amin", "max": "amax"}.get(op, op))
+        return self._runs.computed(reduction(tensor, along))
 
     def _weights(self, op: str, value: Any, axis: Axes) -> list[float] | None:
         examples = value.examples if type(value) is PerReplica else None

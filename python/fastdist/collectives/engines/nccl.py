@@ -13,6 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,7 @@ class NcclEngine:
         if array is None:  # of a scatter, which has an input on the root
             array = given["out"]
         timeout_s, async_op = given["timeout"], given["async_op"]
-        device = self._device_of(array)
-        assert device is not None
-        gpu = self._gpu or self._connect(device, timeout_s)
+        device, gpu = self._place_of(array, timeout_s)
         handle = current_stream(array, device) if stream is None else stream_handle(stream, device)
         keeper: Lane | _core.NcclCommunicator = gpu
         if op in ("send", "recv") and gpu.device == device:
@@ -86,9 +85,7 @@ class NcclEngine:
         arrays, timeout_s = group.on_gpu()
         if timeout_s is None:
             return
-        device = self._device_of(arrays)
-        assert device is not None
-        gpu = self._gpu or self._connect(device, timeout_s)
+        device, gpu = self._place_of(arrays, timeout_s)
         group.run_on_gpu(gpu, current_stream(arrays[0], device))
 
     def empty(self, nbytes: int, device: int, timeout_s: float) -> _core.GpuMemory:
@@ -115,34 +112,27 @@ class NcclEngine:
             for lane in self._lanes.values():
                 last.callback(lane.close)
 
-    def _device_of(self, arrays: Any) -> int | None:
-        """Return the GPU of an array, or of a list; None if it is not on a GPU."""
+    def _place_of(self, arrays: Any, timeout_s: float) -> tuple[int, _core.NcclCommunicator]:
+        """Return the GPU of an array, or of a list, and the communicator of all ranks."""
         device = device_of(arrays)
-        if device != SOME_GPU:
-            return device
-        if self._gpu is None:
-            raise ValueError("the first array on a GPU must not be empty: it chooses the GPU")
-        return self._gpu.device
+        if device == SOME_GPU:
+            if self._gpu is None:
+                raise ValueError("the first array on a GPU must not be empty: it chooses the GPU")
+            device = self._gpu.device
+        assert device is not None
+        return device, self._gpu or self._connect(device, timeout_s)
 
     def _lane(self, op: str, peer: Any, timeout_s: float) -> Lane:
         own, size = self._host_engine.rank, self._host_engine.size
         peer = to_rank(peer, "dst" if op == "send" else "src", size, own)
-        lane = self._lanes.get((op, peer))
-        if lane is None:
-            gpu = self._gpu
-            assert gpu is not None
+        if (op, peer) not in self._lanes:
+            assert self._gpu is not None
             assert self._mail is not None
             ends = (own, peer) if op == "send" else (peer, own)
-
-            def connect(unique_id: bytes) -> _core.NcclCommunicator:
-                made = self._new(unique_id, gpu.device, timeout_s, ends)
-                gpu.share_failures(made)
-                return made
-
-            calls = self._mail.calls(timeout_s)
-            lane = Lane(op, peer, connect, calls, gpu.record, gpu.abort, timeout_s)
-            self._lanes[op, peer] = lane
-        return lane
+            connect = partial(self._new, device=self._gpu.device, timeout_s=timeout_s, ends=ends)
+            mail = self._mail.calls(timeout_s)
+            self._lanes[op, peer] = Lane(op, peer, self._gpu, connect, mail, timeout_s)
+        return self._lanes[op, peer]
 
     def _connect(self, device: int, timeout_s: float) -> _core.NcclCommunicator:
         """Connect the ranks. Every rank calls this at its first array on a GPU."""

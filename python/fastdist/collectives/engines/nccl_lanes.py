@@ -79,20 +79,18 @@ class Lane:
         self,
         op: str,  # "send" or "recv"
         peer: int,
+        gpu: _core.NcclCommunicator,  # of all ranks
         connect: Callable[[bytes], _core.NcclCommunicator],  # by an id that NCCL made
         mail: Calls,  # of a host engine of the same ranks that nothing else uses
-        record: Callable[[int], _core.GpuMark],  # returns the point that a stream has reached
-        fail: Callable[[str], None],  # is told why the lane could not be connected
         timeout_s: float,  # that a call waits for the other rank's first call
     ) -> None:
         self.failure: BaseException | None = None
         self._op = op
         self._peer = peer
         self._to = {"dst" if op == "send" else "src": peer}
+        self._all = gpu
         self._connect_by = connect
         self._mail = mail
-        self._record = record
-        self._fail = fail
         self._timeout_s = timeout_s
         self._gpu: _core.NcclCommunicator | None = None
         self._call: Any = None  # of the compiled engine, once it is connected
@@ -108,7 +106,7 @@ class Lane:
             kept = tuple(array) if isinstance(array, list) else array  # the caller may change it
             with self._lock:
                 if self._call is None and self.failure is None:
-                    work = LaneWork(self, kept, self._record(stream), timeout_s)
+                    work = LaneWork(self, kept, self._all.record(stream), timeout_s)
                     self._waiting.append(work)
                     return work
         self.wait(timeout_s)
@@ -146,6 +144,7 @@ class Lane:
     def _connect(self) -> None:
         try:
             gpu = self._connect_by(self._shared_id())
+            self._all.share_failures(gpu)
             call = partial(gpu.calls(self._timeout_s)[self._op], **self._to)
             with self._lock:
                 if self._is_closed:
@@ -162,7 +161,7 @@ class Lane:
                 self._waiting.clear()
         except BaseException as error:
             self.failure = error
-            self._fail(str(error))
+            self._all.abort(str(error))
         finally:
             self._ended.set()
 

@@ -84,14 +84,6 @@ def _reduced(communicator: Communicator | None, op: ReduceOp, tensor: torch.Tens
     return result
 
 
-def _gathered(
-    communicator: Communicator, tensor: torch.Tensor, axis: int, sizes: tuple[int, ...]
-) -> torch.Tensor:
-    rows = tensor.detach().resolve_conj().resolve_neg().movedim(axis, 0).contiguous()
-    splits = None if len(set(sizes)) == 1 else sizes
-    return communicator.all_gather(rows, splits=splits).movedim(0, axis)
-
-
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -115,7 +107,9 @@ class _AllGather(torch.autograd.Function):
         sizes: tuple[int, ...],
     ) -> torch.Tensor:
         ctx.communicator, ctx.axis, ctx.sizes = communicator, axis, sizes
-        return _gathered(communicator, tensor, axis, sizes)
+        rows = tensor.detach().resolve_conj().resolve_neg().movedim(axis, 0).contiguous()
+        splits = None if len(set(sizes)) == 1 else sizes
+        return communicator.all_gather(rows, splits=splits).movedim(0, axis)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:

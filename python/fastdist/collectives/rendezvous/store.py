@@ -51,11 +51,14 @@ def open_store(
             store = _connect(host, port, timeout_s, is_given_up)
             store.set_timeout(patience)
     except (RuntimeError, ValueError, OSError) as error:
-        if refuse_other_job is not None and "EADDRINUSE" in str(error):
-            _call_with_other_job(host, port, prefix, refuse_other_job)
+        reason = str(error).partition("\n")[0]
+        if "EADDRINUSE" in str(error):
+            reason = "another job or program uses the port; give each job a port of its own"
+            if refuse_other_job is not None:
+                _call_with_other_job(host, port, prefix, refuse_other_job)
         raise ClusterConfigError(
             f"rendezvous: rank {rank} cannot {'open' if listens else 'reach'} the store at "
-            f"{host}:{port} within {timeout_s:g} s: {_reason(error)}",
+            f"{host}:{port} within {timeout_s:g} s: {reason}",
             (0,),
         ) from None
     _stores.append(store)
@@ -108,12 +111,6 @@ def _call_with_other_job(
     thread = threading.Thread(target=call, daemon=True, name="fastdist refusal")
     thread.start()
     thread.join(_PATIENCE.total_seconds())
-
-
-def _reason(error: Exception) -> str:
-    if "EADDRINUSE" in str(error):
-        return "another job or program uses the port; give each job a port of its own"
-    return str(error).partition("\n")[0]
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

@@ -178,12 +178,18 @@ class _Meeting:
 
     def _begin(self, rank: int, purpose: int) -> None:
         family, address = self._resolved[rank]
-        connection = _open(family, purpose)
+        try:
+            connection = socket.socket(family)
+        except OSError as error:
+            text = "cannot open a connection to another rank; see ulimit -n"
+            raise OSError(error.errno, text) from None
+        connection.setblocking(False)
+        _set_options(connection, purpose)
         steps = self._introduce(connection, rank, purpose)
         self._poll.register(connection, select.POLLOUT)
-        error = connection.connect_ex(address)
-        if error not in (0, errno.EINPROGRESS):
-            self._fail(connection, rank, purpose, error)
+        failed = connection.connect_ex(address)
+        if failed not in (0, errno.EINPROGRESS):
+            self._fail(connection, rank, purpose, failed)
             return
         self._ours[connection.fileno()] = connection, steps
 
@@ -335,17 +341,6 @@ def _resolve(address: Address) -> tuple[int, Any]:
     numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=numeric)
     return found[0][0], found[0][4]
-
-
-def _open(family: int, purpose: int) -> socket.socket:
-    try:
-        connection = socket.socket(family)
-    except OSError as error:
-        text = "cannot open a connection to another rank; see ulimit -n"
-        raise OSError(error.errno, text) from None
-    connection.setblocking(False)
-    _set_options(connection, purpose)
-    return connection
 
 
 def _set_options(connection: socket.socket, purpose: int) -> None:

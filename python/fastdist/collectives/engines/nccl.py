@@ -146,7 +146,8 @@ class NcclEngine:
         if len(set(versions)) > 1:
             told = ", ".join(f"{each} on rank {other}" for other, each in enumerate(versions))
             raise UnsupportedError(f"all ranks must have the same version of NCCL, got {told}")
-        sharing = _ranks_that_share(records)
+        chips = [record["chip"] for record in records]  # which MIG instances share
+        sharing = [other for other, chip in enumerate(chips) if chips.count(chip) > 1]
         _require_apart(records, sharing)
         if sharing or _may_share_elsewhere(records, rank):
             nccl_library.allow_sharing(nccl_library.load().version)
@@ -252,12 +253,6 @@ def _describe(device: int) -> dict[str, Any]:
         "process": os.getpid(),
         "device": device,
     }
-
-
-def _ranks_that_share(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    """Return the ranks whose GPU others have too, whole or as other MIG instances of it."""
-    chips = [record["chip"] for record in records]
-    return tuple(rank for rank, chip in enumerate(chips) if chips.count(chip) > 1)
 
 
 def _require_apart(records: Sequence[dict[str, Any]], sharing: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,8 @@ def scan(
         )
     require_writable(result)
     own = _flat(array)
-    combine = getattr(_library(own), name)
+    library = type(own).__module__.partition(".")[0]
+    combine = getattr(sys.modules[library] if library in ("torch", "cupy") else np, name)
     require_same(comm, "scan", dtype, op, int(exclusive), prod(shape), shape, timeout)
     flat = None if dtype in _NARROW else _elements(result)
     target: Any = new_like(own, shape_of(own)) if flat is None else flat
@@ -148,8 +148,3 @@ def _write(result: Array, value: Any) -> None:
 
 def _is_torch(array: Array) -> bool:
     return hasattr(array, "detach")
-
-
-def _library(array: Array) -> ModuleType:
-    name = type(array).__module__.partition(".")[0]
-    return sys.modules[name] if name in ("torch", "cupy") else np

@@ -87,18 +87,12 @@ class StepRecord:
         self.sample: ParameterSample | None = None  # of elements to compare
         self.digests: StepDigests | None = None  # of recorded steps
         self.is_exact = True  # False allows elements to differ by rounding
-        self._parameters: Sequence[ReducedParameter] = []
-        self._workers: Communicator | None = None
-        self._taken = _Steps()
         self._sent = _Steps()
-        self._backward = 0
-        self._turn = 0
         self.has_reduced = False  # by a backward of the present run
         self.is_reduced = False  # gradients were reduced since the last step
         self.has_stepped = False  # by gradients that were reduced, in the present run
-        self._run = 0
         self._origin: Origin | None = None
-        self._unseen: Origin | None = None  # of the first run on a dataset's epoch
+        self.watch([], None)
 
     def watch(self, parameters: Sequence[ReducedParameter], workers: Communicator | None) -> None:
         """Set the parameters and the replicas, and forget the runs and steps so far.
@@ -108,7 +102,7 @@ class StepRecord:
         self._parameters, self._workers = parameters, workers
         self._taken = _Steps()
         self._run = self._backward = self._turn = 0
-        self._unseen = None
+        self._unseen: Origin | None = None  # of the first run on a dataset's epoch
 
     def begin_run(self, origin: Origin | None) -> None:
         """Count a run that begins, on a batch of this origin."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch._compile import _disable_dynamo
 
+from fastdist.collectives.communicator import Communicator
 from fastdist.errors import FastdistError
 from fastdist.replicas.per_replica import shares
 
@@ -63,15 +64,13 @@ class Contributions:
     def __init__(
         self,
         parameters: Sequence[ReducedParameter],
-        replica: int,
-        replicas: int,
+        replicas: Communicator,
         accumulation: Accumulation,
         reduction: GradientReduction,
     ) -> None:
         self.weights: tuple[float, ...] | None = None
         self.arrived = [False] * len(parameters)
         self._parameters = parameters
-        self._replica = replica
         self._replicas = replicas
         self._accumulation = accumulation
         self._reduction = reduction
@@ -118,14 +117,14 @@ class Contributions:
     def weight(self) -> float | None:
         """Return this replica's share of the mean; None if all have the same share."""
         everyone = shares(self.weights)
-        return None if everyone is None else everyone[self._replica]
+        return None if everyone is None else everyone[self._replicas.rank]
 
     def share(self) -> float:
         """Return the factor of this replica's gradients in the sum over replicas."""
         if self._reduction == "sum":
             return 1.0
         weight = None if self._accumulation.was_held else self.weight()
-        return 1.0 / self._replicas if weight is None else weight
+        return 1.0 / self._replicas.world_size if weight is None else weight
 
     def take(self, i: int, device: torch.device) -> torch.Tensor:
         """Return the gradient of a parameter, in memory that may be reduced in place.
@@ -157,7 +156,7 @@ class Contributions:
     def weigh(self, gradients: list[torch.Tensor], weight: float) -> None:
         """Multiply gradients by this replica's weight, if they are not weighted already."""
         if self._accumulation.was_held:
-            torch._foreach_div_(gradients, self._replicas)
+            torch._foreach_div_(gradients, self._replicas.world_size)
         elif weight == 0.0:
             torch._foreach_zero_(gradients)
         else:
@@ -185,7 +184,7 @@ class Contributions:
         if grad is None or place in self._accumulation.unreduced or self._is_held(i):
             return
         if known is not None and known() is grad:
-            grad.div_(self._replicas)
+            grad.div_(self._replicas.world_size)
         elif grad._nnz() if grad.is_sparse else grad.any():
             name = self._parameters[i].name
             raise FastdistError(
@@ -202,7 +201,7 @@ class Contributions:
             return None
         if weight == 0.0:  # the gradient of an empty batch is often NaN
             return torch.zeros_like(gradient)
-        return gradient * (weight * self._replicas)
+        return gradient * (weight * self._replicas.world_size)
 
 
 def _is_shared(gradient: torch.Tensor) -> bool:

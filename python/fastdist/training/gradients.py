@@ -43,7 +43,6 @@ from fastdist.training.contributions import (
     Accumulation,
     Contributions,
     GradientHook,
-    GradientReduction,
     ReducedParameter,
     call_weakly,
 )
@@ -85,12 +84,12 @@ class GradientSync:
         steps: StepRecord,
         first_runs: FirstRuns,
     ) -> None:
-        communicator, reduction = communicators.gradients, options.gradient_reduction
+        self._options = options
         self._accumulation = accumulation
+        self._communicator = communicators.gradients
         self._contributions = Contributions(
-            parameters, communicator.rank, communicator.world_size, accumulation, reduction
+            parameters, communicators.gradients, accumulation, options.gradient_reduction
         )
-        self._communicator = communicator
         self._questions = communicators.replicas
         self._has_several_models = has_several_models  # or has had them
         self._is_on_gpu = False
@@ -101,13 +100,10 @@ class GradientSync:
         self._steps = steps
         self._first_runs = first_runs
         self._record: torch.Tensor | None = None  # of steps and first runs; None until it is sent
-        self._reduction = reduction
-        self._compress = options.compress
         self._overlaps = communicators.overlaps
         self._device = torch.device("cpu")
         self._is_running = False
         self._task = -1  # id of the backward under way
-        self._bucket_bytes = options.bucket_bytes
         self._trainable: list[bool] = []
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
@@ -273,7 +269,7 @@ class GradientSync:
 
     def _send(self, buckets: Sequence[_Bucket]) -> None:
         """Reduce buckets in one fused call, synchronously or by the progress thread."""
-        op: GradientReduction = self._reduction
+        op, compress = self._options.gradient_reduction, self._options.compress
         contributions = self._contributions
         weight = contributions.weight() if op == "mean" else None
         sent: list[torch.Tensor] = []
@@ -293,9 +289,9 @@ class GradientSync:
             op = "sum"
         work = None
         if self._overlaps:
-            work = self._communicator.all_reduce(sent, op, compress=self._compress, async_op=True)
+            work = self._communicator.all_reduce(sent, op, compress=compress, async_op=True)
         else:
-            self._communicator.all_reduce(sent, op, compress=self._compress)
+            self._communicator.all_reduce(sent, op, compress=compress)
         for bucket in buckets:
             bucket.work = work
 
@@ -429,7 +425,7 @@ class GradientSync:
             bytes_ = shape.numel() * reduced.dtype.itemsize
             model = reduced.model
             is_other = bool(groups) and model != self._parameters[groups[-1][0]].model
-            if not groups or is_other or size + bytes_ > self._bucket_bytes:
+            if not groups or is_other or size + bytes_ > self._options.bucket_bytes:
                 groups.append([])
                 size = 0
             groups[-1].append(i)

@@ -41,8 +41,7 @@ class OptimizerSteps:
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
         self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._foreign: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
-        self._foreign = weakref.WeakKeyDictionary()
+        self._foreign = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._runs = 0
         self._has_begun = False
         self._has_one_copy = has_one_copy

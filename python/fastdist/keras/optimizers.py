@@ -18,7 +18,7 @@ from fastdist.errors import CollectiveMismatchError, FastdistError, UnsupportedE
 from fastdist.replicas.context import state
 from fastdist.strategies.replicated import ReplicatedStrategy
 from fastdist.training.modules import broadcast_state
-from fastdist.training.sharded import BESIDE, TRIAL_STEPS, differ, with_owners
+from fastdist.training.sharded import TRIAL_STEPS, differ, with_owners
 
 # Lists with an entry for each variable that every replica needs.
 _WHOLE = ("_accumulated_gradients", "_model_variables_moving_average")
@@ -270,9 +270,7 @@ def _require_divisible(optimizer: Any) -> None:
             f"{name} cannot be divided among replicas: its own {whole[0]} may need all states; "
             "override update_step"
         )
-    with torch.random.fork_rng(devices=[]):
-        looks_across = own[:-1] and differ(optimizer, partial(_trial, optimizer), BESIDE)
-    if looks_across:
+    if own[:-1] and differ(optimizer, partial(_trial, optimizer)):
         raise UnsupportedError(
             f"{name} cannot be divided among replicas: its step of one variable depends on other "
             "variables' gradients, number or order, or draws random numbers"

@@ -33,7 +33,7 @@ _SHARDED = "_fastdist_sharded"
 _PIECES = 4  # of a step, if they overlap
 TRIAL_STEPS = 6
 # The scales of the gradients in a trial; None is that of the parameter that is looked at.
-BESIDE = (None, 1.0), (None, 1e4), (None, 1e-4), (None,), (1.0, None)
+_BESIDE = (None, 1.0), (None, 1e4), (None, 1e-4), (None,), (1.0, None)
 _ACROSS = ("LBFGS", "SAM", "DAdapt")  # a trial needs a closure, or many steps
 
 
@@ -401,18 +401,16 @@ def require_own_groups(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 def _looks_across(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if a twin of the optimizer steps one parameter otherwise beside others."""
-    with torch.random.fork_rng(devices=[]):
-        numbers = [i for i, group in enumerate(optimizer.param_groups) if group["params"]]
-        trials = [functools.partial(_trial, optimizer, number) for number in numbers]
-        return any(differ(optimizer, trial, BESIDE) for trial in trials)
+    numbers = [i for i, group in enumerate(optimizer.param_groups) if group["params"]]
+    trials = [functools.partial(_trial, optimizer, number) for number in numbers]
+    return any(differ(optimizer, trial) for trial in trials)
 
 
-def differ(
-    optimizer: object, trial: Callable[[Any], list[torch.Tensor]], settings: Sequence[Any]
-) -> bool:
-    """Return True if trials of an optimizer differ by their settings; warn if one fails."""
+def differ(optimizer: object, trial: Callable[[Any], list[torch.Tensor]]) -> bool:
+    """Return True if trials of an optimizer differ by the scales; warn if one fails."""
     try:
-        first, *others = map(trial, settings)
+        with torch.random.fork_rng(devices=[]):
+            first, *others = map(trial, _BESIDE)
     except Exception as error:
         warnings.warn(
             f"{type(optimizer).__name__} is divided among ranks, which is right only if it steps "

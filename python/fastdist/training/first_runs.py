@@ -60,18 +60,6 @@ class FirstRuns:
     def watching(self, given: Any, batch: PerReplica[Any] | None, replica: int) -> Iterator[None]:
         """Return a context manager around a run, and what it is given: args, kwargs, a batch."""
         self._hash = self._own = None
-        if batch is None or batch.examples is None:
-            if self._left:
-                tensors = list(_tensors(select(given)))
-                if tensors:
-                    self._hash = zlib.crc32(b"".join(map(_digest, tensors)))
-            yield
-            return
-        self._own = batch.examples[replica]
-        self._all = sum(batch.examples)
-        if not self._losses_left:
-            yield
-            return
         plain = vars(torch.autograd)[_ENGINE]
 
         def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,7 +68,14 @@ class FirstRuns:
                 self._look(roots)
             return plain(roots, *args, **kwargs)
 
-        with replaced(torch.autograd, _ENGINE, run_backward):
+        looking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if batch is not None and batch.examples is not None:
+            self._own, self._all = batch.examples[replica], sum(batch.examples)
+            if self._losses_left:
+                looking = replaced(torch.autograd, _ENGINE, run_backward)
+        elif self._left and (tensors := list(_tensors(select(given)))):
+            self._hash = zlib.crc32(b"".join(map(_digest, tensors)))
+        with looking:
             yield
 
     def _look(self, losses: Any) -> None:

@@ -129,15 +129,11 @@ class ReplicaSteps:
 
         So several replicas and one device shuffle in the same order after any number of steps.
         """
-        generator = torch.default_generator
-        before = generator.get_state()
         seed = torch.empty((), dtype=torch.int64).random_(generator=self._seeds)
-        generator.manual_seed(int(seed))
-        try:
-            given = PerReplica(((function, data),), self.last_examples, origin=self.origin)
+        given = PerReplica(((function, data),), self.last_examples, origin=self.origin)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(int(seed))
             self.strategy.run(self._call, (given,))
-        finally:
-            generator.set_state(before)
         result, self._result = self._result, None
         return result
 

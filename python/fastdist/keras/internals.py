@@ -15,7 +15,8 @@ attributes `_layers` and `_outbound_nodes` apart.
 
 from __future__ import annotations
 
-import inspect
+import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -49,12 +50,10 @@ def running_fit(model: Any) -> tuple[Any, list[Any]]:
 
     Callbacks do not get them from Keras; they are local variables of its `fit`.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         found = dict(frame.f_locals)  # from Python 3.13 on a proxy, whose keys are a list
         if found.get("self") is model and {"epoch_iterator", "callbacks"} <= found.keys():
             return found["epoch_iterator"], found["callbacks"].callbacks
-        frame = frame.f_back
     raise UnsupportedError(
         f"fastdist.keras.BackupAndRestore does not know the fit of Keras {keras.__version__}; use "
         "Keras 3.15, or keras.callbacks.BackupAndRestore"

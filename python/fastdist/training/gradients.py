@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -436,12 +437,8 @@ class GradientSync:
 
 def _is_inside_another() -> bool:
     """Return True in a backward that another one has called, as of reentrant checkpoints."""
-    frame = sys._getframe()
-    calls = 0
-    while frame is not None and calls < 2:
-        calls += frame.f_code is _BACKWARD
-        frame = frame.f_back  # type: ignore[assignment]
-    return calls == 2
+    frames = traceback.walk_stack(sys._getframe())
+    return sum(frame.f_code is _BACKWARD for frame, _ in frames) > 1
 
 
 def _is_trainable(parameter: torch.nn.Parameter) -> bool:

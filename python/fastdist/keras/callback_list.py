@@ -164,7 +164,6 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             broadcast_state(workers, [variable.value for variable in variables])
 
     def _share_rate(self) -> None:
-        """Give all replicas the chief's learning rate."""
         rate = getattr(getattr(self.model, "optimizer", None), "_learning_rate", None)
         if isinstance(rate, keras.Variable):
             with self._communicator() as workers:

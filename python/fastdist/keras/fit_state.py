@@ -126,7 +126,6 @@ def _own_metrics(
 def _require_same_shapes(
     name: str, variables: Sequence[Any], values: Sequence[torch.Tensor]
 ) -> None:
-    """Check that saved values have the shapes of the variables."""
     own = [(variable.path, tuple(variable.shape)) for variable in variables]
     shapes = [tuple(value.shape) for value in values]
     if len(own) != len(shapes):

@@ -30,7 +30,6 @@ class Trainer:
         return method
 
     def _refuse_overrides(self, names: Iterable[str], why: str) -> None:
-        """Refuse calls of methods that the class of the model overrides."""
         import keras
 
         kind = type(self._model)

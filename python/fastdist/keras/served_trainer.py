@@ -220,7 +220,6 @@ class ServedTrainer(Trainer):
 
 
 def _require_function(make_dataset: object, given: dict[str, Any]) -> None:
-    """Check the data that fit was given."""
     how = (
         "write fit(make_dataset, steps_per_epoch=...), with a function make_dataset(context) that "
         "returns an iterable over the batches (x, y) of one worker"

@@ -227,13 +227,11 @@ class ShardedStep:
             key: state for key, state in state_dict["state"].items() if key not in own
         }
         for key in sorted({key for outlines in everyone for key in outlines}):
-            root = owners.get(parameters[key], -1)
-            if root < 0 or key not in everyone[root]:
-                root = next(rank for rank, outlines in enumerate(everyone) if key in outlines)
-            is_here = root == workers.rank
-            state = own[key] if is_here else _empty(everyone[root][key])
-            _broadcast_state(workers, state, root)
-            whole[key] = state if is_here else _on_cpu(state)
+            having = [rank for rank, outlines in enumerate(everyone) if key in outlines]
+            owner = owners.get(parameters[key])
+            root = owner if owner in having else having[0]
+            known = own[key] if root == workers.rank else None
+            whole[key] = _broadcast(workers, known, everyone[root][key], root)
         return {**state_dict, "state": whole}
 
     def _own(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -320,21 +318,6 @@ def _outline(state: _State) -> _State:
     }
 
 
-def _empty(outline: _State) -> _State:
-    """Return a state with tensors to receive."""
-    return {
-        key: torch.empty_like(value.like, device=value.device_type)
-        if isinstance(value, _Absent)
-        else value
-        for key, value in outline.items()
-    }
-
-
-def _on_cpu(state: _State) -> _State:
-    """Return another rank's state, which may have no room on the GPU."""
-    return {key: value.cpu() if _is_plain(value) else value for key, value in state.items()}
-
-
 def _is_plain(value: Any) -> bool:
     return (
         type(value) is torch.Tensor
@@ -343,10 +326,20 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _broadcast_state(workers: Communicator, state: _State, root: int) -> None:
-    tensors = [value for value in state.values() if _is_plain(value)]
+def _broadcast(workers: Communicator, own: _State | None, outline: _State, root: int) -> _State:
+    """Return the root's state: there `own`, elsewhere on the CPU, as a GPU may have no room."""
+    state = own
+    if state is None:
+        state = {
+            key: torch.empty_like(value.like, device=value.device_type)
+            if isinstance(value, _Absent)
+            else value
+            for key, value in outline.items()
+        }
+    tensors = {key: value for key, value in state.items() if _is_plain(value)}
     for on_cpu in (True, False):
-        broadcast_state(workers, [t for t in tensors if t.is_cpu == on_cpu], root)
+        broadcast_state(workers, [t for t in tensors.values() if t.is_cpu == on_cpu], root)
+    return state if own is not None else state | {key: t.cpu() for key, t in tensors.items()}
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

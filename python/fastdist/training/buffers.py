@@ -210,11 +210,9 @@ class BufferSync:
             module = buffered.ref()
             if module is None:
                 continue
-            now, seen = _stamps(module), buffered.seen
-            if (
-                seen is None
-                or len(now) != len(seen)
-                or any(a() is not b() or v != w for (a, v), (b, w) in zip(now, seen, strict=True))
+            now, seen = _stamps(module), buffered.seen or []
+            if len(now) != len(seen) or any(
+                a() is not b() or v != w for (a, v), (b, w) in zip(now, seen, strict=True)
             ):
                 buffered.is_written |= self._kept is None
                 buffered.seen = now

@@ -22,6 +22,7 @@ from fastdist.replicas.per_replica import Origin
 from fastdist.replicas.random_streams import CommonStream
 from fastdist.training.contributions import GradientReduction, call_weakly
 from fastdist.training.gradients import GradientSync
+from fastdist.training.patched import replaced
 from fastdist.training.step_record import StepRecord
 
 
@@ -70,13 +71,10 @@ class OptimizerSteps:
         Optimizers that draw, such as for noise or rounding, draw from the common stream.
         """
         self._runs += 1
+        self._depth = 0
         self.record.begin_run(origin)
-        self._common = common
-        try:
+        with replaced(self, "_common", common):
             yield
-        finally:
-            self._common = None
-            self._depth = 0
 
     def watch(
         self,

@@ -227,14 +227,11 @@ class Completer:
                     target=self._run, daemon=True, name="fastdist futures"
                 )
                 self._thread.start()
-            if self.runs_here():
-                self._inner = inner = self._inner or Completer()
-            else:
-                inner = None
-        if inner is None:
-            self._queue.put((work, future))
-        else:
-            inner.complete(work, future)
+            if not self.runs_here():
+                self._queue.put((work, future))
+                return
+            self._inner = inner = self._inner or Completer()
+        inner.complete(work, future)
 
     def runs_here(self) -> bool:
         """Return True in a thread that completes futures."""

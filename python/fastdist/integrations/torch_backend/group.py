@@ -116,11 +116,31 @@ class ProcessGroupFastdist(Calls):
                 )
             self._others[kind] = None
             if backends[kind] not in (NAME, replaced_backend()):
-                place = self._comm.rank, self._comm.world_size
-                self._others[kind] = group_of_other_backend(
-                    backends[kind], kind, self._store, *place, timedelta(seconds=self._timeout_s)
-                )
+                self._others[kind] = self._group_of(backends[kind], kind)
         return self._others[kind]
+
+    def _group_of(self, name: str, kind: str) -> Any:
+        """Make a process group of torch's "nccl" or "gloo" for one type of device."""
+        store = c10d.PrefixStore(f"{kind}/{name}/", self._store)
+        rank, size, timeout = self.rank(), self.size(), timedelta(seconds=self._timeout_s)
+        backend: Any
+        if name == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            backend = dist.ProcessGroupNCCL(store, rank, size, options)
+            type_ = dist.ProcessGroup.BackendType.NCCL
+        elif name == "gloo":
+            backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+            type_ = dist.ProcessGroup.BackendType.GLOO
+        else:
+            raise ValueError(
+                f'beside "{NAME}", a process group takes "nccl" and "gloo", got "{name}" for {kind}'
+            )
+        backend._set_sequence_number_for_group()
+        group = dist.ProcessGroup(store, rank, size)
+        group._set_default_backend(type_)
+        group._register_backend(torch.device(kind), type_, backend)
+        return group
 
     supports_splitting = True
 
@@ -260,28 +280,3 @@ class ProcessGroupFastdist(Calls):
             for other in self._others.values():
                 if other is not None:
                     getattr(other, name)()
-
-
-def group_of_other_backend(
-    name: str, device: str, store: Any, rank: int, size: int, timeout: timedelta
-) -> Any:
-    """Make a process group of torch's "nccl" or "gloo" for one type of device."""
-    store = c10d.PrefixStore(f"{device}/{name}/", store)
-    backend: Any
-    if name == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        backend = dist.ProcessGroupNCCL(store, rank, size, options)
-        kind = dist.ProcessGroup.BackendType.NCCL
-    elif name == "gloo":
-        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
-        kind = dist.ProcessGroup.BackendType.GLOO
-    else:
-        raise ValueError(
-            f'beside "fastdist", a process group takes "nccl" and "gloo", got "{name}" for {device}'
-        )
-    backend._set_sequence_number_for_group()
-    group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device), kind, backend)
-    return group

@@ -12,7 +12,6 @@ from typing import Any
 from fastdist.checkpoints import files
 from fastdist.errors import DamagedCheckpointError
 from fastdist.ps.client.client import Client
-from fastdist.ps.client.items import Ticket
 from fastdist.ps.client.sharded import Sharded, ShardedRows
 from fastdist.ps.wire.protocol import Op
 from fastdist.ps.wire.snapshot import Part
@@ -21,6 +20,7 @@ from fastdist.ps.wire.specs import DenseSpec, RowsSpec, Spec, from_json, to_json
 _TIMEOUT_S = 3600.0  # for one server to write or read its share of a table
 # In the user's directory, which may have other files.
 _FOLDER = "servers"
+_Request = tuple[int, int, dict[str, Any]]  # to a server, about the object of a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,16 @@ def write_files(
     client: Client, things: Sequence[Sharded], directory: Path, *, state: Any = None
 ) -> Any:
     """Make servers write files into a directory; return what its index says for `read_index`."""
-    parts: list[dict[str, Any]] = []
-    tickets: list[Ticket] = []
+    requests: list[_Request] = []
     for thing in things:
         for server, number, own in thing.parts:
-            parts.append(asdict(own))
-            about = {"part": parts[-1], "stem": str(directory / f"part-{len(tickets)}")}
-            tickets.append(_submit(client, server, Op.SAVE, number, about))
+            stem = str(directory / f"part-{len(requests)}")
+            requests.append((server, number, {"part": asdict(own), "stem": stem}))
     objects: dict[str, Any] = {
         thing.spec.name: {"spec": json.loads(to_json(thing.spec)), "files": []} for thing in things
     }
-    for part, reply in zip(parts, _wait(client, tickets), strict=True):
-        sums = json.loads(bytes(reply))
+    for (*_, about), reply in zip(requests, _ask(client, Op.SAVE, requests), strict=True):
+        part, sums = about["part"], json.loads(bytes(reply))
         objects[part["name"]]["files"] += [[file, sum_, part] for file, sum_ in sums.items()]
     return {"state": state, "objects": objects}
 
@@ -128,7 +126,7 @@ def check_checkpoint(client: Client, directory: str | Path, things: Sequence[Sha
 
 def _move(client: Client, index: Index, things: Sequence[Sharded], *, only_check: bool) -> None:
     """Make servers read their parts, or compare the files' checksums."""
-    tickets = []
+    requests: list[_Request] = []
     for thing in things:
         source = index.saved[thing.spec.name]
         for server, number, part in thing.parts:
@@ -140,8 +138,8 @@ def _move(client: Client, index: Index, things: Sequence[Sharded], *, only_check
                 "directory": str(index.directory),
                 "files": {path.name: source.checksums[path] for path in holders},
             }
-            tickets.append(_submit(client, server, Op.RESTORE, number, about))
-    _wait(client, tickets)
+            requests.append((server, number, about))
+    _ask(client, Op.RESTORE, requests)
 
 
 def has_checkpoint(directory: str | Path) -> bool:
@@ -185,13 +183,12 @@ def _layout(spec: Spec) -> tuple[tuple[object, ...], int]:
     return (spec.dim, spec.rows is None, slots), int(spec.rows or 0)
 
 
-def _submit(client: Client, server: int, op: Op, number: int, about: dict[str, Any]) -> Ticket:
-    frames = [json.dumps(about).encode()]
-    return client.submit(server, op, number, frames, timeout_s=_TIMEOUT_S)
-
-
-def _wait(client: Client, tickets: Sequence[Ticket]) -> list[memoryview]:
+def _ask(client: Client, op: Op, requests: Sequence[_Request]) -> list[memoryview]:
     """Return the replies to all requests; if one fails, wait for the others before raising."""
+    tickets = [
+        client.submit(server, op, number, [json.dumps(about).encode()], timeout_s=_TIMEOUT_S)
+        for server, number, about in requests
+    ]
     replies = []
     failed: Exception | None = None
     for ticket in tickets:

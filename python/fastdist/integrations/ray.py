@@ -153,9 +153,7 @@ def _run_ranks(processes: Sequence[Any], call: tuple[Any, ...]) -> list[Any]:
         process.call.remote(environment, call)
         for process, environment in zip(processes, _environments(places), strict=True)
     ]
-    if (error := _first_error(pending)) is not None:
-        raise error
-    return list(ray.get(pending))
+    return _results(pending)
 
 
 def _places(processes: Sequence[Any]) -> list[tuple[str, str, int]]:
@@ -177,8 +175,8 @@ def _environments(places: Sequence[tuple[str, str, int]]) -> list[dict[str, str]
     ]
 
 
-def _first_error(pending: Sequence[Any]) -> Exception | None:
-    """Wait for all calls; return the error of the process that failed first, if any has."""
+def _results(pending: Sequence[Any]) -> list[Any]:
+    """Wait for all calls; raise the error of the process that failed first, if any has."""
     left = list(pending)
     errors: list[Exception] = []
     deadline = float("inf")
@@ -197,7 +195,9 @@ def _first_error(pending: Sequence[Any]) -> Exception | None:
             break
     # Ranks that fail because another one was lost raise PeerFailureError.
     causes = [error for error in errors if not isinstance(error, PeerFailureError)]
-    return next(iter(causes + errors), None)
+    if errors:
+        raise (causes + errors)[0]
+    return list(ray.get(pending))
 
 
 def _run_roles(

@@ -62,7 +62,6 @@ class ProcessGroupFastdist(Calls):
         super().__init__(rank, size, timeout_s)
         self._store = store
         self._group_name = name
-        self._group_desc = ""
         self._others: dict[str, Any] = {}
         self._handle = Handle.of_group(store)
 
@@ -76,12 +75,6 @@ class ProcessGroupFastdist(Calls):
 
     def setGroupName(self, name: str) -> None:
         self._group_name = name
-
-    def getGroupDesc(self) -> str:
-        return self._group_desc
-
-    def setGroupDesc(self, description: str) -> None:
-        self._group_desc = description
 
     def get_group_store(self) -> Any:
         return self._store
@@ -188,7 +181,7 @@ class ProcessGroupFastdist(Calls):
             return None
         store, seconds = c10d.PrefixStore(f"{name}/", self._store), self._seconds(timeout)
         made = self.of_store(store, ranks.index(self._comm.rank), len(ranks), seconds, name)
-        made.setGroupDesc(group_desc or "")
+        made._set_group_desc(group_desc or "")
         return made
 
     def _set_sequence_number_for_group(self) -> None:

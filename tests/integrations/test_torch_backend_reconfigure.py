@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
-from fastdist.integrations.torch_backend.group import ProcessGroupFastdist  # noqa: E402
+from fastdist.integrations.torch_backend import _create  # noqa: E402
 from machines import MachineRanks, Network, network  # noqa: E402
 from ranks import ProcessRanks  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
@@ -40,7 +40,7 @@ def unconnected(store: Any, comm: Any, seconds: float = 30) -> Any:
         group_id="world",
         enable_reconfigure=True,
     )
-    return ProcessGroupFastdist.of_options(options)
+    return _create(options, None)
 
 
 def options(uuid: int, handles: Any, seconds: float | None = None) -> Any:

@@ -103,15 +103,7 @@ def take_place_of_gloo() -> None:
     group.ProcessGroupFastdist.getBackendName = lambda self: "fastdist"
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        options = types.SimpleNamespace(
-            store=store,
-            group_rank=rank,
-            group_size=size,
-            timeout=timeout,
-            group_id="",
-            global_ranks_in_group=[],
-        )
-        return group.ProcessGroupFastdist.of_options(options)
+        return group.ProcessGroupFastdist.of_store(store, rank, size, timeout.total_seconds(), "")
 
     # Called and asked for by isinstance, as the class of Gloo is.
     place = type("ProcessGroupGloo", (type,), {"__call__": lambda self, *a, **k: make(*a, **k)})

@@ -80,7 +80,11 @@ def _create(options: Any, backend_options: Any) -> Any:
 
     if backend_options is not None:
         raise TypeError(f'the backend "{NAME}" takes no pg_options, got {backend_options!r}')
-    return ProcessGroupFastdist.of_options(options)
+    place, seconds = (options.group_rank, options.group_size), options.timeout.total_seconds()
+    # With this option of torch 2.14, the rendezvous is in `reconfigure`.
+    is_apart = getattr(options, "enable_reconfigure", False)
+    make = ProcessGroupFastdist if is_apart else ProcessGroupFastdist.of_store
+    return make(options.store, *place, seconds, options.group_id)
 
 
 def unusable_torch(error: BaseException | None = None) -> str | None:

@@ -39,16 +39,6 @@ class ProcessGroupFastdist(Calls):
     """
 
     @classmethod
-    def of_options(cls, options: Any) -> ProcessGroupFastdist:
-        """Make a group from torch's options; every rank of the group must call.
-
-        With `enable_reconfigure`, an option of torch 2.14, the rendezvous is in `reconfigure`.
-        """
-        make = cls if getattr(options, "enable_reconfigure", False) else cls.of_store
-        place, seconds = (options.group_rank, options.group_size), options.timeout.total_seconds()
-        return make(options.store, *place, seconds, options.group_id)
-
-    @classmethod
     def of_store(
         cls, store: Any, rank: int, size: int, timeout_s: float, name: str
     ) -> ProcessGroupFastdist:

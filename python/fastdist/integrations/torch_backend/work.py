@@ -235,11 +235,8 @@ class Completer:
 
     def runs_here(self) -> bool:
         """Return True in a thread that completes futures."""
-        return threading.current_thread() in self._threads()
-
-    def _threads(self) -> list[threading.Thread | None]:
-        """Return this thread and those of inner calls."""
-        return [self._thread, *(self._inner._threads() if self._inner is not None else [])]
+        is_inner = self._inner is not None and self._inner.runs_here()
+        return is_inner or threading.current_thread() is self._thread
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

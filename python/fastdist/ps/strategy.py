@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -172,7 +171,6 @@ class ParameterServerStrategy(ReplicatedStrategy):
         )
         self.is_chief = not is_worker
         self.client = Client(self.server_addresses)
-        self.client_lock = threading.RLock()  # a client is for one thread
         weakref.finalize(self, self.client.close)
         if is_worker:
             _run_worker(_address(spec, *task), ServedWorker(self))
@@ -234,7 +232,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         bundle = Bundle(
             prefix, tuple(roots), optimizers, others, tuple(placements), first, concurrency
         )
-        model = ServedModel(self.client, bundle, initialize=True, lock=self.client_lock)
+        model = ServedModel(self.client, bundle, initialize=True)
         model.rates()  # raises if an optimizer has parameters that are not on the servers
         model.convert_tables()
         for optimizer in optimizers:
@@ -248,7 +246,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
     def before_calls(self) -> bytes:
         """Return a state update for workers before functions run; equal if nothing has changed."""
         state_update: dict[str, Any] = {"generation": self._generation}
-        with self.client_lock:
+        with self.client.lock:
             for model in self._models:
                 model.assign_changed()
                 state_update[model.bundle.prefix] = (
@@ -267,7 +265,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def after_calls(self) -> None:
         """Pull the servers' values, after all functions have ended."""
-        with self.client_lock:
+        with self.client.lock:
             for model in self._models:
                 model.begin_pull()
             for model in self._models:
@@ -291,7 +289,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             UnavailableError: a server is gone.
         """
         self.require_chief("strategy.save")
-        with self._paused(), self.client_lock:
+        with self._paused(), self.client.lock:
             save_checkpoint(self.client, directory, self._sharded(), state=state)
 
     def restore(self, directory: str | Path) -> Any:
@@ -313,7 +311,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def _restore(self, directory: str | Path, *, is_checked: bool = False) -> Any:
         self._generation += 1
-        with self.client_lock:
+        with self.client.lock:
             things = self._sharded()
             state = restore_checkpoint(self.client, directory, things, is_checked=is_checked)
             for model in self._models:
@@ -325,7 +323,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
         """Write everything on the servers into a checkpoint of `fd.Checkpoint`, and the rates."""
         self.require_chief("Checkpoint.save")
         rates = [model.rates() for model in self._models]
-        with self._paused(), self.client_lock:
+        with self._paused(), self.client.lock:
             return {**write_files(self.client, self._sharded(), directory), "rates": rates}
 
     def check_files(self, directory: Path) -> None:
@@ -353,7 +351,7 @@ class ParameterServerStrategy(ReplicatedStrategy):
             raise FastdistError(
                 f"restore: {len(self.backlog)} scheduled functions have not ended; join first"
             )
-        with self.client_lock:
+        with self.client.lock:
             for model in self._models:
                 model.connect(initialize=True)
 

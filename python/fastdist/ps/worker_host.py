@@ -41,7 +41,7 @@ def adopt_on_worker(bundle: Bundle) -> list[Any]:
 class ServedWorker:
     """Runs functions on modules whose values are on servers."""
 
-    # Uses of the strategy, which is a layer above: client, client_lock, _adopt and _cross_replica.
+    # Uses of the strategy, which is a layer above: client, _adopt and _cross_replica.
     def __init__(self, strategy: Any) -> None:
         self.strategy = strategy
         self._models: dict[str, tuple[ServedModel, ServedSteps]] = {}  # by prefix of the bundle
@@ -77,8 +77,7 @@ class ServedWorker:
     def adopt(self, bundle: Bundle) -> None:
         """Adopt modules and optimizers from the chief."""
         self.strategy._adopt(bundle.roots, [*bundle.optimizers, *bundle.others])
-        lock = self.strategy.client_lock
-        model = ServedModel(self.strategy.client, bundle, initialize=False, lock=lock)
+        model = ServedModel(self.strategy.client, bundle, initialize=False)
         steps = ServedSteps(model)
         self._models[bundle.prefix] = model, steps
         self._apply(bundle.prefix)

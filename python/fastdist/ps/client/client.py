@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 import uuid
 from collections import deque
@@ -43,6 +44,7 @@ class Client:
 
     Attributes:
         servers: their addresses.
+        lock: to be taken by threads that share a client.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Client:
             raise ValueError("servers must name at least one address")
         keep_freed_memory()
         self.servers = tuple(servers)
+        self.lock = threading.RLock()
         self._timeout_s = timeout_s
         self._grace_s = grace_s
         self._retry_s = retry_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -40,18 +39,15 @@ from fastdist.training.modules import modules_of, named_parameters, structure_of
 class ServedModel:
     """The modules and optimizers of one scope.
 
-    To `initialize`, servers take this task's values. All models of a task share the client's lock.
+    To `initialize`, servers take this task's values.
     """
 
-    def __init__(
-        self, client: Client, bundle: Bundle, *, initialize: bool, lock: threading.RLock
-    ) -> None:
+    def __init__(self, client: Client, bundle: Bundle, *, initialize: bool) -> None:
         self.bundle = bundle
         self.buffers = ServedBuffers(client, bundle.roots, bundle.concurrency)
         # Servers reject gradients that are not finite.
         self.refuses_nonfinite = any(each.spec.refuse_nonfinite for each in bundle.placements)
         self._client = client
-        self._lock = lock
         self._parameters: dict[int, ServedTensor] = {}  # by id
         self._tables: dict[int, ServedTable] = {}  # by the weight's id
         # What is being pulled, and for whom.
@@ -96,7 +92,7 @@ class ServedModel:
                     padding = module.padding_idx  # servers may drop this row
                 if initialize and module.padding_idx is not None:
                     rows.assign([module.padding_idx], np.zeros((1, placement.spec.dim)))
-            self._tables[id(tensor)] = ServedTable(tensor, rows, self._lock, cache, padding)
+            self._tables[id(tensor)] = ServedTable(tensor, rows, cache, padding)
             attach_table(module, self._tables[id(tensor)])
         owners = [
             {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

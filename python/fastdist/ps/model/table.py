@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -55,7 +54,6 @@ class ServedTable:
         self,
         weight: nn.Parameter,
         rows: ShardedRows,
-        lock: threading.RLock,
         cache: RowCache | None = None,
         padding: int | None = None,
     ) -> None:
@@ -65,7 +63,7 @@ class ServedTable:
         self.prefetched: list[Prefetch] = []  # rows of later batches
         self._cache = cache
         self._padding = padding  # an id whose row is zero, whatever the servers have
-        self._lock = lock  # the client's; autograd may call from threads of its own
+        self._lock = rows.client.lock  # autograd may call from threads of its own
         self._is_hashed = rows.spec.rows is None
         # For a table without a limit: the ids of gradients' rows, from index `_first_index` on.
         self._ids: list[Array] = []

@@ -9,7 +9,7 @@ import numpy as np
 from fastdist.ps import Client, Item
 from fastdist.ps.client import sharded
 from fastdist.ps.client.sharded import begin_assign, pull_together
-from fastdist.ps.wire.protocol import to_floats, to_ids
+from fastdist.ps.wire.protocol import to_ids
 
 
 class ShardedVariable(sharded.ShardedVariable):
@@ -45,7 +45,7 @@ def pull(client: Client, server: int, number: int, shape: Sequence[int]) -> np.n
 
 def push(client: Client, server: int, number: int, gradient: Any, lr: float | None = None) -> None:
     """Apply a gradient to a dense variable."""
-    item = Item(server, number, to_floats(gradient), lr=lr)
+    item = Item(server, number, np.ascontiguousarray(gradient, np.float32), lr=lr)
     client.wait_all(client.begin_change(item.cut()))
 
 
@@ -59,5 +59,5 @@ def pull_rows(client: Client, server: int, number: int, ids: Any, dim: int) -> n
 
 def push_rows(client: Client, server: int, number: int, ids: Any, gradients: Any) -> None:
     """Apply gradients, [ids, dim], to rows; gradients of equal ids are added up."""
-    item = Item(server, number, to_floats(gradients), to_ids(ids))
+    item = Item(server, number, np.ascontiguousarray(gradients, np.float32), to_ids(ids))
     client.wait_all(client.begin_change([item]))

@@ -12,20 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 import fastdist._core as _core
 from fastdist.errors import FastdistError, UnavailableError
 from fastdist.link.connections import Connections
 from fastdist.link.stream import NO_MEMORY
 from fastdist.ps.client.items import Item, Ticket, fill, memory_of, messages_of, names_of, values_of
 from fastdist.ps.wire.process import keep_freed_memory
-from fastdist.ps.wire.protocol import (
-    Header,
-    Op,
-    Status,
-    error_of,
-    message_bytes,
-    to_floats,
-)
+from fastdist.ps.wire.protocol import Header, Op, Status, error_of, message_bytes
 from fastdist.ps.wire.specs import Spec, to_json
 from fastdist.recorder.recording import open_requests, report_wait
 from fastdist.recorder.ring import FIRST_REPORT_S
@@ -328,7 +323,7 @@ class Client:
         """
         frames: list[Any] = [to_json(spec)]
         if initial is not None:
-            frames.append(to_floats(initial))
+            frames.append(np.ascontiguousarray(initial, np.float32))
         return int(self._ask(server, Op.CREATE, frames))
 
     def stats(self, server: int) -> dict[str, Any]:

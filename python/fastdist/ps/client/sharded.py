@@ -15,7 +15,7 @@ import fastdist._core as _core
 from fastdist.ps.client.client import Client
 from fastdist.ps.client.items import Item, Ticket
 from fastdist.ps.client.partition import Piece
-from fastdist.ps.wire.protocol import Array, Op, to_floats, to_ids
+from fastdist.ps.wire.protocol import Array, Op, to_ids
 from fastdist.ps.wire.snapshot import Part
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
@@ -81,7 +81,7 @@ class ShardedVariable:
 
     def _to_array(self, values: Any) -> Array:
         """Convert a value or gradient to contiguous float32, without a copy where possible."""
-        array = to_floats(values)
+        array = np.ascontiguousarray(values, np.float32)
         if array.shape != self.spec.shape and not (self.spec.shape == () and array.size == 1):
             raise ValueError(f"{self.spec.name!r} has shape {self.spec.shape}, got {array.shape}")
         return array
@@ -156,7 +156,7 @@ class ShardedRows:
         return Lookup(items, rows, places)
 
     def _divide(self, ids: Any, values: Any, lr: float | None = None) -> list[Item]:
-        rows = to_floats(values)
+        rows = np.ascontiguousarray(values, np.float32)
         local, counts, places = self._route(ids)
         if rows.size != local.size * self.spec.dim:
             raise ValueError(

@@ -192,11 +192,6 @@ def to_ids(ids: Any) -> Array:
     return array if array.dtype.itemsize == 8 else array.astype(np.int64)
 
 
-def to_floats(values: Any) -> Array:
-    """Convert values to contiguous float32."""
-    return np.ascontiguousarray(values, np.float32)
-
-
 class Entry(NamedTuple):
     """The rows of a table, or the range of a dense variable, that a message reads or changes."""
 

@@ -100,14 +100,12 @@ class ServedTable:
                     rows[i] = table._cache.pull(ids[i])
                 elif one.pulled is not None:
                     rows[i] = one.pulled.value
-            rest = [i for i in range(len(tables)) if i not in rows]
-            if rest:
+            lookups = {i: t.sharded.lookup(ids[i]) for i, t in enumerate(tables) if i not in rows}
+            if lookups:
                 from fastdist.ps.client.sharded import pull_together
 
-                lookups = [tables[i].sharded.lookup(ids[i]) for i in rest]
-                found = pull_together(tables[0].sharded.client, lookups)
-                for i, pulled in zip(rest, found, strict=True):
-                    rows[i] = pulled.value
+                pull_together(tables[0].sharded.client, list(lookups.values()))
+                rows |= {i: lookup.value for i, lookup in lookups.items()}
         for i, table in enumerate(tables):
             if table._padding is not None:
                 rows[i][ids[i] == table._padding] = 0

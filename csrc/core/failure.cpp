@@ -15,6 +15,19 @@ constexpr double kMostSeconds = 1e9;
 
 std::string name(int rank) { return "rank " + std::to_string(rank); }
 
+std::string text_of(std::chrono::duration<double> time) {
+  std::array<char, 32> text;
+  return std::string(text.data(),
+                     std::to_chars(text.data(), text.data() + text.size(), time.count()).ptr) +
+         " s";
+}
+
+std::string list_ranks(std::span<const int> ranks) {
+  std::string text;
+  for (const int p : ranks) text += (text.empty() ? "" : ", ") + std::to_string(p);
+  return text;
+}
+
 std::string describe(std::span<const LastCall> calls) {
   if (calls.empty()) return "";
   std::string text = "; last collective of each rank:";
@@ -135,19 +148,6 @@ std::string describe_waits(std::span<const WaitOfRank> waits, int rank, int rank
     if (wait.awaited) text += ", for " + name(*wait.awaited);
     if (!wait.site.empty()) text += " at " + wait.site;
   }
-  return text;
-}
-
-std::string text_of(std::chrono::duration<double> time) {
-  std::array<char, 32> text;
-  return std::string(text.data(),
-                     std::to_chars(text.data(), text.data() + text.size(), time.count()).ptr) +
-         " s";
-}
-
-std::string list_ranks(std::span<const int> ranks) {
-  std::string text;
-  for (const int p : ranks) text += (text.empty() ? "" : ", ") + std::to_string(p);
   return text;
 }
 

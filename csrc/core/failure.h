@@ -71,9 +71,6 @@ struct LastCall {
 
 // Describes the waits of a deadlock that rank `rank` of `ranks` has found.
 [[nodiscard]] std::string describe_waits(std::span<const WaitOfRank> waits, int rank, int ranks);
-// Returns "0.5 s", or "1, 2" for {1, 2}.
-[[nodiscard]] std::string text_of(std::chrono::duration<double> time);
-[[nodiscard]] std::string list_ranks(std::span<const int> ranks);
 
 // A failure as ranks tell it to each other, in shared memory or over a connection. Longer lists and
 // details are cut.

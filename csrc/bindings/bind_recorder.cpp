@@ -13,15 +13,9 @@ namespace fastdist::bindings {
 namespace py = pybind11;
 
 void bind_recorder(py::module_& m) {
-  m.def(
-      "start_recorder",
-      [](const std::string& path, int rank, int world_size, const std::string& version,
-         const std::string& job, const std::string& host, const std::string& program,
-         const std::string& task) {
-        recorder::start(path, {rank, world_size, version, job, host, program, task});
-      },
-      py::arg("path"), py::kw_only(), py::arg("rank"), py::arg("world_size"), py::arg("version"),
-      py::arg("job"), py::arg("host"), py::arg("program"), py::arg("task"));
+  m.def("start_recorder", &recorder::start, py::arg("path"), py::kw_only(), py::arg("rank"),
+        py::arg("world_size"), py::arg("version"), py::arg("job"), py::arg("host"),
+        py::arg("program"), py::arg("task"));
   m.def("set_recorded_job", &recorder::set_job);
   m.def("open_requests", [](int servers) {
     return recorder::open_communicator(0, servers, 0, "ps").value_or(recorder::kCommunicators);
@@ -41,12 +35,8 @@ void bind_recorder(py::module_& m) {
     return file == nullptr ? std::string() : std::string(file->header.job.data());
   });
   m.def("ticks", &recorder::ticks);
-  m.def("set_phase", [](int phase) {
-    return static_cast<int>(recorder::set_phase(static_cast<recorder::Phase>(phase)));
-  });
-  m.def("end_phase", [](int phase, int before) {
-    recorder::end_phase(static_cast<recorder::Phase>(phase), static_cast<recorder::Phase>(before));
-  });
+  m.def("set_phase", &recorder::set_phase);
+  m.def("end_phase", &recorder::end_phase);
 }
 
 }  // namespace fastdist::bindings

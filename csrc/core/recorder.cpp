@@ -92,7 +92,9 @@ File& map(const std::string& path) {
 
 const bool has_steady_counter = counter_is_steady();
 
-void start(const std::string& path, const Identity& identity) {
+void start(const std::string& path, int rank, int world_size, const std::string& version,
+           const std::string& job, const std::string& host, const std::string& program,
+           const std::string& task) {
   const std::lock_guard lock(changing);
   if (file.load() != nullptr) return;
   File& made = map(path);
@@ -101,15 +103,15 @@ void start(const std::string& path, const Identity& identity) {
   header.started = start_of_process();
   header.clock = has_steady_counter ? 0 : 1;
   header.ticks = ticks();
-  header.monotonic_ns = now_ns(CLOCK_MONOTONIC);
-  header.realtime_ns = now_ns(CLOCK_REALTIME);
-  header.rank = identity.rank;
-  header.world_size = identity.world_size;
-  put(header.version, identity.version);
-  put(header.job, identity.job);
-  put(header.host, identity.host);
-  put(header.program, identity.program);
-  put(header.task, identity.task);
+  header.monotonic_ns = now_ns<std::chrono::steady_clock>();
+  header.realtime_ns = now_ns<std::chrono::system_clock>();
+  header.rank = rank;
+  header.world_size = world_size;
+  put(header.version, version);
+  put(header.job, job);
+  put(header.host, host);
+  put(header.program, program);
+  put(header.task, task);
   header.phase_since = header.ticks;
   header.format = kFormat;
   std::uint64_t magic = 0;

@@ -8,9 +8,9 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <ctime>
 #include <optional>
 #include <string>
 #include <utility>
@@ -23,11 +23,10 @@
 
 namespace fastdist::recorder {
 
-[[nodiscard]] inline std::uint64_t now_ns(clockid_t clock) noexcept {
-  timespec now{};
-  ::clock_gettime(clock, &now);
-  return static_cast<std::uint64_t>(now.tv_sec) * 1'000'000'000 +
-         static_cast<std::uint64_t>(now.tv_nsec);
+template <class Clock>
+[[nodiscard]] std::uint64_t now_ns() noexcept {
+  return static_cast<std::uint64_t>(
+      std::chrono::nanoseconds(Clock::now().time_since_epoch()).count());
 }
 
 // Returns the time in units of `FileHeader::clock`: a counter of the processor where that runs
@@ -43,7 +42,7 @@ extern const bool has_steady_counter;
     return now;
   }
 #endif
-  return now_ns(CLOCK_MONOTONIC);
+  return now_ns<std::chrono::steady_clock>();
 }
 
 constexpr std::uint32_t kFormat = 2;
@@ -55,16 +54,8 @@ constexpr std::uint16_t kNoSite = 0;
 
 enum class Outcome : std::uint8_t { kRunning, kDone, kFailed };
 
-// What the process does between collectives.
-enum class Phase : std::uint8_t {
-  kUser,
-  kForward,
-  kBackward,
-  kOptimizer,
-  kData,
-  kSaving,
-  kRendezvous
-};
+// What the process does between collectives: a number of recorder/phases.py, below 8.
+using Phase = std::uint8_t;
 
 using Word = std::atomic<std::uint64_t>;
 
@@ -131,16 +122,12 @@ struct File {
 // This process's file; null where nothing is recorded, and in forked children.
 inline std::atomic<File*> file{nullptr};
 
-struct Identity {
-  int rank = 0;
-  int world_size = 1;
-  std::string version, job, host, program, task;
-};
-
 // Begins to record in a new file at `path`. Throws if that cannot be made. A second start leaves
 // the first file and its records where they are. The file is locked (flock) as long as the process
 // lives, so that readers in another PID namespace can tell that it is alive.
-void start(const std::string& path, const Identity& identity);
+void start(const std::string& path, int rank, int world_size, const std::string& version,
+           const std::string& job, const std::string& host, const std::string& program,
+           const std::string& task);
 // Says that the process is a rank of another job from now on.
 void set_job(int rank, int world_size, const std::string& job) noexcept;
 // Returns the number of a communicator in the file; none if there is no place for it.
@@ -160,13 +147,12 @@ void end_request(std::uint64_t number, bool is_answered) noexcept;
 // Returns the phase before.
 inline Phase set_phase(Phase phase) noexcept {
   File* const f = file.load(std::memory_order_acquire);
-  if (f == nullptr) return Phase::kUser;
+  if (f == nullptr) return 0;
   const auto now = ticks();
-  const auto number = static_cast<std::uint64_t>(phase);
-  const auto before = f->header.phase.exchange(number);
+  const auto before = f->header.phase.exchange(phase);
   f->header.phase_since.store(now, std::memory_order_relaxed);
   const auto place = f->header.phases.load(std::memory_order_relaxed);
-  f->phases[place % kPhases].store(now << 3 | number, std::memory_order_relaxed);
+  f->phases[place % kPhases].store(now << 3 | phase, std::memory_order_relaxed);
   f->header.phases.store(place + 1, std::memory_order_release);
   return static_cast<Phase>(before);
 }
@@ -174,9 +160,7 @@ inline Phase set_phase(Phase phase) noexcept {
 // Goes back to the phase before, unless another thread has begun one meanwhile.
 inline void end_phase(Phase phase, Phase before) noexcept {
   File* const f = file.load(std::memory_order_acquire);
-  if (f != nullptr && f->header.phase.load() == static_cast<std::uint64_t>(phase)) {
-    (void)set_phase(before);
-  }
+  if (f != nullptr && f->header.phase.load() == phase) (void)set_phase(before);
 }
 
 // A call that is being recorded. The ring may wrap before the call ends.

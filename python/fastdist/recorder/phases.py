@@ -10,7 +10,7 @@ import fastdist._core as _core
 
 
 class Phase(IntEnum):
-    """The phases of training. Their numbers are those of csrc/core/recorder.h."""
+    """The phases of training. Their numbers are in the files of records (csrc/core/recorder.h)."""
 
     USER = 0
     FORWARD = 1

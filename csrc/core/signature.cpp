@@ -127,9 +127,8 @@ Signature all_to_all_signature(TensorViews arrays, std::span<const std::size_t> 
   Signature call = signature_of({.op = Op::kAllToAll}, arrays);
   if (counts.empty()) return call;
   std::uint64_t hash = 0x9E3779B97F4A7C15ULL ^ arrays.size();
-  const auto add = [&](std::uint64_t word) { hash = (hash ^ word) * 0xFF51AFD7ED558CCD; };
-  for (const std::size_t c : counts) add(c);
-  for (const TensorView& a : arrays) add(static_cast<std::uint64_t>(a.dtype));
+  for (const std::size_t c : counts) mix(hash, c);
+  for (const TensorView& a : arrays) mix(hash, static_cast<std::uint64_t>(a.dtype));
   call.count = 0;
   call.list = hash | 1;
   return call;

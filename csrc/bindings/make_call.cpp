@@ -35,7 +35,7 @@ void broadcast(BlockingCommunicator& c, const Call& call, const CallOptions& opt
 }
 
 void broadcast(GpuCommunicator& c, const Call& call, const CallOptions& options) {
-  c.broadcast_from(call.inputs(), call.outputs(), call.peer, options);
+  c.broadcast(call.inputs(), call.outputs(), call.peer, options);
 }
 
 // Makes `calls(options)` as one collective. Here the ranks compare the whole list in each call, so

@@ -74,7 +74,6 @@ class Communicator {
   // `out` is written on the root only.
   virtual void reduce(TensorViews in, TensorViews out, ReduceOp op, int root,
                       const CallOptions&) = 0;
-  virtual void broadcast(TensorViews inout, int root, const CallOptions&) = 0;
   // `out` holds size() times the elements of `in`, in rank order.
   virtual void all_gather(TensorView in, TensorView out, const CallOptions&) = 0;
   virtual void gather(TensorView in, TensorView out, int root, const CallOptions&) = 0;
@@ -101,6 +100,7 @@ struct Message {
 // A communicator on host memory, whose calls return when they have ended.
 class BlockingCommunicator : public Communicator {
  public:
+  virtual void broadcast(TensorViews inout, int root, const CallOptions&) = 0;
   // Throws kState if the communicator is closed, has failed or is a forked child's copy.
   virtual void check_usable() const = 0;
   // Leaves the communicator: peers that wait for this rank throw kPeerFailure. Wakes this rank's

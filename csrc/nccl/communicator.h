@@ -54,10 +54,7 @@ class NcclCommunicator final : public GpuCommunicator {
   void barrier(const CallOptions&) override;
 
   // fused.cpp
-  void broadcast(TensorViews inout, int root, const CallOptions& options) override {
-    broadcast_from(inout, inout, root, options);
-  }
-  void broadcast_from(TensorViews in, TensorViews out, int root, const CallOptions&) override;
+  void broadcast(TensorViews in, TensorViews out, int root, const CallOptions&) override;
   void all_reduce_fused(TensorViews in, TensorViews out, ReduceOp op, std::optional<DType> wire,
                         std::size_t bucket_bytes, const CallOptions&) override;
 

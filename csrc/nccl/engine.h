@@ -74,8 +74,8 @@ class GpuCommunicator : public Communicator {
   virtual void all_reduce_fused(TensorViews in, TensorViews out, ReduceOp op,
                                 std::optional<DType> wire, std::size_t bucket_bytes,
                                 const CallOptions&) = 0;
-  // broadcast with separate output; `in` is read on the root only.
-  virtual void broadcast_from(TensorViews in, TensorViews out, int root, const CallOptions&) = 0;
+  // `in` is read on the root only.
+  virtual void broadcast(TensorViews in, TensorViews out, int root, const CallOptions&) = 0;
   // Makes several calls one collective: compared once, as `whole`, and launched together if
   // possible.
   virtual void as_one(const Signature& whole, const CallOptions& options,

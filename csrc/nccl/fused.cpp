@@ -113,8 +113,8 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
   call.end();
 }
 
-void NcclCommunicator::broadcast_from(TensorViews in, TensorViews out, int root,
-                                      const CallOptions& options) {
+void NcclCommunicator::broadcast(TensorViews in, TensorViews out, int root,
+                                 const CallOptions& options) {
   const Signature signature =
       signature_of({.op = Op::kBroadcast, .root = static_cast<std::int16_t>(root)}, out);
   const auto send = [&](const TensorView& from, const TensorView& to) {

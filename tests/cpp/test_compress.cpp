@@ -94,7 +94,6 @@ class Equals final : public Communicator {
     host::reduce(in[0].dtype, op, out[0].data, nullptr, same, in[0].count);
   }
   void reduce(TensorViews, TensorViews, ReduceOp, int, const CallOptions&) override {}
-  void broadcast(TensorViews, int, const CallOptions&) override {}
   void all_gather(TensorView, TensorView, const CallOptions&) override {}
   void gather(TensorView, TensorView, int, const CallOptions&) override {}
   void scatter(TensorView, TensorView, int, const CallOptions&) override {}

@@ -57,26 +57,17 @@ TensorView view_numpy(py::handle object, Access access, const char* argument) {
   if ((array->flags & kAligned) == 0) {
     refuse(ErrorCode::kValue, argument, " is not aligned to its dtype; copy it");
   }
+  const std::span<const std::int64_t> lengths(array->dimensions,
+                                              static_cast<std::size_t>(array->nd));
   std::size_t count = 1;
-  for (int i = 0; i < array->nd; ++i) count *= static_cast<std::size_t>(array->dimensions[i]);
-  std::uint32_t order = 0;
-  static_assert(sizeof(*array->dimensions) == sizeof(std::int64_t));
-  const std::span<const std::int64_t> lengths(
-      reinterpret_cast<const std::int64_t*>(array->dimensions),
-      static_cast<std::size_t>(array->nd));
+  for (const std::int64_t length : lengths) count *= static_cast<std::size_t>(length);
+  std::optional<std::uint32_t> order = 0;
   if ((array->flags & kCContiguous) == 0) {
-    std::array<std::int64_t, 64> shape{}, strides{};
-    const auto item = static_cast<std::int64_t>(size_of(*dtype));
-    for (int i = 0; i < array->nd; ++i) {
-      const auto axis = static_cast<std::size_t>(i);
-      shape[axis] = array->dimensions[i];
-      strides[axis] = array->strides[i] % item == 0 ? array->strides[i] / item : 0;
-    }
-    const auto found = axis_order(shape.data(), strides.data(), array->nd);
-    if (!found) throw_strided(argument, object);
-    order = *found;
+    order = axis_order(lengths.data(), array->strides, array->nd,
+                       static_cast<std::int64_t>(size_of(*dtype)));
+    if (!order) throw_strided(argument, object);
   }
-  return {reinterpret_cast<std::byte*>(array->data), count, *dtype, order, shape_word(lengths)};
+  return {reinterpret_cast<std::byte*>(array->data), count, *dtype, *order, shape_word(lengths)};
 }
 
 // --- DLPack -----------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ namespace py = pybind11;
 namespace fastdist::bindings {
 namespace {
 
-bool is_row_major(const std::int64_t* shape, const std::int64_t* strides, int ndim) {
-  std::int64_t expected = 1;
+bool is_row_major(const std::int64_t* shape, const std::int64_t* strides, int ndim,
+                  std::int64_t item) {
+  std::int64_t expected = item;
   for (int i = ndim - 1; i >= 0; --i) {
     if (shape[i] != 1 && strides[i] != expected) return false;
     expected *= shape[i];
@@ -88,8 +89,8 @@ std::size_t count_elements(const std::int64_t* shape, int ndim, std::size_t item
 }
 
 std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::int64_t* strides,
-                                        int ndim) {
-  if (strides == nullptr || is_row_major(shape, strides, ndim)) return 0;
+                                        int ndim, std::int64_t item) {
+  if (strides == nullptr || is_row_major(shape, strides, ndim, item)) return 0;
   std::array<int, 64> axes{};
   int used = 0;
   std::int64_t count = 1;
@@ -101,7 +102,7 @@ std::optional<std::uint32_t> axis_order(const std::int64_t* shape, const std::in
   if (count == 0) return 0;
   const auto end = axes.begin() + used;
   std::stable_sort(axes.begin(), end, [&](int a, int b) { return strides[a] > strides[b]; });
-  std::int64_t expected = 1;
+  std::int64_t expected = item;
   for (auto it = std::make_reverse_iterator(end); it != axes.rend(); ++it) {
     if (strides[*it] != expected) return std::nullopt;
     expected *= shape[*it];
@@ -159,16 +160,11 @@ TensorView view_cuda_interface(py::handle object, Access access, int device, con
   const auto shape = interface["shape"].cast<std::vector<std::int64_t>>();
   const std::size_t count = count_elements(shape.data(), static_cast<int>(shape.size()),
                                            size_of(*dtype), argument, object);
-  std::vector<std::int64_t> strides;
-  const py::object given = interface.attr("get")("strides");
-  if (!given.is_none()) {
-    const auto item = static_cast<std::int64_t>(size_of(*dtype));
-    for (const std::int64_t bytes : given.cast<std::vector<std::int64_t>>()) {
-      strides.push_back(bytes % item == 0 ? bytes / item : 0);
-    }
-  }
-  const auto order = axis_order(shape.data(), given.is_none() ? nullptr : strides.data(),
-                                static_cast<int>(shape.size()));
+  const auto strides =
+      interface.attr("get")("strides").cast<std::optional<std::vector<std::int64_t>>>();
+  const auto order =
+      axis_order(shape.data(), strides ? strides->data() : nullptr, static_cast<int>(shape.size()),
+                 static_cast<std::int64_t>(size_of(*dtype)));
   if (!order) throw_strided(argument, object);
   auto* const data = reinterpret_cast<std::byte*>(address);
   if (count != 0) {

@@ -20,9 +20,10 @@ namespace fastdist::bindings {
 [[nodiscard]] std::string type_name(pybind11::handle object);
 
 // Returns 0 for row-major memory, otherwise a hash of the order of the axes; empty if the memory
-// has gaps. Strides are in elements; null means row-major.
+// has gaps. `item` is the stride of neighbours; null strides mean row-major.
 [[nodiscard]] std::optional<std::uint32_t> axis_order(const std::int64_t* shape,
-                                                      const std::int64_t* strides, int ndim);
+                                                      const std::int64_t* strides, int ndim,
+                                                      std::int64_t item = 1);
 
 // Returns the number of elements. Throws kValue if a length is negative or the bytes cannot be
 // counted.

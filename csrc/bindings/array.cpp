@@ -87,12 +87,11 @@ bool has_lazy_bits(const dlpack::Tensor& t, py::handle object) {
   return returns_true(object, is_neg) || (t.dtype.code == 5 && returns_true(object, is_conj));
 }
 
-void check_placement(const dlpack::Device& device, const Placement& placement,
-                     const char* argument) {
+void check_placement(const dlpack::Device& device, std::optional<int> gpu, const char* argument) {
   const bool on_host = device.type == dlpack::kCpu || device.type == dlpack::kCudaHost;
-  if (placement.device) {
-    if (device.type == dlpack::kCuda && device.id == *placement.device) return;
-    throw_wrong_device(argument, *placement.device,
+  if (gpu) {
+    if (device.type == dlpack::kCuda && device.id == *gpu) return;
+    throw_wrong_device(argument, *gpu,
                        on_host ? "in host memory"
                                : "on device " + std::to_string(device.id) +
                                      " (DLPack device type " + std::to_string(device.type) + ")");
@@ -108,9 +107,9 @@ void check_placement(const dlpack::Device& device, const Placement& placement,
   }
 }
 
-TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, const Placement& placement,
+TensorView view_dlpack(const dlpack::Tensor& t, py::handle object, std::optional<int> gpu,
                        const char* argument) {
-  check_placement(t.device, placement, argument);
+  check_placement(t.device, gpu, argument);
   const auto dtype = dlpack_dtype(t.dtype);
   if (!dtype) {
     refuse(ErrorCode::kType, argument, " has a dtype that collectives do not support (",
@@ -178,16 +177,16 @@ void check_mutable(py::handle object, const char* argument) {
   passed.store(type, std::memory_order_relaxed);
 }
 
-TensorView view_dlpack_object(py::handle object, Access access, const Placement& placement,
+TensorView view_dlpack_object(py::handle object, Access access, std::optional<int> gpu,
                               const char* argument, py::object& holder) {
   // On GPUs jax cannot lend an array without ordering streams.
-  if (access == Access::kWrite || placement.device) check_mutable(object, argument);
+  if (access == Access::kWrite || gpu) check_mutable(object, argument);
   py::object array = py::reinterpret_borrow<py::object>(object);
   if (py::hasattr(array, "detach")) array = array.attr("detach")();
   py::dict options;
-  if (placement.device) {
+  if (gpu) {
     const auto device = array.attr("__dlpack_device__")().cast<std::pair<int, int>>();
-    check_placement({device.first, device.second}, placement, argument);
+    check_placement({device.first, device.second}, gpu, argument);
     // -1: no synchronization. The array is ready on the stream that the call is made on.
     options["stream"] = -1;
   }
@@ -205,18 +204,18 @@ TensorView view_dlpack_object(py::handle object, Access access, const Placement&
     if (access == Access::kWrite && (managed->flags & dlpack::kReadOnly) != 0) {
       throw_read_only(argument);
     }
-    return view_dlpack(managed->tensor, object, placement, argument);
+    return view_dlpack(managed->tensor, object, gpu, argument);
   }
   const auto* managed =
       static_cast<const dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   if (managed == nullptr) throw py::error_already_set();
-  return view_dlpack(managed->tensor, object, placement, argument);
+  return view_dlpack(managed->tensor, object, gpu, argument);
 }
 
 // --- all of them -------------------------------------------------------------------------------
 
-TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object,
-                          const Placement& placement, const char* argument) {
+TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object, std::optional<int> gpu,
+                          const char* argument) {
   dlpack::Tensor tensor;
   if (api.tensor_from_object(object.ptr(), &tensor) != 0) {
     const py::error_already_set error;  // its text has a stack trace after the first line
@@ -224,7 +223,7 @@ TensorView view_exchanged(const dlpack::ExchangeApi& api, py::handle object,
     refuse(ErrorCode::kType, argument, " cannot be read in place (", type_name(object),
            "): ", text.substr(0, text.find('\n')));
   }
-  return view_dlpack(tensor, object, placement, argument);
+  return view_dlpack(tensor, object, gpu, argument);
 }
 
 PyTypeObject* numpy_type() {
@@ -268,16 +267,16 @@ TensorView view_host_array(py::handle object, Access access, const char* argumen
   throw Error(ErrorCode::kType, hint("not_an_array", argument, object));
 }
 
-TensorView view_array(py::handle object, Access access, const Placement& placement,
+TensorView view_array(py::handle object, Access access, std::optional<int> gpu,
                       const char* argument, py::object& holder) {
-  if (!placement.device) return view_host_array(object, access, argument, holder);
+  if (!gpu) return view_host_array(object, access, argument, holder);
   if (const auto* api = exchange_api(Py_TYPE(object.ptr()))) {
-    return view_exchanged(*api, object, placement, argument);
+    return view_exchanged(*api, object, gpu, argument);
   }
   if (py::hasattr(object, "__dlpack__")) {
-    return view_dlpack_object(object, access, placement, argument, holder);
+    return view_dlpack_object(object, access, gpu, argument, holder);
   }
-  return view_cuda_interface(object, access, *placement.device, argument, holder);
+  return view_cuda_interface(object, access, *gpu, argument, holder);
 }
 
 // Throws unless each written array is disjoint from all other written arrays and from `read`.
@@ -359,10 +358,10 @@ std::optional<void*> current_stream(py::handle arrays, int gpu) {
   return stream;
 }
 
-Arrays::Arrays(py::handle object, Access access, const char* argument, const Placement& placement)
+Arrays::Arrays(py::handle object, Access access, const char* argument, std::optional<int> gpu)
     : argument_(argument),
       is_list_(PyList_Check(object.ptr()) != 0 || PyTuple_Check(object.ptr()) != 0),
-      one_(is_list_ ? TensorView{} : view_array(object, access, placement, argument, holder_)) {
+      one_(is_list_ ? TensorView{} : view_array(object, access, gpu, argument, holder_)) {
   if (!is_list_) return;
   // Holds the arrays themselves: the caller may change the list before the call ends.
   py::list holders;
@@ -371,7 +370,7 @@ Arrays::Arrays(py::handle object, Access access, const char* argument, const Pla
   list_.reserve(items.size());
   for (const py::handle item : items) {
     py::object holder;
-    list_.push_back(view_array(item, access, placement, argument, holder));
+    list_.push_back(view_array(item, access, gpu, argument, holder));
     if (holder) holders.append(std::move(holder));
   }
   holders.append(items);

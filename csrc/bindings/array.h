@@ -15,11 +15,6 @@ namespace fastdist::bindings {
 
 enum class Access { kRead, kWrite };
 
-// Where arrays must be: on GPU `device`, or in host memory if it is empty.
-struct Placement {
-  std::optional<int> device;
-};
-
 // --- Where an array is --------------------------------------------------------------------------
 
 inline constexpr int kOnHost = -2;
@@ -35,11 +30,10 @@ inline constexpr int kSomeGpu = -1;  // of an empty array whose library does not
 // One array or a list of arrays, with the objects that keep the memory valid.
 class Arrays {
  public:
-  // `argument` names the parameter in messages. Raises TypeError for objects that are not arrays of
-  // a supported dtype, and ValueError for views with gaps, read-only arrays and arrays on another
-  // GPU.
-  Arrays(pybind11::handle object, Access access, const char* argument,
-         const Placement& placement = {});
+  // `argument` names the parameter in messages. Without `gpu`, arrays must be in host memory.
+  // Raises TypeError for objects that are not arrays of a supported dtype, and ValueError for views
+  // with gaps, read-only arrays and arrays on another GPU.
+  Arrays(pybind11::handle object, Access access, const char* argument, std::optional<int> gpu = {});
 
   [[nodiscard]] TensorViews views() const noexcept {
     return is_list_ ? TensorViews(list_) : TensorViews(&one_, 1);

@@ -253,7 +253,7 @@ py::object CallArguments::own() {
   return kept;
 }
 
-Call::Call(const CallArguments& given, const Communicator& ranks, const Placement& placement)
+Call::Call(const CallArguments& given, const Communicator& ranks, std::optional<int> gpu)
     : op(given.op),
       timeout(to_duration(given.timeout)),
       is_async(is_true(given.async_op)),
@@ -264,17 +264,16 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   if (is_rooted(op) || (is_step && !given.root.is_none())) {
     peer = to_rank(given.root, "root", ranks.size());
   }
-  const bool may_be_own = given.in_group || !placement.device;
+  const bool may_be_own = given.in_group || !gpu;
   const auto self = may_be_own ? std::nullopt : std::optional(ranks.rank());
   if (op == Op::kSend) peer = to_rank(given.dst, "dst", ranks.size(), self);
   if (op == Op::kRecv) peer = to_rank(given.src, "src", ranks.size(), self);
   tag = to_tag(given.tag, is_message && is_step);
-  if (placement.device) refuse_tag_on_gpus(tag);
+  if (gpu) refuse_tag_on_gpus(tag);
   if (!given.counts.is_none()) counts = given.counts.cast<std::vector<std::size_t>>();
-  view_arrays(given, !is_rooted(op) || ranks.rank() == peer, placement);
-  check_arrays(ranks, placement);
+  view_arrays(given, ranks, gpu);
   if (!given.compress.is_none()) wire = to_wire_dtype(given.compress);
-  if (wire == DType::kFloat8E4M3FN && placement.device) {
+  if (wire == DType::kFloat8E4M3FN && gpu) {
     throw Error(
         ErrorCode::kUnsupported,
         "compress=\"fp8\" is for arrays in host memory, since NCCL would round the sum after "
@@ -285,67 +284,54 @@ Call::Call(const CallArguments& given, const Communicator& ranks, const Placemen
   if (is_step && !is_message) within = op_from_name(given.within.cast<std::string>());
 }
 
-void Call::view_arrays(const CallArguments& given, bool is_root, const Placement& placement) {
+void Call::view_arrays(const CallArguments& given, const Communicator& ranks,
+                       std::optional<int> gpu) {
+  const bool is_root = !is_rooted(op) || ranks.rank() == peer;
   const bool in_place = given.out.is_none();
-  const auto read = [&] { in.emplace(given.array, Access::kRead, "array", placement); };
-  const auto write = [&] { out.emplace(given.out, Access::kWrite, "out", placement); };
+  const auto read = [&] { in.emplace(given.array, Access::kRead, "array", gpu); };
+  const auto write = [&] { out.emplace(given.out, Access::kWrite, "out", gpu); };
+  const auto write_array = [&] { out.emplace(given.array, Access::kWrite, "array", gpu); };
   switch (op) {
     case Op::kAllReduce:
     case Op::kReduce:
-      in.emplace(given.array, is_root && in_place ? Access::kWrite : Access::kRead, "array",
-                 placement);
+      in.emplace(given.array, is_root && in_place ? Access::kWrite : Access::kRead, "array", gpu);
       if (is_root && !in_place) write();
-      return;
+      if (out) check_fits(*in, *out);
+      break;
     case Op::kBroadcast:
       if (is_root) read();
-      if (!in_place) return write();
-      if (!is_root) out.emplace(given.array, Access::kWrite, "array", placement);
-      return;
-    case Op::kAllGather:
-    case Op::kGather:
-    case Op::kScatter:
-    case Op::kReduceScatter:
-    case Op::kAllToAll:
-      if (is_root || op != Op::kScatter) read();
-      if (is_root || op != Op::kGather) write();
-      return;
-    case Op::kSend:
-      return read();
-    case Op::kRecv:
-      out.emplace(given.array, Access::kWrite, "array", placement);
-      return;
-    default:
-      return;
-  }
-}
-
-void Call::check_arrays(const Communicator& ranks, const Placement& placement) const {
-  switch (op) {
-    case Op::kAllReduce:
-    case Op::kReduce:
-    case Op::kBroadcast:
+      if (!in_place) write();
+      if (!is_root && in_place) write_array();
       if (in && out) check_fits(*in, *out);
       break;
     case Op::kAllGather:
     case Op::kGather:
-      if (!out) return check_row_major(*in);
-      check_sizes(op, *in, *out, ranks);
-      break;
+      read();
+      if (!is_root) return check_row_major(*in);
+      write();
+      return check_sizes(op, *in, *out, ranks);
     case Op::kScatter:
     case Op::kReduceScatter:
-      if (!in) return check_row_major(*out);
+      if (is_root) read();
+      write();
+      if (!is_root) return check_row_major(*out);
       check_sizes(op, *out, *in, ranks);
       break;
     case Op::kAllToAll:
-      check_all_to_all(*in, *out, counts, ranks);
-      break;
+      read();
+      write();
+      return check_all_to_all(*in, *out, counts, ranks);
+    case Op::kSend:
+      return read();
+    case Op::kRecv:
+      return write_array();
     default:
-      break;
+      return;
   }
   if (!reduces(op)) return;
   for (const TensorView& view : in->views()) {
     check_reducible(reduce_op, view.dtype);
-    if (placement.device) (void)nccl::native_reduction(view.dtype, reduce_op);
+    if (gpu) (void)nccl::native_reduction(view.dtype, reduce_op);
   }
 }
 

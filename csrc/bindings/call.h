@@ -60,7 +60,7 @@ struct CallArguments {
 
 // A call whose arguments are valid for this rank of `ranks`, with views of its arrays.
 struct Call {
-  Call(const CallArguments& given, const Communicator& ranks, const Placement& placement = {});
+  Call(const CallArguments& given, const Communicator& ranks, std::optional<int> gpu = {});
 
   Op op;
   std::chrono::nanoseconds timeout;
@@ -90,8 +90,8 @@ struct Call {
   [[nodiscard]] Signature signature() const;
 
  private:
-  void view_arrays(const CallArguments& given, bool is_root, const Placement& placement);
-  void check_arrays(const Communicator& ranks, const Placement& placement) const;
+  // Views the arrays, and checks them.
+  void view_arrays(const CallArguments& given, const Communicator& ranks, std::optional<int> gpu);
 };
 
 }  // namespace fastdist::bindings

@@ -57,7 +57,6 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   }
 
   [[nodiscard]] GpuCommunicator& communicator() noexcept { return *communicator_; }
-  [[nodiscard]] Placement placement() const { return {communicator_->device()}; }
 
   // Enqueues `call(communicator, options)`: on `stream`, returning `result`, or if `async`, on the
   // communicator's own stream, returning a GpuWork. `kept` is a tuple of the call's arrays or lists

@@ -34,8 +34,8 @@ py::object Group::record(const CallArguments& given) {
   Recorded recorded{given, {}, gpu != kOnHost};
   recorded.given.in_group = true;
   if (gpu != kSomeGpu) {  // others are checked when the GPU is known
-    const Placement placement = gpu == kOnHost ? Placement{} : Placement{gpu};
-    const Call checked(recorded.given, endpoint_.communicator(), placement);
+    const auto place = gpu == kOnHost ? std::nullopt : std::optional(gpu);
+    const Call checked(recorded.given, endpoint_.communicator(), place);
   }
   recorded.kept = recorded.given.own();
   calls_.push_back(std::move(recorded));

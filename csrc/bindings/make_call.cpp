@@ -165,7 +165,7 @@ py::object make_call(Endpoint& hosts, const CallArguments& given) {
 }
 
 py::object make_call(Gpu& gpus, const CallArguments& given, nccl::StreamHandle stream) {
-  const Call call(given, gpus.communicator(), gpus.placement());
+  const Call call(given, gpus.communicator(), gpus.communicator().device());
   return gpus.run(
       [&call](GpuCommunicator& c, const CallOptions& options) { make(c, call, options); }, stream,
       call.timeout, call.is_async, call.result, py::make_tuple(given.array, given.out));

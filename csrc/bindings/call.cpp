@@ -200,10 +200,9 @@ void check_all_to_all(const Arrays& in, const Arrays& to, const std::vector<std:
 }  // namespace
 
 std::size_t to_bucket_bytes(const CallArguments& given) {
-  static PyObject* const automatic = PyUnicode_InternFromString("auto");
   PyObject* const value = given.bucket_bytes.ptr();
-  if (value == nullptr || value == automatic) return 0;
-  if (PyUnicode_Check(value) != 0 && PyUnicode_Compare(value, automatic) == 0) return 0;
+  if (value == nullptr) return 0;
+  if (PyUnicode_Check(value) != 0 && PyUnicode_CompareWithASCIIString(value, "auto") == 0) return 0;
   const Py_ssize_t bytes = PyNumber_AsSsize_t(value, nullptr);
   if (bytes > 0) return static_cast<std::size_t>(bytes);
   throw_unexpected("bucket_bytes must be \"auto\" or a positive integer", value);

@@ -84,18 +84,7 @@ class Endpoint {
     const std::lock_guard lock(mutex_);
     return lanes_[{peer, sends}];
   }
-  // Runs `call(communicator, options)` in order: immediately, returning `result`, or later,
-  // returning a PendingCall. `kept` holds the arrays that the call uses.
-  template <class Call>
-  py::object run(Queue& queue, Call call, py::handle kept, py::handle result,
-                 std::chrono::nanoseconds timeout, bool async) {
-    if (!async && run_now(queue, call, timeout)) return py::reinterpret_borrow<py::object>(result);
-    PendingCall made = pending(submit(queue, std::move(call), timeout, async), kept, result);
-    if (async) return py::cast(std::move(made));
-    wait_interruptibly(*made.work);
-    *made.kept = py::none();
-    return made.result;
-  }
+  // Runs `call(communicator, options)` in the queue's thread, in order.
   template <class Call>
   std::shared_ptr<Work> submit(Queue& queue, Call call, std::chrono::nanoseconds timeout,
                                bool async) {
@@ -109,7 +98,7 @@ class Endpoint {
     // A caller that waits does nothing else, so its call is not counted.
     return async ? queue.submit(counted(std::move(task))) : queue.submit(std::move(task));
   }
-  // Runs the call in this thread if the queue is empty; otherwise returns false.
+  // Runs such a call in this thread if the queue is empty; otherwise returns false.
   template <class Call>
   bool run_now(Queue& queue, const Call& call, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
@@ -134,12 +123,7 @@ class Endpoint {
     const PythonCaller caller;
     caller.run([&] {
       CallOptions options{timeout, &caller};
-      recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
-      if (file == nullptr) return call(options);
-      recorder::Record record(*file, *recorded_, inbox.next_number(), caller.site());
-      options.record = &record;
-      call(options);
-      record.succeed();
+      record_while([&] { return inbox.next_number(); }, options, [&] { call(options); });
     });
   }
   // Runs `call(communicator, options)` soon, in order with the other calls, for a caller that does
@@ -226,34 +210,31 @@ class Endpoint {
                   "split");
     }
   }
-  struct Count {
-    explicit Count(BlockingCommunicator& c) : communicator(c) { c.count_submitted(1); }
-    Count(const Count&) = delete;
-    Count& operator=(const Count&) = delete;
-    ~Count() { communicator.count_submitted(-1); }
-    BlockingCommunicator& communicator;
-  };
   // Makes a call when it is its turn. Sends and receives, which have queues of their own, concern
   // two ranks, so other calls continue after their mismatch.
   template <class Call>
   void make(Queue& queue, const Call& call, CallOptions& options) {
-    recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
-    if (file == nullptr) return make_unrecorded(queue, call, options);
-    recorder::Record record(*file, *recorded_, ++queue.calls, options.caller->site());
-    options.record = &record;
-    make_unrecorded(queue, call, options);
-    record.succeed();
+    const auto next = [&queue] { return ++queue.calls; };
+    record_while(next, options, [&] {
+      if (&queue != &collectives_) return call(communicator_, options);
+      throw_untold();
+      try {
+        call(communicator_, options);
+      } catch (const Error& error) {
+        if (error.code() == ErrorCode::kMismatch) report_mismatch(error, options);
+        throw;
+      }
+    });
   }
-  template <class Call>
-  void make_unrecorded(const Queue& queue, const Call& call, const CallOptions& options) {
-    if (&queue != &collectives_) return call(communicator_, options);
-    throw_untold();
-    try {
-      call(communicator_, options);
-    } catch (const Error& error) {
-      if (error.code() == ErrorCode::kMismatch) report_mismatch(error, options);
-      throw;
-    }
+  // Makes a call that is recorded, if calls are, under the number that `next` returns.
+  template <class Next, class Call>
+  void record_while(const Next& next, CallOptions& options, const Call& call) {
+    recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
+    if (file == nullptr) return call();
+    recorder::Record record(*file, *recorded_, next(), options.caller->site());
+    options.record = &record;
+    call();
+    record.succeed();
   }
   void report_mismatch(const Error& error, const CallOptions& options) {
     options.caller->may_block();
@@ -278,7 +259,10 @@ class Endpoint {
   // Returns a task that counts as submitted until it has ended.
   template <class Task>
   auto counted(Task task) {
-    return [count = std::make_shared<Count>(communicator_), task = std::move(task)]() mutable {
+    communicator_.count_submitted(1);
+    std::shared_ptr<BlockingCommunicator> count(
+        &communicator_, [](BlockingCommunicator* each) { each->count_submitted(-1); });
+    return [count = std::move(count), task = std::move(task)]() mutable {
       const auto until_end = std::move(count);
       task();
     };

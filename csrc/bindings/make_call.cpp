@@ -154,14 +154,16 @@ py::object make_call(Endpoint& hosts, const CallArguments& given) {
     return py::reinterpret_borrow<py::object>(call.result);
   }
   const auto kept = py::make_tuple(given.array, given.out, holder(call.in), holder(call.out));
-  const py::handle result = call.result;
-  const std::chrono::nanoseconds timeout = call.timeout;
-  const bool is_async = call.is_async;
-  const auto later = [call = std::make_shared<const Call>(std::move(call))](
-                         BlockingCommunicator& c, const CallOptions& options) {
-    make(c, *call, options);
+  const auto shared = std::make_shared<const Call>(std::move(call));
+  const auto later = [shared](BlockingCommunicator& c, const CallOptions& options) {
+    make(c, *shared, options);
   };
-  return hosts.run(queue, later, kept, result, timeout, is_async);
+  auto work = hosts.submit(queue, later, shared->timeout, shared->is_async);
+  PendingCall pending = hosts.pending(std::move(work), kept, shared->result);
+  if (shared->is_async) return py::cast(std::move(pending));
+  wait_interruptibly(*pending.work);
+  *pending.kept = py::none();
+  return pending.result;
 }
 
 py::object make_call(Gpu& gpus, const CallArguments& given, nccl::StreamHandle stream) {

@@ -15,6 +15,7 @@
 #include "bindings/arguments.h"
 #include "bindings/array.h"
 #include "bindings/endpoint.h"
+#include "bindings/make_call.h"
 #include "core/error.h"
 
 namespace fastdist::bindings {
@@ -166,58 +167,31 @@ py::object receive_later(Endpoint& endpoint, const Wanted& wanted, const py::obj
   return py::cast(endpoint.pending(std::move(work), kept, made));
 }
 
-// Receives of one communicator, as a builtin.
-class Messages {
- public:
-  explicit Messages(py::object endpoint)
-      : owner_(std::move(endpoint)), endpoint_(owner_.cast<Endpoint&>()) {}
+namespace {
 
-  py::object recv(py::handle array, py::handle src, std::uint64_t tag, bool is_same,
-                  std::chrono::nanoseconds timeout, bool async) {
-    Arrays to(array, Access::kWrite, "array");
+// Receives one array, in a third of the time of pybind11's dispatch. The arguments are the array,
+// the source or None for any, the tag, whether the message must have the array's size and dtype,
+// the timeout, whether to return at once, and whether it is of an object.
+PyObject* recv(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  try {
+    Endpoint& endpoint = bound_in<Endpoint>(capsule).engine;
+    if (count != 7) refuse(ErrorCode::kType, "expected 7 arguments, got ", count);
+    Arrays to(arguments[0], Access::kWrite, "array");
     if (to.views().size() != 1) {
       throw Error(ErrorCode::kType, "this receive is of one array, got a list");
     }
-    const int from =
-        src.is_none() ? kAnyRank : to_rank(src, "src", endpoint_.communicator().size());
-    const Wanted wanted{to.views(), from, tag, is_same ? Fit::kSame : Fit::kLess, timeout};
-    if (!async) return receive(endpoint_, wanted, py::object());
-    return receive_later(endpoint_, wanted, py::object(), py::make_tuple(array, to.take_holder()));
-  }
-
- private:
-  py::object owner_;
-  Endpoint& endpoint_;
-};
-
-namespace {
-
-// Calls `Messages::recv`, in a third of the time of pybind11's dispatch.
-PyObject* recv(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
-  try {
-    auto& self = *static_cast<Messages*>(PyCapsule_GetPointer(capsule, nullptr));
-    if (count != 7) {
-      refuse(ErrorCode::kType, "expected 7 arguments, got ", count);
-    }
-    return self
-        .recv(arguments[0], arguments[1], to_tag(arguments[2], is_true(arguments[6])),
-              is_true(arguments[3]), to_duration(arguments[4]), is_true(arguments[5]))
-        .release()
-        .ptr();
+    const py::handle src = arguments[1];
+    const Wanted wanted{
+        to.views(), src.is_none() ? kAnyRank : to_rank(src, "src", endpoint.communicator().size()),
+        to_tag(arguments[2], is_true(arguments[6])),
+        is_true(arguments[3]) ? Fit::kSame : Fit::kLess, to_duration(arguments[4])};
+    if (!is_true(arguments[5])) return receive(endpoint, wanted, {}).release().ptr();
+    const auto kept = py::make_tuple(py::handle(arguments[0]), to.take_holder());
+    return receive_later(endpoint, wanted, {}, kept).release().ptr();
   } catch (...) {
     translate_exception();
     return nullptr;
   }
-}
-
-// Returns `recv` as a builtin.
-py::object recv_of(const Messages& messages) {
-  static PyMethodDef definition{"recv",
-                                reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&recv)),
-                                METH_FASTCALL, nullptr};
-  const py::capsule self(new Messages(messages),
-                         [](void* made) { delete static_cast<Messages*>(made); });
-  return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, self.ptr(), nullptr));
 }
 
 }  // namespace
@@ -225,7 +199,13 @@ py::object recv_of(const Messages& messages) {
 void bind_messages(py::module_& m) {
   py::class_<Receive, std::shared_ptr<Receive>>(m, "Receive")
       .def_property_readonly("source", &Receive::source);
-  py::class_<Messages>(m, "Messages").def(py::init<py::object>()).def("recv", &recv_of);
+  m.def("receive_of", [](const py::object& owner) {
+    static PyMethodDef definition{
+        "recv", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&recv)), METH_FASTCALL,
+        nullptr};
+    const auto bound = bind<Endpoint>(owner, py::none());
+    return py::reinterpret_steal<py::object>(PyCFunction_NewEx(&definition, bound.ptr(), nullptr));
+  });
 }
 
 }  // namespace fastdist::bindings

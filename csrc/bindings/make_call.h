@@ -69,11 +69,21 @@ struct Bound {
   py::object timeout;  // of calls that give none
 };
 
+template <class Engine>
+py::capsule bind(const py::object& owner, const py::object& timeout) {
+  return {new Bound<Engine>{owner.cast<Engine&>(), owner, timeout},
+          [](void* made) { delete static_cast<Bound<Engine>*>(made); }};
+}
+template <class Engine>
+Bound<Engine>& bound_in(PyObject* capsule) {
+  return *static_cast<Bound<Engine>*>(PyCapsule_GetPointer(capsule, nullptr));
+}
+
 template <class Engine, Op kOp>
 PyObject* parse_and_make(PyObject* capsule, PyObject* const* values, Py_ssize_t positional,
                          PyObject* keywords) {
   try {
-    auto& bound = *static_cast<Bound<Engine>*>(PyCapsule_GetPointer(capsule, nullptr));
+    auto& bound = bound_in<Engine>(capsule);
     const CallArguments given(kOp, bound.timeout, values, positional, keywords);
     return make_call(bound.engine, given).release().ptr();
   } catch (...) {
@@ -92,8 +102,7 @@ py::dict bind_calls(const py::object& owner, const py::object& timeout) {
                                       &parse_and_make<Engine, static_cast<Op>(kOps)>)),
                                   METH_FASTCALL | METH_KEYWORDS, nullptr}...};
   }(std::make_index_sequence<kCollectiveCount>());
-  const py::capsule bound(new Bound<Engine>{owner.cast<Engine&>(), owner, timeout},
-                          [](void* made) { delete static_cast<Bound<Engine>*>(made); });
+  const py::capsule bound = bind<Engine>(owner, timeout);
   py::dict result;
   for (PyMethodDef& definition : definitions) {
     result[definition.ml_name] =

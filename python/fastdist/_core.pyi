@@ -142,12 +142,12 @@ class Receive:
     @property
     def source(self) -> int: ...
 
-# Receives that tell their source, or that take smaller messages of other dtypes.
-class Messages:
-    def __init__(self, communicator: Communicator, /) -> None: ...
-    # array, source (None: any), tag, whether the message must have the array's size and dtype,
-    # timeout, async, whether it is of an object; returns a Receive
-    def recv(self, /) -> Callable[[Any, int | None, int, bool, float, bool, bool], Any]: ...
+# Receives that tell their source, or that take smaller messages of other dtypes: array, source
+# (None: any), tag, whether the message must have the array's size and dtype, timeout, async, whether
+# it is of an object; returns a Receive.
+def receive_of(
+    communicator: Communicator, /
+) -> Callable[[Any, int | None, int, bool, float, bool, bool], Any]: ...
 
 # bind_recorder.cpp
 

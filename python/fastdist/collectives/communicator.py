@@ -600,7 +600,7 @@ class Communicator(ObjectCalls):
         if compiled is None or (self._gpus is not None and device_of(array) is not None):
             raise UnsupportedError("recv_any is for arrays on hosts; on GPUs recv names its source")
         if self._recv_any is None:
-            self._recv_any = _core.Messages(compiled).recv()
+            self._recv_any = _core.receive_of(compiled)
         seconds = self.timeout_s if timeout is None else timeout
         received = self._recv_any(array, None, tag, True, seconds, async_op, False)
         if async_op:

@@ -139,7 +139,7 @@ class ObjectCalls:
         if self.engine.compiled is None:
             raise UnsupportedError("recv_any_object does not work on TPUs")
         seconds = self.timeout_s if timeout is None else timeout
-        receive = _core.Messages(self.engine.compiled).recv()
+        receive = _core.receive_of(self.engine.compiled)
         src = receive(size, None, tag, True, seconds, False, True).source
         return _recv_sized(self, size, src, tag, timeout), src
 

@@ -164,7 +164,7 @@ class Calls(_ProcessGroup):
         Calls._most_ranks_here = max(Calls._most_ranks_here, ranks_here)
         self._made = 0
         self._completers = {}
-        self._comm, self._recv = comm, _core.Messages(comm.engine.compiled).recv()
+        self._comm, self._recv = comm, _core.receive_of(comm.engine.compiled)
 
     @property
     def communicator(self) -> Communicator:

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -51,7 +52,7 @@ class Array {
     }
     span_ = {reinterpret_cast<T*>(view.data), view.count};
   }
-  [[nodiscard]] std::span<T> span() const noexcept { return span_; }
+  [[nodiscard]] operator std::span<T>() const noexcept { return span_; }
 
  private:
   Arrays arrays_;
@@ -79,7 +80,14 @@ std::optional<Floats> optional_floats(py::handle object, const char* argument) {
   return Floats(object, argument);
 }
 std::span<const float> span_of(const std::optional<Floats>& floats) {
-  return floats ? floats->span() : std::span<const float>();
+  return floats ? *floats : std::span<const float>();
+}
+
+// Calls a method with arrays, which it takes as spans, or other arguments.
+template <class Method, class... Arguments>
+auto without_gil(const Method& method, Arguments&&... arguments) {
+  const GilRelease release;
+  return std::invoke(method, arguments...);
 }
 
 UpdateRule make_rule(const std::string& name, const py::kwargs& given) {
@@ -158,28 +166,19 @@ void bind_row_table(py::module_& m) {
            py::arg("max_rows") = py::none(), py::arg("max_age") = py::none())
       .def("pull",
            [](RowTable& t, py::handle ids, py::handle out) {
-             const Ids from(ids);
-             const FloatsOut to(out);
-             const GilRelease release;
-             t.pull(from.span(), to.span());
+             without_gil(&RowTable::pull, t, Ids(ids), FloatsOut(out));
            })
       .def(
           "push",
           [](RowTable& t, py::handle ids, py::handle gradients, std::optional<double> lr) {
-            const Ids to(ids);
-            const Floats from(gradients, "gradients");
-            const GilRelease release;
-            t.push(to.span(), from.span(), lr);
+            without_gil(&RowTable::push, t, Ids(ids), Floats(gradients, "gradients"), lr);
           },
           py::arg("ids"), py::arg("gradients"), py::arg("lr") = py::none())
       .def(
           "assign",
           [](RowTable& t, py::handle ids, py::handle values, py::handle slots) {
-            const Ids to(ids);
-            const Floats from(values, "values");
             const auto state = optional_floats(slots, "slots");
-            const GilRelease release;
-            t.assign(to.span(), from.span(), span_of(state));
+            without_gil(&RowTable::assign, t, Ids(ids), Floats(values, "values"), span_of(state));
           },
           py::arg("ids"), py::arg("values"), py::arg("slots") = py::none())
       .def("read_parts", &read_parts)
@@ -195,8 +194,7 @@ void bind_row_table(py::module_& m) {
 }
 
 std::unique_ptr<DenseVariable> make_dense(py::handle initial, const UpdateRule& rule) {
-  const Floats values(initial, "initial");
-  return std::make_unique<DenseVariable>(values.span(), rule);
+  return std::make_unique<DenseVariable>(Floats(initial, "initial"), rule);
 }
 
 void bind_dense_variable(py::module_& m) {
@@ -204,33 +202,25 @@ void bind_dense_variable(py::module_& m) {
       .def(py::init(&make_dense))
       .def("pull",
            [](DenseVariable& v, std::size_t begin, py::handle out) {
-             const FloatsOut to(out);
-             const GilRelease release;
-             v.pull(begin, to.span());
+             without_gil(&DenseVariable::pull, v, begin, FloatsOut(out));
            })
       .def(
           "push",
           [](DenseVariable& v, std::size_t begin, py::handle gradient, std::optional<double> lr) {
-            const Floats from(gradient, "gradient");
-            const GilRelease release;
-            v.push(begin, from.span(), lr);
+            without_gil(&DenseVariable::push, v, begin, Floats(gradient, "gradient"), lr);
           },
           py::arg("begin"), py::arg("gradient"), py::arg("lr") = py::none())
       .def(
           "assign",
           [](DenseVariable& v, std::size_t begin, py::handle values, py::handle slots) {
-            const Floats from(values, "values");
             const auto state = optional_floats(slots, "slots");
-            const GilRelease release;
-            v.assign(begin, from.span(), span_of(state));
+            without_gil(&DenseVariable::assign, v, begin, Floats(values, "values"), span_of(state));
           },
           py::arg("begin"), py::arg("values"), py::arg("slots") = py::none())
       .def("read_state",
            [](DenseVariable& v, py::handle values, py::handle slots) {
-             const FloatsOut to(values, "values");
-             const FloatsOut state(slots, "slots");
-             const GilRelease release;
-             return v.read_state(to.span(), state.span());
+             return without_gil(&DenseVariable::read_state, v, FloatsOut(values, "values"),
+                                FloatsOut(slots, "slots"));
            })
       .def_property_readonly("size", &DenseVariable::size)
       .def_property_readonly("nbytes", &DenseVariable::bytes)
@@ -248,12 +238,7 @@ void bind_dense_variable(py::module_& m) {
 }
 
 py::tuple call_route(const table::Owners& owners, py::handle ids) {
-  const Ids from(ids);
-  table::Routes routes;
-  {
-    const GilRelease release;
-    routes = table::route(owners, from.span());
-  }
+  const table::Routes routes = without_gil(&table::route, owners, Ids(ids));
   const auto array = [](const auto& values) {
     return py::array(static_cast<py::ssize_t>(values.size()), values.data());
   };
@@ -263,11 +248,11 @@ py::tuple call_route(const table::Owners& owners, py::handle ids) {
 }
 
 py::array_t<std::int64_t> owners_of(const table::Owners& owners, py::handle ids) {
-  const Ids from(ids);
-  py::array_t<std::int64_t> found(from.span().size());
-  const std::span<std::int64_t> to(found.mutable_data(), from.span().size());
-  const GilRelease release;
-  table::find_owners(owners, from.span(), to);
+  const Ids all(ids);
+  const std::span<const std::uint64_t> from = all;
+  py::array_t<std::int64_t> found(from.size());
+  const std::span<std::int64_t> to(found.mutable_data(), from.size());
+  without_gil(&table::find_owners, owners, from, to);
   return found;
 }
 
@@ -288,21 +273,17 @@ void bind_wire(py::module_& m) {
       .def("nbytes", &WireFormat::bytes)
       .def("encode",
            [](const WireFormat& f, py::handle values, py::handle message) {
-             const Floats from(values, "values");
              const Array<std::uint8_t> to(message, Access::kWrite, "message", {DType::kUInt8});
-             const GilRelease release;
-             f.encode(from.span(), to.span());
+             without_gil(&WireFormat::encode, f, Floats(values, "values"), to);
            })
       .def("decode", [](const WireFormat& f, py::handle message, py::handle out) {
         const Array<const std::uint8_t> from(message, Access::kRead, "message", {DType::kUInt8});
-        const FloatsOut to(out);
-        const GilRelease release;
-        f.decode(from.span(), to.span());
+        without_gil(&WireFormat::decode, f, from, FloatsOut(out));
       });
   m.def("count_nonfinite", [](py::handle values) {
-    const Floats all(values, "values");
-    const GilRelease release;
-    return table::kernels().count_nonfinite(all.span().data(), all.span().size());
+    const Floats given(values, "values");
+    const std::span<const float> all = given;
+    return without_gil(table::kernels().count_nonfinite, all.data(), all.size());
   });
 }
 

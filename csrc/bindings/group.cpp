@@ -42,28 +42,22 @@ py::object Group::record(const CallArguments& given) {
   return py::reinterpret_borrow<py::object>(given.result());
 }
 
-py::handle Group::longest_timeout() const {
-  py::handle longest;
-  for (const Recorded& call : calls_) {
-    const py::handle timeout = call.given.timeout;
-    if (!call.is_on_gpu) continue;
-    if (!longest || to_duration(timeout) > to_duration(longest)) longest = timeout;
-  }
-  return longest;
-}
-
 py::tuple Group::on_gpu() const {
   py::list arrays;
+  py::object longest = py::none();
   for (const Recorded& call : calls_) {
-    if (call.is_on_gpu) arrays.append(call.given.first_array());
+    if (!call.is_on_gpu) continue;
+    arrays.append(call.given.first_array());
+    const py::handle timeout = call.given.timeout;
+    if (longest.is_none() || to_duration(timeout) > to_duration(longest)) {
+      longest = py::reinterpret_borrow<py::object>(timeout);
+    }
   }
-  const py::handle timeout = longest_timeout();
-  return py::make_tuple(arrays, timeout ? timeout : py::none());
+  return py::make_tuple(arrays, longest);
 }
 
-void Group::run_on_gpu(Gpu& gpu, const py::object& stream) const {
+void Group::run_on_gpu(Gpu& gpu, const py::object& stream, const py::object& timeout) const {
   const nccl::StreamHandle handle = to_stream(stream);
-  const py::handle timeout = longest_timeout();
   for (const bool between_two : {true, false}) {
     std::vector<CallArguments> part;
     for (const Recorded& call : calls_) {

@@ -28,7 +28,7 @@ class Group {
   [[nodiscard]] py::tuple on_gpu() const;
   // Makes the calls on a GPU, in at most two launches: first those between two ranks, as
   // collectives may have several steps that wait for all ranks.
-  void run_on_gpu(Gpu& gpu, const py::object& stream) const;
+  void run_on_gpu(Gpu& gpu, const py::object& stream, const py::object& timeout) const;
   // Makes the other calls at the same time. Throws the first error, when all calls have ended.
   void run_on_hosts() const;
 
@@ -38,8 +38,6 @@ class Group {
     py::object kept;  // what `given` refers to
     bool is_on_gpu;
   };
-
-  [[nodiscard]] py::handle longest_timeout() const;
 
   py::object owner_;
   Endpoint& endpoint_;

@@ -86,7 +86,7 @@ class NcclEngine:
         if timeout_s is None:
             return
         device, gpu = self._place_of(arrays, timeout_s)
-        group.run_on_gpu(gpu, current_stream(arrays[0], device))
+        group.run_on_gpu(gpu, current_stream(arrays[0], device), timeout_s)
 
     def empty(self, nbytes: int, device: int, timeout_s: float) -> _core.GpuMemory:
         """Allocate GPU memory registered with NCCL. Every rank must call, with equal `nbytes`."""

@@ -175,7 +175,7 @@ void bind_library(py::module_& m) {
 }
 
 void bind_arrays(py::module_& m) {
-  py::class_<GpuMark>(m, "GpuMark");
+  py::class_<nccl::Mark, std::shared_ptr<nccl::Mark>>(m, "GpuMark");
   py::class_<GpuWork>(m, "GpuWork")
       .def("is_done", [](const GpuWork& work) { return Gpu::is_over(*work.mark); })
       .def("is_enqueued", [](const GpuWork&) { return true; })  // unlike calls that connect first
@@ -217,12 +217,10 @@ void bind_communicator(py::module_& m) {
           [](Gpu& g) { return reinterpret_cast<std::uintptr_t>(g.communicator().own_stream()); })
       .def("record",
            [](Gpu& g, const py::object& stream) {
-             return GpuMark{g.communicator().record(to_stream(stream))};
+             return g.communicator().record(to_stream(stream));
            })
       .def("follow",
-           [](Gpu& g, const GpuMark& point) {
-             point.mark->make_wait(g.communicator().own_stream());
-           })
+           [](Gpu& g, const nccl::Mark& point) { point.make_wait(g.communicator().own_stream()); })
       .def("share_failures",
            [](Gpu& g, Gpu& other) { g.communicator().share_failures(other.communicator()); })
       .def_property_readonly("device", [](Gpu& g) { return g.communicator().device(); })

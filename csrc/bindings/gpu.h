@@ -31,11 +31,6 @@ inline nccl::StreamHandle to_stream(py::handle stream) {
 
 class Gpu;
 
-// The point that a stream had reached.
-struct GpuMark {
-  std::shared_ptr<const nccl::Mark> mark;
-};
-
 // An asynchronous call on the communicator's own stream.
 struct GpuWork {
   std::shared_ptr<Gpu> owner;

@@ -181,7 +181,7 @@ std::shared_ptr<const Mark> NcclCommunicator::mark(StreamHandle stream) {
   return std::make_shared<EventMark>(events_, stream, true);
 }
 
-std::shared_ptr<const Mark> NcclCommunicator::record(StreamHandle stream) {
+std::shared_ptr<Mark> NcclCommunicator::record(StreamHandle stream) {
   const cuda::DeviceGuard device(handle_->device());
   if (cuda::capture_of(stream)) {
     throw Error(ErrorCode::kState,

@@ -65,7 +65,7 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] StreamHandle own_stream() const noexcept override { return own_.get(); }
   void follow(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<const Mark> mark(StreamHandle stream) override;
-  [[nodiscard]] std::shared_ptr<const Mark> record(StreamHandle stream) override;
+  [[nodiscard]] std::shared_ptr<Mark> record(StreamHandle stream) override;
   [[nodiscard]] std::shared_ptr<std::byte> allocate(std::size_t bytes, const CallOptions&) override;
   void share_failures(GpuCommunicator& other) override;
   void abort(const std::string& why) noexcept override;

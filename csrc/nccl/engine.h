@@ -92,7 +92,7 @@ class GpuCommunicator : public Communicator {
   [[nodiscard]] virtual std::shared_ptr<const Mark> mark(StreamHandle stream) = 0;
 
   // Returns the point that the work on `stream` has reached.
-  [[nodiscard]] virtual std::shared_ptr<const Mark> record(StreamHandle stream) = 0;
+  [[nodiscard]] virtual std::shared_ptr<Mark> record(StreamHandle stream) = 0;
 
   // Returns memory that NCCL can use without a copy. Every rank must call, with the same `bytes`.
   [[nodiscard]] virtual std::shared_ptr<std::byte> allocate(std::size_t bytes,

@@ -160,13 +160,7 @@ void bind_library(py::module_& m) {
         return nccl::load_library(candidates);
       },
       py::return_value_policy::reference);
-  m.def("nccl_settings_for_sharing", [](int version, int process) {
-    py::dict result;
-    for (const auto& [name, value] : nccl::settings_for_sharing(version, process)) {
-      result[py::str(name)] = value;
-    }
-    return result;
-  });
+  m.def("nccl_settings_for_sharing", &nccl::settings_for_sharing);
   m.def("new_nccl_id", [] {
     const auto id = nccl::make_unique_id();
     return py::bytes(id.bytes.data(), id.bytes.size());

@@ -3,14 +3,8 @@
 #include <dlfcn.h>
 #include <link.h>
 
-#include <algorithm>
 #include <atomic>
-#include <fstream>
-#include <mutex>
-#include <optional>
-#include <sstream>
 #include <string_view>
-#include <utility>
 
 #include "core/error.h"
 
@@ -32,8 +26,10 @@ void find(void* handle, const char* symbol, Function& function) {
   function = reinterpret_cast<Function>(::dlsym(handle, symbol));
 }
 
-abi::Functions find_functions(void* handle, const std::string& path) {
-  abi::Functions f;
+Library open_library(void* handle, const std::string& asked) {
+  Library library;
+  library.path = path_of(handle, asked);
+  abi::Functions& f = library.functions;
   std::string missing;
 #define FASTDIST_NCCL_FIND_REQUIRED(name, symbol, parameters) \
   find(handle, #symbol, f.name);                              \
@@ -47,34 +43,27 @@ abi::Functions find_functions(void* handle, const std::string& path) {
   if (f.error_text == nullptr) missing += " ncclGetErrorString";
   if (f.last_error_text == nullptr) missing += " ncclGetLastError";
   // An old library lacks some functions; its version is a better message than their names.
-  if (f.get_version != nullptr) {
-    int version = 0;
-    if (f.get_version(&version) == abi::kSuccess) check_version(version, path);
+  if (f.get_version != nullptr && f.get_version(&library.version) == abi::kSuccess) {
+    check_version(library.version, library.path);
   }
-  if (missing.empty()) return f;
-  refuse(ErrorCode::kUnsupported, path, " is not an NCCL library that fastdist can use: it lacks",
-         missing);
-}
-
-Library open_library(void* handle, const std::string& asked) {
-  Library library;
-  library.path = path_of(handle, asked);
-  library.functions = find_functions(handle, library.path);
-  (void)library.functions.get_version(&library.version);
-  return library;
+  if (missing.empty()) return library;
+  refuse(ErrorCode::kUnsupported, library.path,
+         " is not an NCCL library that fastdist can use: it lacks", missing);
 }
 
 // A loaded library has the same handle under all its names (links).
 void* find_loaded(std::string& asked) {
   asked = kName;
   if (void* handle = ::dlopen(kName, RTLD_NOW | RTLD_NOLOAD)) return handle;
-  std::stringstream maps;
-  maps << std::ifstream("/proc/self/maps").rdbuf();
-  for (const std::string& path : libraries_in(maps.str())) {
-    asked = path;
-    if (void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD)) return handle;
-  }
-  return nullptr;
+  const auto look = [](dl_phdr_info* info, std::size_t, void* found) {
+    const std::string_view path = info->dlpi_name;
+    // Plugins have names such as libnccl-net.so.
+    if (!path.substr(path.rfind('/') + 1).starts_with("libnccl.so")) return 0;
+    *static_cast<std::string*>(found) = path;
+    return 1;
+  };
+  if (::dl_iterate_phdr(look, &asked) == 0) return nullptr;
+  return ::dlopen(asked.c_str(), RTLD_NOW | RTLD_NOLOAD);
 }
 
 Library search(std::span<const std::string> candidates) {
@@ -101,14 +90,10 @@ Library search(std::span<const std::string> candidates) {
 const Library* loaded_library() noexcept { return the_library.load(std::memory_order_acquire); }
 
 const Library& load_library(std::span<const std::string> candidates) {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
-  if (const Library* library = loaded_library()) return *library;
   // Never unloaded, since communicators may outlive any owner.
-  static std::optional<Library> kept;
-  kept.emplace(search(candidates));
-  the_library.store(&*kept, std::memory_order_release);
-  return *kept;
+  static const Library kept = search(candidates);
+  the_library.store(&kept, std::memory_order_release);
+  return kept;
 }
 
 std::string version_text(int version) {
@@ -126,24 +111,7 @@ void check_version(int version, const std::string& path) {
          "nvidia-nccl-cu13 that it uses");
 }
 
-std::vector<std::string> libraries_in(const std::string& maps) {
-  std::vector<std::string> paths;
-  std::istringstream lines(maps);
-  for (std::string line; std::getline(lines, line);) {
-    const std::size_t begin = line.find('/');
-    if (begin == std::string::npos) continue;
-    std::string path = line.substr(begin);
-    const std::string_view name = std::string_view(path).substr(path.rfind('/') + 1);
-    // Plugins have names such as libnccl-net.so.
-    if (!name.starts_with("libnccl.so")) continue;
-    if (std::find(paths.begin(), paths.end(), path) == paths.end()) {
-      paths.push_back(std::move(path));
-    }
-  }
-  return paths;
-}
-
-std::vector<Setting> settings_for_sharing(int version, int process) {
+std::map<std::string, std::string> settings_for_sharing(int version, int process) {
   constexpr int kFirstWithSharing = 23003;
   if (version >= kFirstWithSharing) {
     // NCCL's documentation of this mode advises few channels and no multicast.

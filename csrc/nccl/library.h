@@ -2,9 +2,9 @@
 // NCCL libraries in one process would compete for the same GPUs.
 #pragma once
 
+#include <map>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "nccl/abi.h"
 
@@ -28,15 +28,8 @@ const Library& load_library(std::span<const std::string> candidates);
 void check_version(int version, const std::string& path);
 // "2.27.3"
 [[nodiscard]] std::string version_text(int version);
-// Returns the paths of NCCL libraries in the text of /proc/self/maps, without duplicates, in order.
-[[nodiscard]] std::vector<std::string> libraries_in(const std::string& maps);
-
 // Returns the environment variables that must be set before the first communicator is created so
 // that ranks can share a GPU. `process` must be unique per process.
-struct Setting {
-  std::string name;
-  std::string value;
-};
-[[nodiscard]] std::vector<Setting> settings_for_sharing(int version, int process);
+[[nodiscard]] std::map<std::string, std::string> settings_for_sharing(int version, int process);
 
 }  // namespace fastdist::nccl

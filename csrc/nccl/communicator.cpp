@@ -58,7 +58,7 @@ NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& si
   }
   if (outermost_) {
     device_.emplace(c_.device());
-    use_.emplace(*c_.handle_);
+    use_ = c_.handle_->use();
     range_.emplace(name_of(signature.op).data());
     c_.check_usable();  // another thread may have aborted it since
     c_.capture_ = cuda::capture_of(stream_of(options));

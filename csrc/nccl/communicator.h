@@ -73,7 +73,6 @@ class NcclCommunicator final : public GpuCommunicator {
   void close() noexcept override;
 
  private:
-  class Use;
   class Call;
   class Group;
   // Makes calls and ends their group. NCCL also launches the calls made before an exception, so
@@ -123,18 +122,6 @@ class NcclCommunicator final : public GpuCommunicator {
   std::optional<cuda::CaptureId> capture_;  // of the current call
 };
 
-// Tells the handle that this thread uses NCCL.
-class NcclCommunicator::Use {
- public:
-  explicit Use(Handle& handle) noexcept : handle_(handle) { handle_.begin_use(); }
-  Use(const Use&) = delete;
-  Use& operator=(const Use&) = delete;
-  ~Use() { handle_.end_use(); }
-
- private:
-  Handle& handle_;
-};
-
 // A call from beginning to end. Does nothing if it is nested in another call, except for the
 // comparison in `as_group`.
 class NcclCommunicator::Call {
@@ -150,7 +137,7 @@ class NcclCommunicator::Call {
   NcclCommunicator& c_;
   const CallOptions& options_;
   std::optional<cuda::DeviceGuard> device_;
-  std::optional<Use> use_;
+  Handle::Use use_;
   std::optional<cuda::Range> range_;
   bool outermost_;
   bool entered_ = false;

@@ -1,6 +1,7 @@
 #include "nccl/handle.h"
 
 #include <future>
+#include <thread>
 #include <utility>
 
 #include "cuda/devices.h"
@@ -47,10 +48,6 @@ Error to_error(abi::Result result, const std::string& call, abi::Comm comm) {
   }
   return {ErrorCode::kState, message + "; set NCCL_DEBUG=WARN for details"};
 }
-
-Handle::Handle(abi::Comm comm, int device) : comm_(comm), device_(device) {}
-
-Handle::~Handle() { close(); }
 
 void Handle::check_usable() const {
   if (generation_ != process_generation()) {
@@ -127,34 +124,16 @@ void Handle::end(abi::Result (*call)(abi::Comm)) noexcept {
   }
 }
 
-void Handle::begin_use() noexcept {
-  const std::lock_guard lock(use_mutex_);
-  user_ = std::this_thread::get_id();
-}
-
-void Handle::end_use() noexcept {
-  const std::lock_guard lock(use_mutex_);
-  user_ = {};
-  use_ended_.notify_all();
-}
-
-void Handle::wait_for_other_thread() noexcept {
-  constexpr std::chrono::milliseconds kMoment{200};
-  std::unique_lock lock(use_mutex_);
-  use_ended_.wait_for(lock, kMoment, [this] {
-    return user_ == std::thread::id{} || user_ == std::this_thread::get_id();
-  });
-}
-
 // A call of NCCL in another thread returns when the communicator is aborted.
 void Handle::fail(const Error& why, const std::function<void()>& tell) noexcept {
+  constexpr std::chrono::milliseconds kForOtherThread{200};
   if (!set_failure(why, tell)) return;
   std::vector<std::weak_ptr<Handle>> others;
   {
     const std::lock_guard lock(mutex_);
     others.swap(others_);
   }
-  wait_for_other_thread();
+  (void)Use(use_mutex_, kForOtherThread);
   end(functions().abort);
   for (const auto& weak : others) {
     if (const auto other = weak.lock()) other->fail(why);

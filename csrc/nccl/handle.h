@@ -3,13 +3,11 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "core/communicator.h"
@@ -26,9 +24,11 @@ namespace fastdist::nccl {
 
 class Handle {
  public:
+  using Use = std::unique_lock<std::recursive_timed_mutex>;
+
   // Takes ownership of `comm`.
-  Handle(abi::Comm comm, int device);
-  ~Handle();
+  Handle(abi::Comm comm, int device) : comm_(comm), device_(device) {}
+  ~Handle() { close(); }
 
   [[nodiscard]] abi::Comm get() const noexcept { return comm_; }
   [[nodiscard]] int device() const noexcept { return device_; }
@@ -54,11 +54,10 @@ class Handle {
   static void share_failures(const std::shared_ptr<Handle>& one,
                              const std::shared_ptr<Handle>& other);
 
-  // Must be called around each call's use of NCCL. An abort by another thread waits briefly for the
+  // Must be held during each call's use of NCCL. An abort by another thread waits briefly for the
   // call, because NCCL frees what the call uses. A call that waits for other ranks returns only
   // after the abort.
-  void begin_use() noexcept;
-  void end_use() noexcept;
+  [[nodiscard]] Use use() { return Use(use_mutex_); }
 
   // Keeps `memory` alive while the communicator ends, since NCCL may still use it.
   void hold_until_end(const std::shared_ptr<const void>& memory);
@@ -76,7 +75,6 @@ class Handle {
   // Returns false if the communicator has already failed or is closed.
   [[nodiscard]] bool set_failure(const Error& why, const std::function<void()>& tell = {}) noexcept;
   void end(abi::Result (*call)(abi::Comm)) noexcept;
-  void wait_for_other_thread() noexcept;
 
   abi::Comm comm_;
   int device_;
@@ -88,9 +86,7 @@ class Handle {
   bool has_windows_ = true;
   std::vector<std::weak_ptr<const void>> held_;
   std::vector<std::weak_ptr<Handle>> others_;  // that share failures
-  std::mutex use_mutex_;
-  std::condition_variable use_ended_;
-  std::thread::id user_;  // the thread that uses NCCL now
+  std::recursive_timed_mutex use_mutex_;
 };
 
 }  // namespace fastdist::nccl

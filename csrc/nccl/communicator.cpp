@@ -1,6 +1,8 @@
 #include "nccl/communicator.h"
 
 #include <exception>
+#include <future>
+#include <thread>
 #include <utility>
 
 namespace fastdist::nccl {
@@ -231,80 +233,50 @@ abi::UniqueId make_unique_id() {
 
 namespace {
 
-// Return this rank's number in NCCL, and NCCL's number of ranks.
-int rank_in(const Connection& connection) {
-  if (!connection.lane) return connection.rank;
-  return connection.rank == connection.lane->sender ? 0 : 1;
-}
-int ranks_in(const Connection& connection) { return connection.lane ? 2 : connection.size; }
+struct Abort {
+  void operator()(abi::Comm comm) const noexcept { (void)functions().abort(comm); }
+};
+using Connected = std::unique_ptr<ncclComm, Abort>;
 
-abi::Config config_of(const Connection& connection) {
+Connected connect_blocking(const Connection& connection) {
   constexpr int kBlocksOfLane = 8;  // so that the kernels of many lanes run at the same time
+  cuda::make_current(connection.device);
+  const cuda::RelaxedCapture relaxed;
+  abi::Comm comm = nullptr;
   abi::Config config;
   config.blocking = 1;
-  if (connection.lane) config.max_ctas = kBlocksOfLane;
-  return config;
-}
-
-// A connection attempt, in its own thread because NCCL offers no other way to abort it. If the
-// caller has given up, a late success is aborted immediately.
-struct Attempt {
-  std::mutex mutex;
-  std::condition_variable ended;
-  bool is_done = false;
-  bool is_given_up = false;
-  abi::Comm comm = nullptr;
-  std::exception_ptr failure;
-};
-
-void attempt_in_thread(const std::shared_ptr<Attempt>& attempt, const Connection& connection) {
-  std::thread([attempt, connection] {
-    abi::Comm comm = nullptr;
-    std::exception_ptr failure;
-    try {
-      cuda::make_current(connection.device);
-      const cuda::RelaxedCapture relaxed;
-      abi::Config config = config_of(connection);
-      const abi::Result result = functions().init_rank(&comm, ranks_in(connection), connection.id,
-                                                       rank_in(connection), &config);
-      if (result == abi::kInProgress) {  // the environment overrules the configuration
-        (void)functions().abort(comm);
-        throw Error(ErrorCode::kUnsupported,
-                    "fastdist needs NCCL's blocking communicators: unset NCCL_COMM_BLOCKING");
-      }
-      if (result != abi::kSuccess) throw to_error(result, "ncclCommInitRank", nullptr);
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    const std::lock_guard lock(attempt->mutex);
-    if (attempt->is_given_up && !failure) (void)functions().abort(comm);
-    attempt->comm = comm;
-    attempt->failure = failure;
-    attempt->is_done = true;
-    attempt->ended.notify_all();
-  }).detach();
-}
-
-abi::Comm connect_ranks(const Connection& connection, const CallOptions& options) {
-  const auto attempt = std::make_shared<Attempt>();
-  attempt_in_thread(attempt, connection);
-  const auto deadline = std::chrono::steady_clock::now() + options.timeout;
-  std::unique_lock lock(attempt->mutex);
-  try {
-    while (!attempt->ended.wait_for(lock, std::chrono::milliseconds(50),
-                                    [&] { return attempt->is_done; })) {
-      if (std::chrono::steady_clock::now() > deadline) {
-        refuse(ErrorCode::kTimeout, "NCCL has not connected the ranks in time: rank ",
-               connection.rank, " of ", connection.size, " is waiting for other ranks");
-      }
-      options.caller->check_interrupt();
-    }
-  } catch (...) {
-    attempt->is_given_up = true;
-    throw;
+  int rank = connection.rank;
+  int size = connection.size;
+  if (connection.lane) {
+    rank = connection.rank == connection.lane->sender ? 0 : 1;
+    size = 2;
+    config.max_ctas = kBlocksOfLane;
   }
-  if (attempt->failure) std::rethrow_exception(attempt->failure);
-  return attempt->comm;
+  const abi::Result result = functions().init_rank(&comm, size, connection.id, rank, &config);
+  if (result == abi::kInProgress) {  // the environment overrules the configuration
+    (void)functions().abort(comm);
+    throw Error(ErrorCode::kUnsupported,
+                "fastdist needs NCCL's blocking communicators: unset NCCL_COMM_BLOCKING");
+  }
+  if (result != abi::kSuccess) throw to_error(result, "ncclCommInitRank", nullptr);
+  return Connected(comm);
+}
+
+// Connects in a thread, because NCCL offers no other way to give up. What is connected after that
+// is aborted with the thread's state.
+abi::Comm connect_ranks(const Connection& connection, const CallOptions& options) {
+  std::packaged_task<Connected()> attempt([connection] { return connect_blocking(connection); });
+  auto connected = attempt.get_future();
+  std::thread(std::move(attempt)).detach();
+  const auto deadline = std::chrono::steady_clock::now() + options.timeout;
+  while (connected.wait_for(std::chrono::milliseconds(50)) != std::future_status::ready) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      refuse(ErrorCode::kTimeout, "NCCL has not connected the ranks in time: rank ",
+             connection.rank, " of ", connection.size, " is waiting for other ranks");
+    }
+    options.caller->check_interrupt();
+  }
+  return connected.get().release();
 }
 
 }  // namespace

@@ -76,6 +76,7 @@ NcclCommunicator::Call::Call(NcclCommunicator& communicator, const Signature& si
 
 NcclCommunicator::Call::~Call() {
   --c_.depth_;
+  if (outermost_) c_.is_group_ = false;
   if (entered_) c_.watcher_.withdraw();
 }
 
@@ -137,14 +138,8 @@ void NcclCommunicator::as_one(const Signature& whole, const CallOptions& options
 void NcclCommunicator::as_group(const CallOptions& options, const std::function<void()>& calls) {
   Call call(*this, {.op = Op::kGroup}, options, Call::Compared::kNever);
   Group group(*this);
-  is_group_ = true;
-  end_after(call, group, [&] {
-    const struct Leave {
-      bool& is_group;
-      ~Leave() { is_group = false; }
-    } leave{is_group_};
-    calls();
-  });
+  is_group_ = true;  // until `call` ends
+  end_after(call, group, calls);
 }
 
 void NcclCommunicator::end_after(Call& call, Group& group, const std::function<void()>& calls) {

@@ -93,6 +93,14 @@ class NcclCommunicator final : public GpuCommunicator {
   [[nodiscard]] static Signature announced_signature(const Signature& signature,
                                                      const CallOptions& options);
 
+  // Must be called within a call. The last parameters of NCCL's function are the communicator and
+  // the stream.
+  template <class Function, class... Arguments>
+  void enqueue(Function* function, const char* name, const CallOptions& options,
+               Arguments... arguments) {
+    handle_->check(function(arguments..., handle_->get(), stream_of(options)), name);
+  }
+
   // native.cpp: must be called within a call.
   void give(const std::byte* data, std::size_t bytes, int to, const CallOptions& options);
   void take(std::byte* data, std::size_t bytes, int from, const CallOptions& options);

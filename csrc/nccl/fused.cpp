@@ -119,9 +119,8 @@ void NcclCommunicator::broadcast(TensorViews in, TensorViews out, int root,
       signature_of({.op = Op::kBroadcast, .root = static_cast<std::int16_t>(root)}, out);
   const auto send = [&](const TensorView& from, const TensorView& to) {
     if (to.count == 0) return;
-    handle_->check(functions().broadcast(from.data, to.data, to.bytes(), abi::kUint8, root,
-                                         handle_->get(), stream_of(options)),
-                   "ncclBroadcast");
+    enqueue(functions().broadcast, "ncclBroadcast", options, from.data, to.data, to.bytes(),
+            abi::kUint8, root);
   };
   Call call(*this, signature, options);
   if (in.size() == 1) {

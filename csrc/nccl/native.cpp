@@ -9,29 +9,27 @@ namespace fastdist::nccl {
 void NcclCommunicator::give(const std::byte* data, std::size_t bytes, int to,
                             const CallOptions& options) {
   if (bytes == 0) return;
-  handle_->check(functions().send(data, bytes, abi::kUint8, to, handle_->get(), stream_of(options)),
-                 "ncclSend");
+  enqueue(functions().send, "ncclSend", options, data, bytes, abi::kUint8, to);
 }
 
 void NcclCommunicator::take(std::byte* data, std::size_t bytes, int from,
                             const CallOptions& options) {
   if (bytes == 0) return;
-  handle_->check(
-      functions().recv(data, bytes, abi::kUint8, from, handle_->get(), stream_of(options)),
-      "ncclRecv");
+  enqueue(functions().recv, "ncclRecv", options, data, bytes, abi::kUint8, from);
 }
 
 void NcclCommunicator::reduce_one(const TensorView& in, const TensorView& out, ReduceOp op,
                                   std::optional<int> root, const CallOptions& options) {
   if (in.count == 0) return;
-  const NativeReduction native = native_reduction(in.dtype, op);
-  const abi::Functions& f = functions();
-  const std::size_t count = in.count * native.per_element;
-  const abi::Result result = root ? f.reduce(in.data, out.data, count, native.type, native.op,
-                                             *root, handle_->get(), stream_of(options))
-                                  : f.all_reduce(in.data, out.data, count, native.type, native.op,
-                                                 handle_->get(), stream_of(options));
-  handle_->check(result, root ? "ncclReduce" : "ncclAllReduce");
+  const auto [type, native, per_element] = native_reduction(in.dtype, op);
+  const std::size_t count = in.count * per_element;
+  if (root) {
+    enqueue(functions().reduce, "ncclReduce", options, in.data, out.data, count, type, native,
+            *root);
+  } else {
+    enqueue(functions().all_reduce, "ncclAllReduce", options, in.data, out.data, count, type,
+            native);
+  }
 }
 
 void NcclCommunicator::all_reduce(TensorViews in, TensorViews out, ReduceOp op,
@@ -53,9 +51,8 @@ void NcclCommunicator::reduce(TensorViews in, TensorViews out, ReduceOp op, int 
 void NcclCommunicator::all_gather(TensorView in, TensorView out, const CallOptions& options) {
   Call call(*this, signature_of({.op = Op::kAllGather}, {&in, 1}), options);
   if (in.count != 0) {
-    handle_->check(functions().all_gather(in.data, out.data, in.bytes(), abi::kUint8,
-                                          handle_->get(), stream_of(options)),
-                   "ncclAllGather");
+    enqueue(functions().all_gather, "ncclAllGather", options, in.data, out.data, in.bytes(),
+            abi::kUint8);
   }
   call.end();
 }
@@ -67,9 +64,7 @@ void NcclCommunicator::gather(TensorView in, TensorView out, int root, const Cal
   if (bytes != 0) {
     Group group(*this);
     if (f.gather != nullptr) {
-      handle_->check(
-          f.gather(in.data, out.data, bytes, abi::kUint8, root, handle_->get(), stream_of(options)),
-          "ncclGather");
+      enqueue(f.gather, "ncclGather", options, in.data, out.data, bytes, abi::kUint8, root);
     } else {
       give(in.data, bytes, root, options);
       for (int p = 0; p < size_ && rank_ == root; ++p) {
@@ -89,9 +84,7 @@ void NcclCommunicator::scatter(TensorView in, TensorView out, int root,
   if (bytes != 0) {
     Group group(*this);
     if (f.scatter != nullptr) {
-      handle_->check(f.scatter(in.data, out.data, bytes, abi::kUint8, root, handle_->get(),
-                               stream_of(options)),
-                     "ncclScatter");
+      enqueue(f.scatter, "ncclScatter", options, in.data, out.data, bytes, abi::kUint8, root);
     } else {
       for (int p = 0; p < size_ && rank_ == root; ++p) {
         give(in.data + static_cast<std::size_t>(p) * bytes, bytes, p, options);
@@ -107,11 +100,9 @@ void NcclCommunicator::reduce_scatter(TensorView in, TensorView out, ReduceOp op
                                       const CallOptions& options) {
   Call call(*this, signature_of({.op = Op::kReduceScatter, .reduce_op = op}, {&in, 1}), options);
   if (out.count != 0) {
-    const NativeReduction native = native_reduction(in.dtype, op);
-    handle_->check(
-        functions().reduce_scatter(in.data, out.data, out.count * native.per_element, native.type,
-                                   native.op, handle_->get(), stream_of(options)),
-        "ncclReduceScatter");
+    const auto [type, native, per_element] = native_reduction(in.dtype, op);
+    enqueue(functions().reduce_scatter, "ncclReduceScatter", options, in.data, out.data,
+            out.count * per_element, type, native);
   }
   call.end();
 }
@@ -126,9 +117,8 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
   Group group(*this);
   if (counts.empty() && f.all_to_all != nullptr) {
     if (in.count != 0) {
-      handle_->check(f.all_to_all(in.data, out.data, in.bytes() / n, abi::kUint8, handle_->get(),
-                                  stream_of(options)),
-                     "ncclAlltoAll");
+      enqueue(f.all_to_all, "ncclAlltoAll", options, in.data, out.data, in.bytes() / n,
+              abi::kUint8);
     }
   } else {
     std::size_t sent = 0;
@@ -150,18 +140,14 @@ void NcclCommunicator::all_to_all(TensorView in, TensorView out,
 // ranks of a lane 0 and 1.
 void NcclCommunicator::send(TensorView in, int dst, const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kSend, dst), {&in, 1}), options, Call::Compared::kNever);
-  if (in.count != 0) {
-    give(in.data, in.bytes(), lane_ ? 1 : dst, options);
-  }
+  give(in.data, in.bytes(), lane_ ? 1 : dst, options);
   call.end();
 }
 
 void NcclCommunicator::recv(TensorView out, int src, const CallOptions& options) {
   Call call(*this, signature_of(rooted(Op::kRecv, src), {&out, 1}), options,
             Call::Compared::kNever);
-  if (out.count != 0) {
-    take(out.data, out.bytes(), lane_ ? 0 : src, options);
-  }
+  take(out.data, out.bytes(), lane_ ? 0 : src, options);
   call.end();
 }
 

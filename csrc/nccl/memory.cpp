@@ -19,16 +19,11 @@ void try_on(int device, const Call& call) noexcept {
   }
 }
 
-// Must be called on every rank after it has tried to allocate `bytes` of device memory, with its
-// error if that failed. Throws on all ranks if any has failed. `checker` may be null: then only
-// this rank counts.
-void agree_on_memory(std::size_t bytes, const std::optional<Error>& failure,
-                     const CallOptions& options, Checker* checker) {
+// Returns true if `flag` is set on every rank, all of which must call; without a checker, on this
+// one.
+bool agree(std::size_t bytes, bool flag, const CallOptions& options, Checker* checker) {
   const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
-  const bool all_have = checker == nullptr || checker->agree(question, !failure, options);
-  if (!failure && all_have) return;
-  refuse(ErrorCode::kMemory, bytes, " bytes of device memory could not be allocated",
-         failure ? ": " : " on another rank", failure ? failure->what() : "");
+  return checker == nullptr ? flag : checker->agree(question, flag, options);
 }
 
 }  // namespace
@@ -49,7 +44,10 @@ NcclMemory::NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes,
              }};
   }
   // All ranks must have made the same calls before NCCL waits for all of them to make a window.
-  agree_on_memory(bytes, failure, options, checker);
+  if (!agree(bytes, !failure, options, checker)) {
+    refuse(ErrorCode::kMemory, bytes, " bytes of device memory could not be allocated",
+           failure ? ": " : " on another rank", failure ? failure->what() : "");
+  }
   handle_->hold_until_end(data_);
   if (make_window(bytes, options, checker)) return;
   const abi::Result registered =
@@ -71,8 +69,7 @@ bool NcclMemory::make_window(std::size_t bytes, const CallOptions& options, Chec
   }
   // Success with a null window means that this system does not support windows.
   const bool is_window = window_ != nullptr;
-  const Signature question{.op = Op::kEmpty, .count = bytes, .on_gpu = true};
-  if (checker == nullptr ? is_window : checker->agree(question, is_window, options)) return true;
+  if (agree(bytes, is_window, options, checker)) return true;
   if (is_window) (void)f.window_deregister(handle_->get(), window_);
   window_ = nullptr;
   handle_->note_no_windows();

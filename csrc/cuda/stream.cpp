@@ -36,7 +36,7 @@ Event::Event() {
 }
 
 // CUDA frees the event only once the device is done with it, so pending waits stay valid.
-void Event::Destroy::operator()(CUevent_st* event) const noexcept { (void)cudaEventDestroy(event); }
+void Destroy::operator()(CUevent_st* event) const noexcept { (void)cudaEventDestroy(event); }
 
 void Event::record(StreamHandle stream) const {
   FASTDIST_CUDA_CHECK(cudaEventRecord(event_.get(), stream));
@@ -72,21 +72,19 @@ Stream::Stream() {
   stream_.reset(stream);
 }
 
-void Stream::Destroy::operator()(StreamHandle stream) const noexcept {
-  (void)cudaStreamDestroy(stream);
-}
+void Destroy::operator()(StreamHandle stream) const noexcept { (void)cudaStreamDestroy(stream); }
 
 DeviceBuffer::DeviceBuffer(std::size_t bytes) {
   const RelaxedCapture relaxed;
   void* data = nullptr;
   FASTDIST_CUDA_CHECK(cudaMalloc(&data, bytes));
-  data_ = {static_cast<std::byte*>(data), Free{bytes}};
+  data_.reset(static_cast<std::byte*>(data));
 }
 
-void DeviceBuffer::Free::operator()(std::byte* data) const noexcept {
+void Destroy::operator()(std::byte* memory) const noexcept {
   auto mode = cudaStreamCaptureModeRelaxed;  // do not invalidate another thread's capture
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
-  (void)cudaFree(data);
+  (void)cudaFree(memory);
   (void)cudaThreadExchangeStreamCaptureMode(&mode);
 }
 

@@ -40,6 +40,14 @@ class RelaxedCapture {
   int previous_;
 };
 
+// Destroys events and streams, and frees memory.
+struct Destroy {
+  void operator()(CUevent_st* event) const noexcept;
+  void operator()(StreamHandle stream) const noexcept;
+  // Waits for the device; no enqueued work may use the memory afterwards.
+  void operator()(std::byte* memory) const noexcept;
+};
+
 // A point in a stream, on the device that was current at construction.
 class Event {
  public:
@@ -53,9 +61,6 @@ class Event {
   void synchronize() const;
 
  private:
-  struct Destroy {
-    void operator()(CUevent_st* event) const noexcept;
-  };
   std::unique_ptr<CUevent_st, Destroy> event_;
 };
 
@@ -66,9 +71,6 @@ class Stream {
   [[nodiscard]] StreamHandle get() const noexcept { return stream_.get(); }
 
  private:
-  struct Destroy {
-    void operator()(StreamHandle stream) const noexcept;
-  };
   std::unique_ptr<CUstream_st, Destroy> stream_;
 };
 
@@ -79,15 +81,9 @@ class DeviceBuffer {
   explicit DeviceBuffer(std::size_t bytes);
 
   [[nodiscard]] std::byte* data() const noexcept { return data_.get(); }
-  [[nodiscard]] std::size_t bytes() const noexcept { return data_.get_deleter().bytes; }
 
  private:
-  struct Free {
-    std::size_t bytes;
-    // Waits for the device; no enqueued work may use the memory afterwards.
-    void operator()(std::byte* data) const noexcept;
-  };
-  std::unique_ptr<std::byte, Free> data_;
+  std::unique_ptr<std::byte, Destroy> data_;
 };
 
 }  // namespace fastdist::cuda

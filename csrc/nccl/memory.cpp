@@ -108,14 +108,10 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
                            const std::shared_ptr<Handle>& handle, const CallOptions& options,
                            Checker* checker) {
   Bucket& bucket = buckets_[which];
-  if (captured_) {
-    if (bucket.plain.bytes() < bytes) {
-      cuda::DeviceBuffer larger(capacity_for(bytes));
-      outgrown_.push_back(std::exchange(bucket.plain, std::move(larger)));
-    }
-    return bucket.plain.data();
-  }
-  if (bucket.bytes < bytes) {
+  if (bucket.bytes < bytes && captured_) {
+    outgrown_.push_back(std::exchange(bucket.plain, cuda::DeviceBuffer(capacity_for(bytes))));
+    bucket.bytes = capacity_for(bytes);
+  } else if (bucket.bytes < bytes) {
     // The old bucket is freed first, so that only one is allocated. An event shows the end of its
     // last use: synchronizing the device would fail while another thread captures a stream.
     if (bucket.registered && free_) free_->synchronize();
@@ -124,7 +120,7 @@ std::byte* Scratch::bucket(std::size_t which, std::size_t bytes,
     bucket.registered = std::make_unique<NcclMemory>(handle, capacity_for(bytes), options, checker);
     bucket.bytes = capacity_for(bytes);
   }
-  return bucket.registered->data();
+  return captured_ ? bucket.plain.data() : bucket.registered->data();
 }
 
 // Waits even on the same stream handle: it may belong to a new stream after the old one was

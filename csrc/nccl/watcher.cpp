@@ -114,11 +114,11 @@ void Watcher::drop_done(std::unique_lock<std::mutex>& lock) {
   if (calls.empty()) state_->drained.notify_all();
 }
 
-std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
+void Watcher::poll(std::unique_lock<std::mutex>& lock) {
   drop_done(lock);
   if (state_->calls.empty()) {
     polls_with_error_ = 0;
-    return std::nullopt;
+    return;
   }
   const Call oldest = state_->calls.front();
   const auto age = Clock::now() - oldest.start;
@@ -145,8 +145,7 @@ std::optional<Error> Watcher::poll(std::unique_lock<std::mutex>& lock) {
   // Peers that have seen a mismatch abort, perhaps while this rank's previous call is still ending
   // and before it makes the call that does not match.
   polls_with_error_ = is_of_nccl ? polls_with_error_ + 1 : 0;
-  if (is_of_nccl && polls_with_error_ < kPollsUntilBlamed) return std::nullopt;
-  return error;
+  if (error && (!is_of_nccl || polls_with_error_ >= kPollsUntilBlamed)) throw *error;
 }
 
 void Watcher::loop() {
@@ -160,20 +159,15 @@ void Watcher::loop() {
         state_->changed.wait(lock, [this] { return state_->stopping || !state_->calls.empty(); });
         continue;
       }
-      if (const auto error = poll(lock)) {
-        state_->calls.clear();
-        lock.unlock();
-        handle_->fail(*error);
-        lock.lock();
-        state_->drained.notify_all();
-        continue;
-      }
+      poll(lock);
       state_->changed.wait_for(lock, kPollInterval, [this] { return state_->stopping; });
     }
-  } catch (const Error& error) {  // the device has failed, so its pending work cannot succeed
+  } catch (const Error& error) {  // pending work cannot succeed, and no call follows
+    {
+      const std::lock_guard lock(state_->mutex);
+      state_->calls.clear();
+    }
     handle_->fail(error);
-    const std::lock_guard lock(state_->mutex);
-    state_->calls.clear();
     state_->drained.notify_all();
   }
 }

@@ -100,8 +100,8 @@ class Watcher {
   void loop();
   // Removes the calls at the front that have finished.
   void drop_done(std::unique_lock<std::mutex>& lock);
-  // Removes finished calls; returns the error if something failed.
-  [[nodiscard]] std::optional<Error> poll(std::unique_lock<std::mutex>& lock);
+  // Removes finished calls; throws the error if something failed.
+  void poll(std::unique_lock<std::mutex>& lock);
 
   std::shared_ptr<Handle> handle_;
   int rank_;

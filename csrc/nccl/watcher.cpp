@@ -23,13 +23,8 @@ cuda::Event EventPool::take() {
 }
 
 void EventPool::give_back(cuda::Event event) noexcept {
-  constexpr std::size_t kMost = 256;
   const std::lock_guard lock(mutex_);
-  if (free_.size() >= kMost) return;
-  try {
-    free_.push_back(std::move(event));
-  } catch (...) {  // no memory: the event is destroyed
-  }
+  if (free_.size() < kMost) free_.push_back(std::move(event));
 }
 
 EventMark::EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool captured)
@@ -40,8 +35,7 @@ EventMark::EventMark(std::shared_ptr<EventPool> pool, StreamHandle stream, bool 
 
 bool EventMark::uses_arrays() const {
   if (!captured_) return !event_.is_done();
-  const auto now = cuda::capture_of(stream_);
-  return now && capture_ && *now == *capture_;
+  return capture_ && cuda::capture_of(stream_) == capture_;
 }
 
 Watcher::Watcher(std::shared_ptr<Handle> handle, const Connection& connection,

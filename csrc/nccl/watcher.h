@@ -29,12 +29,14 @@ namespace fastdist::nccl {
 // Reuses the events of a device: creating an event costs as much as a call.
 class EventPool {
  public:
-  explicit EventPool(int device) : device_(device) {}
+  explicit EventPool(int device) : device_(device) { free_.reserve(kMost); }
   [[nodiscard]] int device() const noexcept { return device_; }
   [[nodiscard]] cuda::Event take();
   void give_back(cuda::Event event) noexcept;
 
  private:
+  static constexpr std::size_t kMost = 256;
+
   int device_;
   std::mutex mutex_;
   std::vector<cuda::Event> free_;

@@ -7,32 +7,27 @@
 namespace fastdist::nccl {
 namespace {
 
-struct Numbers {
-  abi::DataType type;
-  std::size_t per_element;
-};
-
 // The tables have an entry for each enumerator, in order.
 static_assert(kDTypeCount == 17 && kReduceOpCount == 8);
 
-constexpr std::optional<Numbers> kNumbers[kDTypeCount] = {
-    Numbers{abi::kUint8, 1},     // bool
-    Numbers{abi::kInt8, 1},      // int8
-    std::nullopt,                // int16
-    Numbers{abi::kInt32, 1},     // int32
-    Numbers{abi::kInt64, 1},     // int64
-    Numbers{abi::kUint8, 1},     // uint8
-    std::nullopt,                // uint16
-    Numbers{abi::kUint32, 1},    // uint32
-    Numbers{abi::kUint64, 1},    // uint64
-    Numbers{abi::kFloat16, 1},   // float16
-    Numbers{abi::kBfloat16, 1},  // bfloat16
-    std::nullopt,                // float8_e4m3fn
-    std::nullopt,                // float8_e5m2
-    Numbers{abi::kFloat32, 1},   // float32
-    Numbers{abi::kFloat64, 1},   // float64
-    Numbers{abi::kFloat32, 2},   // complex64
-    Numbers{abi::kFloat64, 2},   // complex128
+constexpr std::optional<abi::DataType> kNumbers[kDTypeCount] = {
+    abi::kUint8,     // bool
+    abi::kInt8,      // int8
+    std::nullopt,    // int16
+    abi::kInt32,     // int32
+    abi::kInt64,     // int64
+    abi::kUint8,     // uint8
+    std::nullopt,    // uint16
+    abi::kUint32,    // uint32
+    abi::kUint64,    // uint64
+    abi::kFloat16,   // float16
+    abi::kBfloat16,  // bfloat16
+    std::nullopt,    // float8_e4m3fn
+    std::nullopt,    // float8_e5m2
+    abi::kFloat32,   // float32
+    abi::kFloat64,   // float64
+    abi::kFloat32,   // complex64
+    abi::kFloat64,   // complex128
 };
 
 // NCCL's operations for sum, mean, prod, min, max, and, or and xor. Bools are bytes 0 and 1: a sum
@@ -45,16 +40,17 @@ constexpr Ops kOpsOfBools = {abi::kMax, {},        abi::kMin, abi::kMin,
 }  // namespace
 
 NativeReduction native_reduction(DType dtype, ReduceOp op) {
-  const auto& numbers = kNumbers[static_cast<int>(dtype)];
+  const auto type = kNumbers[static_cast<int>(dtype)];
+  const bool is_complex = dtype >= DType::kComplex64;
   const Ops& ops = dtype == DType::kBool ? kOpsOfBools : kOpsOfNumbers;
   const auto native = ops[static_cast<int>(op)];
   // A complex product is not the product of the parts.
-  if (!numbers || !native || (numbers->per_element == 2 && op == ReduceOp::kProd)) {
+  if (!type || !native || (is_complex && op == ReduceOp::kProd)) {
     refuse(ErrorCode::kUnsupported, "op=\"", name_of(op), "\" of ", name_of(dtype),
            " is not supported on GPUs, since NCCL lacks it; reduce a copy in host memory, such as "
            "x.cpu()");
   }
-  return {numbers->type, *native, numbers->per_element};
+  return {*type, *native, is_complex ? std::size_t{2} : std::size_t{1}};
 }
 
 }  // namespace fastdist::nccl

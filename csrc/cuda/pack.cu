@@ -33,13 +33,6 @@ static_assert(sizeof(Table<kManyMoves>) <= 32764);
 
 enum class Direction { kPack, kUnpack };
 
-// A quantum as words, for arrays that are aligned to the word size only.
-template <class Word>
-struct alignas(sizeof(Word)) Quantum {
-  static constexpr int kWords = kQuantumBytes / sizeof(Word);
-  Word words[kWords];
-};
-
 __device__ bool is_aligned(const void* address, std::size_t bytes) {
   return reinterpret_cast<std::uintptr_t>(address) % bytes == 0;
 }
@@ -61,15 +54,6 @@ __device__ const Move& move_of(const Table<kCapacity>& table, std::uint32_t tile
 }
 
 // --- Copies without casts ---------------------------------------------------------------------
-
-template <Direction kDirection>
-__device__ void copy_whole(std::byte* array, uint4* bucket) {
-  if constexpr (kDirection == Direction::kPack) {
-    *bucket = *reinterpret_cast<const uint4*>(array);
-  } else {
-    *reinterpret_cast<uint4*>(array) = *bucket;
-  }
-}
 
 // Copies `bytes` of one quantum word by word.
 template <Direction kDirection, class Word>
@@ -108,7 +92,7 @@ __device__ void copy_tile(const Move& move, std::uint32_t item, uint4* bucket,
     std::byte* array = move.array + std::size_t{q} * kQuantumBytes;
     const std::uint32_t here = q < whole ? 16U : bytes % 16U;
     if (aligned && q < whole) {
-      copy_whole<kDirection>(array, bucket + q);
+      copy_words<kDirection, uint4>(array, bucket + q, kQuantumBytes);
     } else if (here % 8 == 0 && is_aligned(array, 8)) {
       copy_words<kDirection, std::uint64_t>(array, bucket + q, here);
     } else if (here % 4 == 0 && is_aligned(array, 4)) {
@@ -122,30 +106,6 @@ __device__ void copy_tile(const Move& move, std::uint32_t item, uint4* bucket,
 }
 
 // --- Casts ------------------------------------------------------------------------------------
-
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(double x) { return static_cast<float>(x); }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <class T>
-__device__ T from_float(float x);
-template <>
-__device__ float from_float(float x) {
-  return x;
-}
-template <>
-__device__ double from_float(float x) {
-  return x;
-}
-template <>
-__device__ __half from_float(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __nv_bfloat16 from_float(float x) {
-  return __float2bfloat16_rn(x);
-}
 
 template <class Number, int kCount>
 struct alignas(16) Numbers {
@@ -173,7 +133,7 @@ __device__ void cast_tile(const Move& move, uint4* bucket, std::uint32_t first, 
       }
 #pragma unroll
       for (std::uint32_t i = 0; i < kEach; ++i) {
-        narrow.values[i] = from_float<Wire>(to_float(wide.values[i]) * scale);
+        narrow.values[i] = Wire(static_cast<float>(wide.values[i]) * scale);
       }
       // Zeros fill the rest of the quantum, which belongs to this piece.
       *reinterpret_cast<Numbers<Wire, kEach>*>(bucket + q) = narrow;
@@ -181,7 +141,7 @@ __device__ void cast_tile(const Move& move, uint4* bucket, std::uint32_t first, 
       narrow = *reinterpret_cast<const Numbers<Wire, kEach>*>(bucket + q);
 #pragma unroll
       for (std::uint32_t i = 0; i < kEach; ++i) {
-        wide.values[i] = from_float<Number>(to_float(narrow.values[i]) * scale);
+        wide.values[i] = Number(static_cast<float>(narrow.values[i]) * scale);
       }
       if (aligned && here == kEach) {
         *reinterpret_cast<Numbers<Number, kEach>*>(array) = wide;

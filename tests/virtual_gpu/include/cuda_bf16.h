@@ -6,11 +6,9 @@
 #include "virtual_gpu/cuda/formats.h"
 
 struct __nv_bfloat16 {
+  __nv_bfloat16() = default;
+  __nv_bfloat16(float x)
+      : bits(virtual_gpu::narrow<std::uint16_t>(fastdist::DType::kBFloat16, x)) {}
+  operator float() const { return virtual_gpu::widen(fastdist::DType::kBFloat16, bits); }
   std::uint16_t bits;
 };
-inline float __bfloat162float(__nv_bfloat16 x) {
-  return virtual_gpu::widen(fastdist::DType::kBFloat16, x);
-}
-inline __nv_bfloat16 __float2bfloat16_rn(float x) {
-  return virtual_gpu::narrow<__nv_bfloat16>(fastdist::DType::kBFloat16, x);
-}

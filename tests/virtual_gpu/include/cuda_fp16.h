@@ -6,9 +6,8 @@
 #include "virtual_gpu/cuda/formats.h"
 
 struct __half {
+  __half() = default;
+  __half(float x) : bits(virtual_gpu::narrow<std::uint16_t>(fastdist::DType::kFloat16, x)) {}
+  operator float() const { return virtual_gpu::widen(fastdist::DType::kFloat16, bits); }
   std::uint16_t bits;
 };
-inline float __half2float(__half x) { return virtual_gpu::widen(fastdist::DType::kFloat16, x); }
-inline __half __float2half_rn(float x) {
-  return virtual_gpu::narrow<__half>(fastdist::DType::kFloat16, x);
-}

@@ -1,50 +1,13 @@
 #include "cuda/bucket_plan.h"
 
 #include <algorithm>
+#include <array>
 
 namespace fastdist::cuda {
 namespace {
 
 // An array is cut at multiples of this many elements, so also of 16 bytes in any dtype.
 constexpr std::size_t kCutElements = 16;
-
-// Adds pieces to the buckets of one dtype. Only an array's last piece may be below kCutElements.
-class Filler {
- public:
-  Filler(std::vector<Bucket>& buckets, DType dtype, std::size_t limit)
-      : buckets_(buckets), dtype_(dtype), limit_(limit) {}
-
-  void add(std::size_t array, std::size_t elements) {
-    const std::size_t item = size_of(dtype_);
-    for (std::size_t done = 0; done < elements;) {
-      const std::size_t left = elements - done;
-      std::size_t room = room_left();
-      if (room < std::min(left * item, kCutElements * item)) {
-        buckets_.push_back({dtype_, 0, {}});
-        current_ = buckets_.size();
-        room = limit_;
-      }
-      const std::size_t fitting = room / item / kCutElements * kCutElements;
-      const std::size_t count = left * item <= room ? left : fitting;
-      Bucket& bucket = buckets_[current_ - 1];
-      bucket.pieces.push_back({array, done, count, bucket.bytes});
-      bucket.bytes += round_up(count * item, kQuantumBytes);
-      done += count;
-    }
-  }
-
- private:
-  [[nodiscard]] std::size_t room_left() const {
-    if (current_ == 0) return 0;
-    const Bucket& bucket = buckets_[current_ - 1];
-    return bucket.pieces.size() < kMostPieces ? limit_ - bucket.bytes : 0;
-  }
-
-  std::vector<Bucket>& buckets_;
-  DType dtype_;
-  std::size_t limit_;
-  std::size_t current_ = 0;  // index + 1 of the open bucket, or 0
-};
 
 }  // namespace
 
@@ -54,21 +17,33 @@ BucketPlan plan_buckets(TensorViews arrays, std::optional<DType> wire, std::size
   const std::size_t limit =
       std::clamp(bucket_bytes, kSmallest, kLargestBucket) / kSmallest * kSmallest;
   BucketPlan plan;
-  std::vector<Filler> fillers;
-  std::vector<std::optional<std::size_t>> filler_of(kDTypeCount);
+  std::array<std::optional<std::size_t>, kDTypeCount> open;  // each dtype's last bucket
   for (std::size_t i = 0; i < arrays.size(); ++i) {
-    if (arrays[i].count == 0) continue;
     if (!wire && arrays[i].bytes() >= limit) {
       plan.alone.push_back(i);
       continue;
     }
     const DType dtype = wire.value_or(arrays[i].dtype);
-    auto& index = filler_of[static_cast<std::size_t>(dtype)];
-    if (!index) {
-      index = fillers.size();
-      fillers.emplace_back(plan.buckets, dtype, limit);
+    const std::size_t item = size_of(dtype);
+    auto& index = open[static_cast<std::size_t>(dtype)];
+    // Only an array's last piece may be below kCutElements.
+    for (std::size_t done = 0; done < arrays[i].count;) {
+      const std::size_t left = arrays[i].count - done;
+      const Bucket* const last = index ? &plan.buckets[*index] : nullptr;
+      std::size_t room =
+          last == nullptr || last->pieces.size() == kMostPieces ? 0 : limit - last->bytes;
+      if (room < std::min(left, kCutElements) * item) {
+        index = plan.buckets.size();
+        plan.buckets.push_back({dtype, 0, {}});
+        room = limit;
+      }
+      const std::size_t fitting = room / item / kCutElements * kCutElements;
+      const std::size_t count = left * item <= room ? left : fitting;
+      Bucket& bucket = plan.buckets[*index];
+      bucket.pieces.push_back({i, done, count, bucket.bytes});
+      bucket.bytes += round_up(count * item, kQuantumBytes);
+      done += count;
     }
-    fillers[*index].add(i, arrays[i].count);
   }
   return plan;
 }

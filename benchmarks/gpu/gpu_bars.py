@@ -51,7 +51,7 @@ class GpuBench:
         self.rows: list[dict[str, Any]] = []
         self.engines: dict[str, str] = {}
         self._placement = placement
-        self._effort = Effort(time_s=time_s, bind=False, graph=True)
+        self._effort = Effort(time_s=time_s)
 
     def measure(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Row]]:
         """Measures cases side by side with torch's NCCL, if torch is installed."""

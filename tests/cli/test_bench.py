@@ -123,7 +123,7 @@ def test_every_collective_is_measured_and_right(session: Session, name: str) -> 
 @pytest.mark.slow
 @pytest.mark.skipif(not has_torch, reason="torch is not installed")
 def test_every_collective_is_measured_through_torch() -> None:
-    effort = Effort(iterations=2, warmup=0, rounds=1, bind=False, timeout_s=60)
+    effort = Effort(iterations=2, warmup=0, rounds=1, timeout_s=60)
     with Session([fastdist_engine(2, through_torch=True)], 2, effort) as session:
         for name in COLLECTIVES:
             rows = measured(session, array_cases(name, (8, 4096), 2, array="torch"))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import pytest
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
 from fastdist.cli.bench.gpu import Placement
-from fastdist.cli.bench.measured_call import LEAD_BYTES, Batches, MeasuredCall
 from fastdist.cli.bench.peers import Engine, find_peers
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Measurement, Report, Row, median_us
 from fastdist.cli.bench.session import Effort, Session
+from fastdist.cli.bench.worker import LEAD_BYTES, Batches, Worker
 from fastdist.cli.main import main
 from paths import ROOT, TESTS
 from stream_device import StreamDevice
@@ -155,6 +156,8 @@ class OneRankOnAStream:
         pass
 
     def bind(self, case: Case, passes: Any, gets: Any) -> Any:
+        passes = passes[-1] if case.model else passes
+
         def work() -> None:
             result = passes if gets is None else gets
             result[:] = passes
@@ -167,16 +170,6 @@ class OneRankOnAStream:
 
         return call
 
-    def bind_list(self, case: Case, arrays: Any) -> Any:
-        return self.bind(case, arrays[-1], None)
-
-    def close(self) -> None:
-        pass
-
-
-def gpu_call(driver: OneRankOnAStream, case: Case, graph: bool = True) -> MeasuredCall:
-    return MeasuredCall(driver, case, driver.gpu.copy_call(LEAD_BYTES), graph)
-
 
 @pytest.mark.parametrize("corrupted", [0, 3])
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
@@ -184,29 +177,36 @@ def test_a_corrupting_engine_is_found_out_in_calls_and_in_graphs(
     stream: StreamDevice, name: str, corrupted: int
 ) -> None:
     driver = OneRankOnAStream(stream, corrupted)
-    call = gpu_call(driver, array_case(name, 4000, 1, "float32", "sum", "torch"))
-    times = call.time(5, graph=True)
-    assert [len(part) for part in (times.times_ns, times.host_ns, times.graph_ns)] == [5, 5, 5]
-    assert all(part > 0 for part in (*times.times_ns, *times.host_ns, *times.graph_ns))
-    assert call.wrong_elements(graph=False) == 2 * corrupted
-    call.time(1, graph=True)
-    assert call.wrong_elements(graph=True) == 3 * corrupted  # and of a replay
+    worker = Worker(driver)
+    case = array_case(name, 4000, 1, "float32", "sum", "torch")
+    assert worker.prepare(case) == ("", "")
+    times = worker.time(5)
+    assert {kind: len(part) for kind, part in times.items()} == {
+        **{"host": 5, "graph": 5, "times": 5},
+        "wall": 1,
+    }
+    assert all(ns > 0 for part in times.values() for ns in part)
+    assert worker.check() == 3 * corrupted  # of the last timed call, of one more, and of a replay
+    worker.drop_graph()
+    worker.time(1)
+    assert worker.check() == 2 * corrupted
 
 
 def test_a_call_that_is_not_captured_is_measured_without_a_graph(stream: StreamDevice) -> None:
     driver = OneRankOnAStream(stream, 0, captured=False)
-    call = gpu_call(driver, array_case("all_reduce", 64, 1, "float32", "sum", "torch"))
-    assert call.no_graph == "not captured: RuntimeError: cannot be captured"
-    assert call.time(3, graph=True).graph_ns == []
-    assert call.wrong_elements(graph=True) == 0
+    worker = Worker(driver)
+    reasons = worker.prepare(array_case("all_reduce", 64, 1, "float32", "sum", "torch"))
+    assert reasons == ("", "not captured: RuntimeError: cannot be captured")
+    assert "graph" not in worker.time(3)
+    assert worker.check() == 0
 
 
 def test_a_corrupted_list_on_a_stream_is_found_out(stream: StreamDevice) -> None:
-    call = gpu_call(
-        OneRankOnAStream(stream, 2), list_case("resnet50", "int8", "sum", "torch"), graph=False
-    )
-    assert call.time(2, graph=False).graph_ns == []
-    assert call.wrong_elements(graph=False) == 4
+    worker = Worker(OneRankOnAStream(stream, 2))
+    worker.prepare(list_case("resnet50", "int8", "sum", "torch"))
+    worker.drop_graph()
+    assert "graph" not in worker.time(2)
+    assert worker.check() == 4
 
 
 def stream_engine(name: str, driver: str) -> Engine:
@@ -228,7 +228,7 @@ def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
         stream_engine("fastdist", "fastdist_cuda"),
         stream_engine("torch", "torch_nccl"),  # refuses to be captured
     ]
-    effort = Effort(iterations=4, warmup=1, rounds=2, bind=False, graph=True)
+    effort = Effort(iterations=4, warmup=1, rounds=2)
     with Session(engines, 2, effort, APART) as session:
         (case,) = array_cases("all_reduce", (4096,), 2, array="torch")
         row = session.measure(case)
@@ -349,7 +349,7 @@ def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
 def test_overlapped_buckets_bring_every_tensor_back(tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
-    from fastdist.cli.bench.engine_drivers import TorchDriver
+    from fastdist.cli.bench.drivers import bucketed, torch_arrays
 
     dist.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
@@ -357,9 +357,8 @@ def test_overlapped_buckets_bring_every_tensor_back(tmp_path: Path) -> None:
     try:
         tensors = [torch.arange(4_000_000.0), torch.ones(3), torch.arange(5_000_000.0)]
         expected = [tensor.clone() for tensor in tensors]
-        case = list_case("resnet50", "float32", "sum", "torch")
-        calls = TorchDriver("test", overlap=True)
-        calls.bind_list(case, tensors)()
+        begin = partial(dist.all_reduce, async_op=True)
+        bucketed(torch_arrays(), torch._foreach_copy_, tensors, "float32", begin)()
         assert all(torch.equal(got, right) for got, right in zip(tensors, expected, strict=True))
     finally:
         dist.destroy_process_group()

@@ -23,9 +23,8 @@ from fastdist.cli.bench.cases import (
     buffer_elements,
     list_case,
 )
-from fastdist.cli.bench.driver import ArrayLibrary, Call, numpy_arrays
+from fastdist.cli.bench.drivers import ArrayLibrary, Call, numpy_arrays
 from fastdist.cli.bench.engine_ranks import reason_in
-from fastdist.cli.bench.measured_call import MeasuredCall
 from fastdist.cli.bench.models import gradient_shapes
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
@@ -41,6 +40,7 @@ from fastdist.cli.bench.results import (
     slowest_rank,
 )
 from fastdist.cli.bench.verify import count_wrong, patterned_inputs, write_input
+from fastdist.cli.bench.worker import Worker
 from fastdist.cli.machine_facts import total_cache_bytes
 from fastdist.cli.sizes import format_size, parse_size, parse_sizes
 from hypothesis import given
@@ -225,6 +225,8 @@ class OneRankDriver:
         pass
 
     def bind(self, case: Case, passes: Any, gets: Any) -> Call:
+        passes = passes[-1] if case.model else passes
+
         def call() -> None:
             result = passes if gets is None else gets
             result[:] = passes
@@ -232,32 +234,26 @@ class OneRankDriver:
 
         return call
 
-    def bind_list(self, case: Case, arrays: Any) -> Call:
-        return self.bind(case, arrays[-1], None)
-
-    def close(self) -> None:
-        pass
-
 
 @pytest.mark.parametrize("corrupted", [0, 3])
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
 def test_a_corrupting_engine_is_found_out_in_timed_calls_and_after(
     name: str, corrupted: int
 ) -> None:
-    call = MeasuredCall(
-        OneRankDriver(corrupted), array_case(name, 4000, 1, "float32", "sum", "numpy")
-    )
-    times = call.time(4)
-    assert len(times.times_ns) == 4
-    assert 0 < sum(times.times_ns) <= times.wall_ns
-    assert (times.host_ns, times.graph_ns) == ([], [])
-    assert call.wrong_elements() == 2 * corrupted  # of the last timed call, and of one more
+    worker = Worker(OneRankDriver(corrupted))
+    assert worker.prepare(array_case(name, 4000, 1, "float32", "sum", "numpy")) == ("", "")
+    times = worker.time(4)
+    assert times.keys() == {"times", "wall"}
+    assert len(times["times"]) == 4
+    assert 0 < sum(times["times"]) <= times["wall"][0]
+    assert worker.check() == 2 * corrupted  # of the last timed call, and of one more
 
 
 def test_a_corrupted_list_is_found_out() -> None:
-    call = MeasuredCall(OneRankDriver(2), list_case("resnet50", "int8", "sum", "numpy"))
-    call.time(1)
-    assert call.wrong_elements() == 4
+    worker = Worker(OneRankDriver(2))
+    worker.prepare(list_case("resnet50", "int8", "sum", "numpy"))
+    worker.time(1)
+    assert worker.check() == 4
 
 
 # Figures and tables

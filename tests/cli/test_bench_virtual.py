@@ -33,7 +33,7 @@ def engine(ranks: int, gpus: int) -> Engine:
 @pytest.fixture(scope="module", params=[1, 2], ids=["shared", "apart"])
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
     """Two ranks that share a GPU, or have one each."""
-    effort = Effort(iterations=2, warmup=1, rounds=1, bind=False, graph=True)
+    effort = Effort(iterations=2, warmup=1, rounds=1)
     placement = Placement(("virtual",) * request.param, (0, 1 % request.param))
     with Session([engine(2, request.param)], 2, effort, placement) as session:
         yield session

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
-from fastdist.cli.bench.driver import ArrayLibrary, numpy_arrays
+from fastdist.cli.bench.drivers import ArrayLibrary, numpy_arrays
 
 Step = Callable[[], object]
 

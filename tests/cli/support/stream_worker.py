@@ -5,14 +5,12 @@ Started as the bench's own worker is; stands in for the drivers of GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fastdist.cli.bench import engine_drivers
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import ArrayLibrary
-from fastdist.cli.bench.engine_drivers import FastdistDriver
+from fastdist.cli.bench.drivers import DRIVERS, ArrayLibrary, FastdistDriver
 from fastdist.cli.bench.worker import main
 from stream_device import StreamDevice
 
@@ -34,12 +32,8 @@ class StreamDriver(FastdistDriver):
         return self.gpu.arrays
 
     def bind(self, case: Case, passes: Any, gets: Any) -> Call:
-        return self._enqueued(super().bind(case, passes, gets))
+        call = super().bind(case, passes, gets)
 
-    def bind_list(self, case: Case, arrays: Sequence[Any]) -> Call:
-        return self._enqueued(super().bind_list(case, arrays))
-
-    def _enqueued(self, call: Call) -> Call:
         def enqueue() -> None:
             if self.gpu.is_capturing and not self._is_capturable:
                 raise RuntimeError("this is not captured")
@@ -49,6 +43,6 @@ class StreamDriver(FastdistDriver):
 
 
 if __name__ == "__main__":
-    engine_drivers.open_cuda = partial(StreamDriver, True)
-    engine_drivers.open_nccl = partial(StreamDriver, False)  # type: ignore[assignment]
+    DRIVERS["fastdist_cuda"] = partial(StreamDriver, True)
+    DRIVERS["torch_nccl"] = partial(StreamDriver, False)
     raise SystemExit(main())

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from time import perf_counter_ns
 
 import virtual_arrays as va
-from fastdist.cli.bench import gpu
-from fastdist.cli.bench.driver import ArrayLibrary
+from fastdist.cli.bench import drivers
+from fastdist.cli.bench.drivers import ArrayLibrary
 from fastdist.cli.bench.worker import main
 from small_list import add_small_list
 
@@ -86,7 +86,7 @@ class VirtualGpu:
 
 def stand_in_for_torch() -> None:
     """From now on the bench's GPUs are virtual, where it asks for torch's."""
-    gpu.Gpu = VirtualGpu  # type: ignore[assignment,misc]
+    drivers.Gpu = VirtualGpu  # type: ignore[assignment,misc]
 
 
 if __name__ == "__main__":

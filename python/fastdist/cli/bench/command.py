@@ -91,8 +91,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
         time_s=options.time_s,
         iterations=options.iters,
         rounds=min(ROUNDS, options.iters or ROUNDS),
-        bind=on_cpu,
-        graph=not on_cpu,
     )
     names = parse_peers(options.vs, options.device) if options.vs else ()
     peers, missing = find_peers(names, ranks)

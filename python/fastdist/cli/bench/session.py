@@ -15,16 +15,15 @@ import signal
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
 from fastdist.cli.bench.gpu import Placement
-from fastdist.cli.bench.measured_call import Times
 from fastdist.cli.bench.peers import Engine
 from fastdist.cli.bench.results import Measurement, Row
 from fastdist.cli.machine_facts import largest_cache_bytes, total_cache_bytes
@@ -46,73 +45,61 @@ class Effort:
     iterations: int | None = None  # timed calls; None: as many as fit in `time_s`
     warmup: int = 5  # calls before the timed calls
     rounds: int = ROUNDS  # turns of each engine
-    bind: bool = True  # each rank to a core of its own, if there are enough cores
     timeout_s: float = 300.0  # to wait for an answer of an engine
-    graph: bool = False  # on GPUs: also replay a graph with the call
 
 
-@dataclass(slots=True)
 class _Contender:
     """One engine while a case is measured."""
 
-    processes: EngineRanks
-    effort: Effort
-    iterations: int = 0
-    slowest: Times = field(default_factory=lambda: Times([], 0))  # of all turns
-    wrong: int = 0
-    unsupported: str = ""
-    no_graph: str = ""
-
-    def command(self, name: str, **arguments: object) -> list[Any]:
-        graph = self.effort.graph and not self.no_graph
-        return self.processes.command(name, graph=graph, **arguments)
-
-    def prepare(self, case: Case) -> None:
+    def __init__(self, ranks: EngineRanks, effort: Effort, case: Case) -> None:
         """Make the arrays, warm up, and find the number of iterations per round."""
-        replies = self.command("prepare", case=case)
-        self.unsupported = next((r["unsupported"] for r in replies if "unsupported" in r), "")
+        self._ranks = ranks
+        self._warmup = effort.warmup
+        self._times_ns: dict[str, list[int]] = defaultdict(list)  # of all turns, by kind
+        reasons = zip(*ranks.command("prepare", case=case), strict=True)
+        self.unsupported, self._no_graph = (next(filter(None, each), "") for each in reasons)
         if self.unsupported:
             return
-        self.no_graph = next((r["no_graph"] for r in replies if r["no_graph"]), "")
-        self.command("time", iterations=max(1, self.effort.warmup))
-        if self.effort.iterations is not None:
-            self.iterations = max(1, -(-self.effort.iterations // self.effort.rounds))
+        if self._no_graph:
+            ranks.command("drop_graph")
+        self._time(max(1, effort.warmup))
+        if effort.iterations is not None:
+            self._iterations = max(1, -(-effort.iterations // effort.rounds))
             return
-        round_s = self.effort.time_s / self.effort.rounds
-        trial = 1
-        while (trial_s := self._wall_s(trial)) < round_s / 4 and trial < _MOST_ITERATIONS:
+        round_ns = 1e9 * effort.time_s / effort.rounds
+        trial, least_ns = 1, round_ns / 4
+        while (trial_ns := self._time(trial)["wall"][0]) < least_ns and trial < _MOST_ITERATIONS:
             trial *= 4
-        self.iterations = min(_MOST_ITERATIONS, max(2, int(trial * round_s / trial_s)))
+        self._iterations = min(_MOST_ITERATIONS, max(2, int(trial * round_ns / trial_ns)))
 
-    def _wall_s(self, iterations: int) -> float:
-        ranks: list[Times] = self.command("time", iterations=iterations)
-        return max(times.wall_ns for times in ranks) / 1e9
+    def _time(self, iterations: int) -> dict[str, list[int]]:
+        """Time calls; return the slowest rank's times by kind, as `Worker.time` does."""
+        ranks = self._ranks.command("time", iterations=iterations)
+        return {kind: results.slowest_rank([times[kind] for times in ranks]) for kind in ranks[0]}
 
-    def time(self) -> None:
-        """Take a turn."""
+    def take_turn(self) -> None:
+        """Time the calls of a round."""
         # Before the first calls of a turn, the caches hold the data of another engine.
-        settle = min(self.effort.warmup, self.iterations)
-        ranks: list[Times] = self.command("time", iterations=settle + self.iterations)
-        for name in ("times_ns", "host_ns", "graph_ns"):
-            slowest = results.slowest_rank([getattr(times, name) for times in ranks])
-            getattr(self.slowest, name).extend(slowest[settle:])
+        settle = min(self._warmup, self._iterations)
+        for kind, times_ns in self._time(settle + self._iterations).items():
+            self._times_ns[kind] += times_ns[settle:]
 
     def measurement(self) -> Measurement:
-        """Return the figures of all turns."""
-        name = self.processes.engine.name
+        """Check the results, and return the figures of all turns."""
+        name = self._ranks.engine.name
         if self.unsupported:
             return Measurement(name, unsupported=self.unsupported)
-        times = self.slowest
+        times_ns = self._times_ns
         return Measurement(
             name,
-            p50_us=results.median_us(times.times_ns) or 0.0,
-            p99_us=results.p99_us(times.times_ns) or 0.0,
-            iterations=len(times.times_ns),
-            wrong=self.wrong,
-            host_us=results.median_us(times.host_ns),
-            host_p99_us=results.p99_us(times.host_ns),
-            graph_us=results.median_us(times.graph_ns),
-            no_graph=self.no_graph,
+            p50_us=results.median_us(times_ns["times"]) or 0.0,
+            p99_us=results.p99_us(times_ns["times"]) or 0.0,
+            iterations=len(times_ns["times"]),
+            wrong=sum(self._ranks.command("check")),
+            host_us=results.median_us(times_ns["host"]),
+            host_p99_us=results.p99_us(times_ns["host"]),
+            graph_us=results.median_us(times_ns["graph"]),
+            no_graph=self._no_graph,
         )
 
 
@@ -166,7 +153,7 @@ class Session:
         for engine in list(self._engines):
             with self._may_fail(engine):
                 engine.connect(_START_TIMEOUT_S, deadline)
-                if self._effort.bind and self._ranks <= len(cores):
+                if self._placement is None and self._ranks <= len(cores):
                     engine.command("bind", cores=cores)
 
     @contextlib.contextmanager
@@ -208,13 +195,10 @@ class Session:
 
     def measure(self, case: Case, on_round: Callable[[], None] = lambda: None) -> Row:
         """Measure a case on every engine; call `on_round` after each of `Effort.rounds` rounds."""
-        contenders = [_Contender(engine, self._effort) for engine in self._engines]
-        for contender in contenders:
-            contender.prepare(case)
+        contenders = [_Contender(engine, self._effort, case) for engine in self._engines]
         if reason := contenders[0].unsupported:
             message = f"fastdist {case.collective} of {case.label}: {reason}"
             raise EngineError(message, "fastdist", reason)
-        running = [contender for contender in contenders if not contender.unsupported]
         fits_caches = 0 < results.buffer_bytes(case, self._ranks) <= self._cache_bytes
         needs_copies = not fits_caches or not self._copies_ns  # no floor is shown, once is enough
         copies_ns: list[int] = []
@@ -224,19 +208,14 @@ class Session:
                     "copy", nbytes=self._copy_bytes, iterations=_COPIES
                 )
                 copies_ns += results.slowest_rank(copies)[1:]
-            for contender in running:
-                contender.time()
+            for contender in contenders:
+                if not contender.unsupported:
+                    contender.take_turn()
             on_round()
-        for contender in running:
-            contender.wrong = sum(contender.command("check"))
-        for engine in self._engines:
-            engine.command("release")
         self._copies_ns += copies_ns
+        floor_us = 0.0
+        if self._placement is None or self._placement.is_shared:
+            bandwidth = self._bandwidth(copies_ns or self._copies_ns)
+            floor_us = results.floor_us(case, self._ranks, bandwidth)
         ours, *others = (contender.measurement() for contender in contenders)
-        floor = self._floor_us(case, copies_ns or self._copies_ns)
-        return Row(case, self._ranks, floor, ours, tuple(others), fits_caches)
-
-    def _floor_us(self, case: Case, copies_ns: Sequence[int]) -> float:
-        if self._placement is not None and not self._placement.is_shared:
-            return 0.0
-        return results.floor_us(case, self._ranks, self._bandwidth(copies_ns))
+        return Row(case, self._ranks, floor_us, ours, tuple(others), fits_caches)

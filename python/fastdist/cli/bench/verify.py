@@ -8,7 +8,7 @@ table holds the expected result of any size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdist.cli.bench.cases import ROOT
-from fastdist.cli.bench.driver import Array, ArrayLibrary
+from fastdist.cli.bench.drivers import Array, ArrayLibrary
 
 Table = npt.NDArray[Any]
+Piece = tuple[int, Table, int]  # elements of an array, their table, and the phase
 
 _PERIOD = 1009
 _BLOCK = 1 << 16
@@ -70,12 +71,14 @@ def filled_inputs(world_size: int, iteration: int, dtype: str, redop: str) -> In
     return _inputs([np.array([value]) for value in values], dtype, redop)
 
 
-def _blocks(length: int, phase: int) -> Iterator[tuple[int, int, slice]]:
-    """Yield (start, stop, part of a table) for the blocks of a sequence from `phase` on."""
-    for start in range(0, length, _BLOCK):
-        stop = min(start + _BLOCK, length)
-        offset = (phase + start) % _PERIOD
-        yield start, stop, slice(offset, offset + stop - start)
+def _blocks(pieces: Sequence[Piece], phase: int) -> Iterator[tuple[int, Table]]:
+    """Yield (start, content) for the blocks of an array of `pieces`, in a sequence from `phase`."""
+    begin = 0
+    for length, table, piece_phase in pieces:
+        for start in range(0, length, _BLOCK):
+            offset = (phase + piece_phase + start) % _PERIOD
+            yield begin + start, table[offset : offset + min(_BLOCK, length - start)]
+        begin += length
 
 
 def write_input(
@@ -83,14 +86,12 @@ def write_input(
 ) -> None:
     """Fill an array with this rank's input, from position `phase` of the sequence on."""
     flat = library.flat(array)
-    for start, _, part in _blocks(len(flat), phase):
-        library.write(flat, start, inputs.ranks[rank][part])
+    for start, block in _blocks([(len(flat), inputs.ranks[rank], 0)], phase):
+        library.write(flat, start, block)
 
 
-def _pieces(
-    collective: str, rank: int, inputs: Inputs, length: int
-) -> list[tuple[int, Table, int]]:
-    """Return the pieces of a rank's expected result as (elements, table, phase)."""
+def _pieces(collective: str, rank: int, inputs: Inputs, length: int) -> list[Piece]:
+    """Return the pieces of a rank's expected result."""
     block = length // len(inputs.ranks)
     reduced, passed_by_root = inputs.reduced, inputs.ranks[ROOT]
     gathered = [(block, table, 0) for table in inputs.ranks]
@@ -112,18 +113,13 @@ def count_wrong(
 ) -> int:
     """Count the wrong elements of a rank's result."""
     flat = library.flat(array)
-    wrong = begin = 0
-    for length, table, piece_phase in _pieces(collective, rank, inputs, len(flat)):
-        for start, stop, part in _blocks(length, phase + piece_phase):
-            got = library.read(flat, begin + start, begin + stop)
-            if not np.array_equal(got, table[part]):
-                wrong += _differing(got, table[part], inputs.tolerance)
-        begin += length
+    wrong = 0
+    for start, expected in _blocks(_pieces(collective, rank, inputs, len(flat)), phase):
+        got = library.read(flat, start, start + len(expected))
+        if inputs.tolerance:
+            error = np.abs(got - expected, dtype=np.float64)
+            is_right = error <= inputs.tolerance * np.abs(expected)
+        else:
+            is_right = got == expected
+        wrong += int(np.count_nonzero(~is_right))
     return wrong
-
-
-def _differing(got: Table, expected: Table, tolerance: float) -> int:
-    if not tolerance:
-        return int(np.count_nonzero(got != expected))
-    error = np.abs(got - expected, dtype=np.float64)
-    return int(np.count_nonzero(~(error <= tolerance * np.abs(expected))))

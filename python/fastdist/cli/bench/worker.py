@@ -3,80 +3,280 @@
     python -m fastdist.cli.bench.worker --driver KIND --socket PATH
 
 Exits with 1 after an error, which it sends to the bench, or if the bench has ended.
+
+A call on a GPU enqueues work and returns. Three times are measured separately:
+
+- the time of the work, between two events. The stream is kept busy until all calls of a batch are
+  enqueued, so that the GPU never waits for the host between the two events;
+- the time of the host, until the call returns, with the stream busy throughout;
+- the time of a replay of a graph with the call, between two events.
+
+Before each timed call this rank writes its data, and the streams of all ranks wait for each other.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from multiprocessing.connection import Client
 from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 
 import fastdist._core as _core
-from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.driver import Call, Driver, UnsupportedCaseError, open_driver
-from fastdist.cli.bench.measured_call import LEAD_BYTES, Batches, MeasuredCall, Times, work_ns
+from fastdist.cli.bench import verify
+from fastdist.cli.bench.cases import COLLECTIVES, ROOT, Case, buffer_elements
+from fastdist.cli.bench.drivers import DRIVERS, Array, Call, Driver, UnsupportedCaseError
+from fastdist.cli.bench.models import gradient_shapes
 from fastdist.cluster.launch import detect_launch
+
+_SPREAD_NS = 10_000_000
+# The calls of a batch, with the fills of their arrays, fit into the queue of a device.
+_MOST_IN_BATCH = 32
+_FIRST_LEAD, _MOST_LEAD = 32, 500  # copies, which also take places in the device's queue
+
+LEAD_BYTES = 64 << 20
+
+
+class Batches:
+    """Times calls on one GPU, in batches of at most `most`.
+
+    `lead` enqueues a copy. Copies keep the stream busy while the host enqueues a batch.
+    """
+
+    def __init__(self, gpu: Any, lead: Call, most: int) -> None:
+        self._gpu = gpu
+        self._most = most
+        self._lead = lead
+        self._copies = _FIRST_LEAD
+        self._events = [(gpu.event(), gpu.event()) for _ in range(most)]
+        self._behind = gpu.event()
+
+    def work_ns(self, prepare: Sequence[Call], call: Call) -> list[int]:
+        """Return the time of each call's work in ns; a call of `prepare` precedes each call."""
+        times_ns: list[int] = []
+        for first in range(0, len(prepare), self._most):
+            batch = list(zip(prepare[first : first + self._most], self._events, strict=False))
+            with self._batch():
+                for before, (start, end) in batch:
+                    before()
+                    start.record()
+                    call()
+                    end.record()
+            times_ns += [int(start.elapsed_time(end) * 1e6) for _, (start, end) in batch]
+        return times_ns
+
+    def host_ns(self, prepare: Call, call: Call, number: int) -> list[int]:
+        """Return the time until each call returns in ns; `prepare` precedes each batch."""
+        times_ns: list[int] = []
+        while len(times_ns) < number:
+            with self._batch():
+                prepare()
+                for _ in range(min(self._most, number - len(times_ns))):
+                    called = perf_counter_ns()
+                    call()
+                    times_ns.append(perf_counter_ns() - called)
+        return times_ns
+
+    @contextmanager
+    def _batch(self) -> Iterator[None]:
+        """Keep the stream busy while calls are enqueued inside; then wait for them.
+
+        The next lead is longer if this lead was too short.
+        """
+        for _ in range(self._copies):
+            self._lead()
+        self._behind.record()
+        yield
+        if self._behind.query():
+            self._copies = min(_MOST_LEAD, 2 * self._copies)
+        self._gpu.synchronize()
+
+
+def work_ns(prepare: Sequence[Call], call: Call) -> list[int]:
+    """Return the time of each call on the host in ns; a call of `prepare` precedes each call."""
+    times_ns = []
+    for before in prepare:
+        before()
+        began = perf_counter_ns()
+        call()
+        times_ns.append(perf_counter_ns() - began)
+    return times_ns
 
 
 class Worker:
-    """Executes the commands of the bench, one method per command."""
+    """Executes the commands of the bench, one method per command. Every rank must call each."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._call: MeasuredCall | None = None  # of the case
         gpu = driver.gpu
         self._lead: Call | None = None if gpu is None else gpu.copy_call(LEAD_BYTES)
+        self._batches: Batches | None = None
         self._copy: Call | None = None
+        self._passes: list[Array] = []
+        self._gets: list[Array] = []
+        self._call: Call | None = None
+        self._replay: Call | None = None
 
     def bind(self, cores: Sequence[int]) -> None:
         """Bind this rank's thread to one core, but not the threads of the engine."""
         os.sched_setaffinity(0, {cores[self._driver.rank]})
 
-    def prepare(self, case: Case, graph: bool) -> dict[str, str]:
-        """Make the arrays of a case and call once, to find out whether the engine supports it."""
+    def prepare(self, case: Case) -> tuple[str, str]:
+        """Make the arrays of a case in place of the last one's, and call once.
+
+        Returns why the engine does not support it, and why the call is not captured in a graph.
+        """
+        self._call = self._replay = None
+        self._fillers: list[Any] = []
+        self._passes, self._gets = [], []
         try:
-            self._call = MeasuredCall(self._driver, case, self._lead, graph)
-            self._call.time(1)
+            return "", self._prepare(case)
         except UnsupportedCaseError as error:
-            return {"unsupported": str(error)}
+            return str(error), ""
         except Exception as error:
-            return {"unsupported": f"{type(error).__name__}: {error}"}
-        return {"no_graph": self._call.no_graph}
+            return f"{type(error).__name__}: {error}", ""
 
-    def time(self, iterations: int, graph: bool) -> Times:
-        """Time a number of calls."""
+    def _prepare(self, case: Case) -> str:
+        driver, gpu = self._driver, self._driver.gpu
+        self._case, self._library = case, driver.arrays(case.array)
+        make = partial(self._library.make, dtype=case.dtype)
+        if case.model:
+            self._passes = [make(shape) for shape in gradient_shapes(case.model)]
+            self._call = driver.bind(case, self._passes, None)
+        else:
+            elements = buffer_elements(case.collective, case.count, driver.rank, driver.world_size)
+            self._passes, self._gets = ([make((count,))] if count else [] for count in elements)
+            passes, gets = (next(iter(arrays), None) for arrays in (self._passes, self._gets))
+            self._call = driver.bind(case, passes, gets)
+        self._fillers = [self._library.filler(array) for array in self._passes]
+        self._fill(1)
+        self._call()  # engines connect in the first call, which cannot be captured
+        if self._lead is None:
+            return ""
+        most = _MOST_IN_BATCH // max(1, len(self._passes))
+        self._batches = Batches(gpu, self._lead, max(1, most))
+        gpu.synchronize()
+        try:
+            self._replay = gpu.capture(self._call)
+        except Exception as error:
+            return f"not captured: {type(error).__name__}: {error}"
+        finally:
+            gpu.synchronize()
+        return ""
+
+    def drop_graph(self) -> None:
+        """Measure no replays of this case, as another rank has no graph."""
+        self._replay = None
+
+    def _fill(self, value: float) -> None:
+        """Set every element of the passed arrays, and wait for the other ranks.
+
+        The data is left in this rank's cache, as by a computation.
+        """
+        for fill in self._fillers:
+            fill(value)
+        self._driver.barrier()
+
+    def time(self, iterations: int) -> dict[str, list[int]]:
+        """Time calls, and replays of a graph; return ns by kind of time.
+
+        The kinds are "times" of calls, on a GPU of the enqueued work; "host", until each call
+        returns, and "graph", of replays, on a GPU; and "wall", of the whole loop.
+        """
         assert self._call is not None
-        return self._call.time(iterations, graph)
+        self._last_iteration = iterations - 1
+        rank, world_size, redop = self._driver.rank, self._driver.world_size, self._case.redop
+        values = (verify.fill_value(rank, i, world_size, redop) for i in range(iterations))
+        prepare = [partial(self._fill, value) for value in values]
+        times_ns: dict[str, list[int]] = {}
+        if self._batches is None:
+            _spread_ranks()
+            self._driver.barrier()
+            began = perf_counter_ns()
+            times_ns["times"] = work_ns(prepare, self._call)
+        else:
+            self._driver.barrier()
+            self._driver.gpu.synchronize()
+            began = perf_counter_ns()
+            times_ns["host"] = self._batches.host_ns(partial(self._fill, 1), self._call, iterations)
+            if self._replay is not None:
+                times_ns["graph"] = self._batches.work_ns(prepare, self._replay)
+            # Last, so that the results of these calls are checked.
+            times_ns["times"] = self._batches.work_ns(prepare, self._call)
+        return times_ns | {"wall": [perf_counter_ns() - began]}
 
-    def check(self, graph: bool) -> int:
-        """Count wrong elements."""
-        assert self._call is not None
-        return self._call.wrong_elements(graph)
+    def check(self) -> int:
+        """Count wrong elements of the last timed call, of one more, and of a replay.
 
-    def release(self) -> None:
-        """Free the arrays of the case."""
-        self._call = None
+        The data of the additional calls differs per element.
+        """
+        case, rank, world_size = self._case, self._driver.rank, self._driver.world_size
+        if case.collective == "barrier":
+            return 0
+        wrong = self._differing(
+            verify.filled_inputs(world_size, self._last_iteration, case.dtype, case.redop)
+        )
+        inputs = verify.patterned_inputs(world_size, case.dtype, case.redop)
+        for call in filter(None, (self._call, self._replay)):
+            for array, phase in _with_phases(self._passes):
+                verify.write_input(self._library, array, inputs, rank, phase)
+            for array in self._gets:
+                # No right result has 101, so that elements that are not written count as wrong.
+                self._library.filler(array)(101)
+            self._driver.barrier()
+            call()
+            wrong += self._differing(inputs)
+        return wrong
+
+    def _differing(self, inputs: verify.Inputs) -> int:
+        collective, rank = self._case.collective, self._driver.rank
+        if collective == "reduce" and rank != ROOT:
+            return 0  # only the root has a result
+        results = self._gets if COLLECTIVES[collective].gets else self._passes
+        return sum(
+            verify.count_wrong(self._library, array, collective, rank, inputs, phase)
+            for array, phase in _with_phases(results)
+        )
 
     def copy(self, nbytes: int, iterations: int) -> list[int]:
         """Time copies of a buffer on all ranks at the same time, for the floor."""
+        gpu = self._driver.gpu
         if self._copy is None:  # every message asks for the same size
-            self._copy = self._bind_copy(nbytes)
+            self._copy = (
+                partial(_core.stream_copy, np.zeros(nbytes // 8), np.ones(nbytes // 8))
+                if gpu is None
+                else gpu.copy_call(nbytes)
+            )
         barriers = [self._driver.barrier] * iterations
         if self._lead is None:
             return work_ns(barriers, self._copy)
-        return Batches(self._driver.gpu, self._lead, iterations).work_ns(barriers, self._copy)
+        return Batches(gpu, self._lead, iterations).work_ns(barriers, self._copy)
 
-    def _bind_copy(self, nbytes: int) -> Call:
-        if self._lead is None:
-            return partial(_core.stream_copy, np.zeros(nbytes // 8), np.ones(nbytes // 8))
-        copy: Call = self._driver.gpu.copy_call(nbytes)
-        return copy
+
+def _with_phases(arrays: Sequence[Array]) -> list[tuple[Array, int]]:
+    """Pair each array with the number of elements before it, so that all arrays differ."""
+    sizes = [math.prod(array.shape) for array in arrays]
+    return list(zip(arrays, accumulate(sizes, initial=0), strict=False))
+
+
+def _spread_ranks() -> None:
+    """Keep this rank's core busy until the scheduler has given each rank a core of its own.
+
+    A message wakes ranks on the core of its sender. If they waited for each other there, the calls
+    would show the scheduler's time slices and not the speed of the engine.
+    """
+    end = perf_counter_ns() + _SPREAD_NS
+    while perf_counter_ns() < end:
+        pass
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,14 +289,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         launch = detect_launch()
         channel.send(0 if launch is None else launch.rank)
-        driver = open_driver(options.driver)
+        driver = DRIVERS[options.driver]()
         worker = Worker(driver)
         channel.send(("", driver.version))
         # While it waits it takes no processor time from the engine that is measured.
         while (message := channel.recv())[0] != "quit":
             command, given = message
             channel.send(("", getattr(worker, command)(**given)))
-        driver.close()
+        if driver.gpu is not None:
+            driver.gpu.synchronize()
+        driver.leave()
     except (EOFError, ConnectionError):
         os._exit(1)  # leaving the engine could wait for ranks that have ended
     except BaseException:

@@ -1,0 +1,407 @@
+"""The drivers of all engines: fastdist, torch.distributed, MPI through mpi4py; and their arrays."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import fastdist  # registers the backend of torch.distributed
+import fastdist._core as _core
+from fastdist.cli.bench.cases import COLLECTIVES, DTYPE_BYTES, ROOT, Case
+from fastdist.cli.bench.gpu import gpu_of_rank
+from fastdist.cluster.launch import detect_launch
+from fastdist.collectives.engines import nccl_library
+
+Array = Any  # a numpy array or a torch tensor
+Block = npt.NDArray[Any]
+Call = Callable[[], object]
+
+_BUCKET_BYTES = 25 << 20
+
+
+class UnsupportedCaseError(Exception):
+    """The engine does not support the operation, dtype or array."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLibrary:
+    """Makes, fills and reads one library's arrays."""
+
+    make: Callable[[Sequence[int], str], Array]  # uninitialized, of a shape and a dtype name
+    flat: Callable[[Array], Array]  # a one-dimensional view
+    filler: Callable[[Array], Callable[[float], object]]  # the method that sets every element
+    write: Callable[[Array, int, Block], None]  # copies a block into a flat array, from an index on
+    read: Callable[[Array, int, int], Block]  # part of a flat array; float32 if numpy has no dtype
+
+
+def _write(flat: Array, start: int, block: Array) -> None:
+    flat[start : start + len(block)] = block
+
+
+def numpy_arrays() -> ArrayLibrary:
+    """Return the library of numpy arrays."""
+
+    def make(shape: Sequence[int], dtype: str) -> Array:
+        if dtype == "bfloat16":
+            raise UnsupportedCaseError("numpy has no bfloat16")
+        return np.empty(tuple(shape), dtype)
+
+    return ArrayLibrary(
+        make=make,
+        flat=lambda array: array.reshape(-1),
+        filler=lambda array: array.fill,
+        write=_write,
+        read=lambda flat, start, stop: flat[start:stop],
+    )
+
+
+def torch_arrays(device: str = "cpu") -> ArrayLibrary:
+    """Return the library of torch tensors."""
+    torch: Any = importlib.import_module("torch")
+
+    def read(flat: Array, start: int, stop: int) -> Block:
+        part = flat[start:stop]
+        block: Block = (part.float() if part.dtype == torch.bfloat16 else part).cpu().numpy()
+        return block
+
+    return ArrayLibrary(
+        make=lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype), device=device),
+        flat=lambda array: array.view(-1),
+        filler=lambda array: array.fill_,
+        write=lambda flat, start, block: _write(flat, start, torch.from_numpy(block)),
+        read=read,
+    )
+
+
+class Gpu:
+    """The GPU of this rank and a torch stream, both made current in this thread."""
+
+    def __init__(self, device: int) -> None:
+        torch: Any = importlib.import_module("torch")
+        if not torch.cuda.is_available():
+            raise RuntimeError(
+                f"torch {torch.__version__} sees no GPU: it was built for "
+                f"{'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}; "
+                "install a torch for this machine's CUDA, see pytorch.org"
+            )
+        torch.cuda.set_device(device)
+        self._cuda = torch.cuda
+        self._stream = torch.cuda.Stream()  # the default one cannot be captured
+        torch.cuda.set_stream(self._stream)
+        self.event = partial(torch.cuda.Event, enable_timing=True)
+        self.synchronize = torch.cuda.synchronize
+        self.device = device
+        self.arrays = torch_arrays(f"cuda:{device}")
+
+    def copy_call(self, nbytes: int) -> Call:
+        """Return a call that enqueues a copy between two new buffers."""
+        to, source = (self.arrays.make((nbytes,), "uint8") for _ in range(2))
+        source.fill_(1)
+        return lambda: to.copy_(source)
+
+    def capture(self, call: Call) -> Call:
+        """Capture a call in a graph; return a call that enqueues the graph."""
+        graph = self._cuda.CUDAGraph()
+        # Threads that watch communicators may query their events during the capture.
+        with self._cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            call()
+        replay: Call = graph.replay
+        return replay
+
+
+class Driver(ABC):
+    """One rank's side of an engine.
+
+    Attributes:
+        barrier: The engine's own barrier; on GPUs a call that makes their streams meet.
+        leave: Leaves the engine. Every rank must call.
+        gpu: `Gpu` on which the calls run, in the order of its stream; None for the CPU.
+    """
+
+    rank: int
+    world_size: int
+    version: str
+    barrier: Call
+    leave: Call
+    gpu: Any = None
+
+    @abstractmethod
+    def arrays(self, kind: str) -> ArrayLibrary:
+        """Return the arrays for this engine in a run where fastdist takes arrays of `kind`."""
+
+    @abstractmethod
+    def bind(self, case: Case, passes: Any, gets: Array | None) -> Call:
+        """Bind arrays to the collective; the returned call does nothing else.
+
+        `passes` is an array, a list for a case of a list, or None.
+
+        Raises:
+            UnsupportedCaseError: The engine lacks the operation, reduce op or dtype.
+        """
+
+    def ring_neighbors(self) -> tuple[int, int]:
+        """Return the ranks to which this rank of a `send_recv` sends, and from which it gets."""
+        return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+
+    def ring_call(
+        self,
+        send: Callable[[Array, int], object],
+        recv: Callable[[Array, int], object],
+        passes: Array,
+        gets: Array,
+    ) -> Call:
+        """Return `send_recv` by blocking calls; without a deadlock, as odd ranks receive first."""
+        to, source = self.ring_neighbors()
+        pair = [partial(send, passes, to), partial(recv, gets, source)]
+        first, second = reversed(pair) if self.rank % 2 else pair
+
+        def ring() -> None:
+            first()
+            second()
+
+        return ring
+
+
+def bucketed(
+    library: ArrayLibrary,
+    copy_all: Callable[[Sequence[Array], Sequence[Array]], object],
+    arrays: Sequence[Array],
+    dtype: str,
+    begin: Callable[[Array], Any],
+) -> Call:
+    """Return a call that reduces a list as DDP does, in buckets of 25 MB; what fills one closes it.
+
+    `copy_all` copies to arrays, from arrays. `begin` reduces a flat array; what it returns, if
+    anything, is waited for when all are begun, so that buckets are copied while others are reduced.
+    """
+    groups: list[list[Array]] = [[]]
+    for array in map(library.flat, arrays):
+        if sum(map(len, groups[-1])) * DTYPE_BYTES[dtype] >= _BUCKET_BYTES:
+            groups.append([])
+        groups[-1].append(array)
+    buckets = []
+    for group in groups:
+        ends = list(accumulate(map(len, group), initial=0))
+        flat = library.make([ends[-1]], dtype)
+        buckets.append((flat, [flat[start:end] for start, end in pairwise(ends)], group))
+
+    def reduce() -> None:
+        begun = []
+        for flat, parts, group in buckets:
+            copy_all(parts, group)
+            if work := begin(flat):
+                begun.append((work, parts, group))
+            else:
+                copy_all(group, parts)
+        for work, parts, group in begun:
+            work.wait()
+            copy_all(group, parts)
+
+    return reduce
+
+
+class FastdistDriver(Driver):
+    """Calls go to the default communicator; on a GPU, in the order of torch's stream."""
+
+    def __init__(self, gpu: Any = None) -> None:
+        self.gpu = gpu
+        self._comm = comm = fastdist.init()
+        self.rank = comm.rank
+        self.world_size = comm.world_size
+        self.version = f"fastdist {fastdist.__version__}"
+        self.barrier: Call = comm.barrier
+        self.leave = comm.close
+        if gpu is not None:
+            self.version += f" with NCCL {nccl_library.load().version_text}"
+            self.barrier = partial(comm.all_reduce, gpu.arrays.make((1,), "int32"))
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        if self.gpu is not None:
+            library: ArrayLibrary = self.gpu.arrays
+        else:
+            library = torch_arrays() if kind == "torch" else numpy_arrays()
+        return replace(library, make=self._empty) if kind == "empty" else library
+
+    def _empty(self, shape: Sequence[int], dtype: str) -> Array:
+        if self.gpu is None:
+            return self._comm.empty(tuple(shape), dtype)
+        torch_dtype = getattr(importlib.import_module("torch"), dtype)
+        return self._comm.empty(tuple(shape), torch_dtype, f"cuda:{self.gpu.device}")
+
+    def bind(self, case: Case, passes: Any, gets: Array | None) -> Call:
+        comm = self._comm
+        if case.collective == "barrier":
+            return comm.barrier
+        if case.collective == "send_recv":
+            return self.ring_call(comm.send, comm.recv, passes, gets)
+        call = getattr(comm, case.collective)
+        if case.collective in ("gather", "scatter"):
+            return partial(call, passes, ROOT, out=gets)
+        # The default reduce op is omitted, as users do.
+        redop = () if case.redop in ("", "sum") else (case.redop,)
+        out = {} if gets is None else {"out": gets}
+        return partial(call, passes, *redop, **out)
+
+
+def _open_cuda() -> Driver:
+    """Start fastdist on this rank's GPU."""
+    launch = detect_launch()
+    return FastdistDriver(Gpu(gpu_of_rank(0 if launch is None else launch.local_rank)))
+
+
+class TorchDriver(Driver):
+    """Calls go to torch's default process group; on a GPU, in the order of torch's stream.
+
+    On a GPU, buckets are copied while others are reduced, as in DDP, and `send_recv` is one batch,
+    as torch recommends for NCCL.
+    """
+
+    def __init__(self, version: str, gpu: Any = None) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        dist = self._torch.distributed
+        warnings.filterwarnings("ignore", category=FutureWarning)  # renamed collectives
+        self.version = version
+        self.gpu = gpu
+        self._library: ArrayLibrary = torch_arrays() if gpu is None else gpu.arrays
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+        self.barrier = dist.barrier
+        self.leave = dist.destroy_process_group
+        if gpu is not None:
+            self.barrier = partial(dist.all_reduce, self._library.make((1,), "int32"))
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        return self._library
+
+    def bind(self, case: Case, passes: Any, gets: Array | None) -> Call:
+        dist, on_gpu = self._torch.distributed, self.gpu is not None
+        names = {"": "SUM", "mean": "AVG", "prod": "PRODUCT"}
+        redop = getattr(dist.ReduceOp, names.get(case.redop, case.redop.upper()))
+        if case.model:
+            begin = partial(dist.all_reduce, op=redop, async_op=on_gpu)
+            copy_all = self._torch._foreach_copy_
+            return bucketed(self._library, copy_all, passes, case.dtype, begin)
+        if case.collective == "send_recv":
+            if not on_gpu:
+                return self.ring_call(dist.send, dist.recv, passes, gets)
+            to, source = self.ring_neighbors()
+            pair = [dist.P2POp(dist.isend, passes, to), dist.P2POp(dist.irecv, gets, source)]
+            return lambda: [work.wait() for work in dist.batch_isend_irecv(pair)]
+        calls: dict[str, tuple[str, tuple[Any, ...]]] = {
+            "all_reduce": ("all_reduce", (passes, redop)),
+            "reduce": ("reduce", (passes, ROOT, redop)),
+            "broadcast": ("broadcast", (passes, ROOT)),
+            "all_gather": ("all_gather_into_tensor", (gets, passes)),
+            "gather": ("gather", (passes, self._blocks(gets), ROOT)),
+            "scatter": ("scatter", (gets, self._blocks(passes), ROOT)),
+            "reduce_scatter": ("reduce_scatter_tensor", (gets, passes, redop)),
+            "all_to_all": ("all_to_all_single", (gets, passes)),
+            "barrier": ("barrier", ()),
+        }
+        name, arguments = calls[case.collective]
+        return partial(getattr(dist, name), *arguments)
+
+    def _blocks(self, array: Array | None) -> list[Array] | None:
+        return None if array is None else list(array.chunk(self.world_size))
+
+
+def _join(backend: str, version: str) -> Driver:
+    """Start a backend of torch.distributed on the CPU."""
+    torch: Any = importlib.import_module("torch")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(backend)
+    return TorchDriver(version.format(torch.__version__.partition("+")[0]))
+
+
+def _open_nccl() -> Driver:
+    """Start torch's NCCL on this rank's GPU."""
+    torch: Any = importlib.import_module("torch")
+    major, minor, patch = torch.cuda.nccl.version()[:3]
+    if int(os.environ["WORLD_SIZE"]) > len(_core.cuda_devices()):
+        nccl_library.allow_sharing(10000 * major + 100 * minor + patch)  # as fastdist's engine does
+    gpu = Gpu(gpu_of_rank(int(os.environ["RANK"])))
+    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", gpu.device))
+    version = f"torch.distributed {torch.__version__.partition('+')[0]}"
+    return TorchDriver(f"{version} with NCCL {major}.{minor}.{patch}", gpu)
+
+
+def _copy_all(to: Sequence[Array], source: Sequence[Array]) -> None:
+    for target, array in zip(to, source, strict=True):
+        target[...] = array
+
+
+class MpiDriver(Driver):
+    """Calls go to COMM_WORLD.
+
+    For torch tensors, users of mpi4py would pass `tensor.numpy()`, made once.
+    """
+
+    def __init__(self) -> None:
+        self._mpi: Any = importlib.import_module("mpi4py.MPI")
+        self._comm: Any = self._mpi.COMM_WORLD
+        self.rank: int = self._comm.rank
+        self.world_size: int = self._comm.size
+        self.barrier = self._comm.Barrier
+        self.leave = self._mpi.Finalize
+        vendor, numbers = self._mpi.get_vendor()
+        self.version = f"{vendor} {'.'.join(map(str, numbers))}"
+
+    def arrays(self, kind: str) -> ArrayLibrary:
+        return numpy_arrays()
+
+    def bind(self, case: Case, passes: Any, gets: Array | None) -> Call:
+        if COLLECTIVES[case.collective].reduces and case.dtype == "float16":
+            raise UnsupportedCaseError("MPI has no 16-bit floating point numbers")
+        if case.redop == "mean":
+            raise UnsupportedCaseError("MPI has no mean")
+        comm, in_place = self._comm, self._mpi.IN_PLACE
+        redop = getattr(self._mpi, case.redop.upper() or "SUM")
+        if case.model:
+            return bucketed(
+                numpy_arrays(),
+                _copy_all,
+                passes,
+                case.dtype,
+                lambda flat: comm.Allreduce(in_place, flat, redop),
+            )
+        if case.dtype == "float16":
+            passes, gets = (None if a is None else a.view(np.uint16) for a in (passes, gets))
+        if case.collective == "send_recv":
+            return self.ring_call(comm.Send, comm.Recv, passes, gets)
+        reduced = (in_place, passes) if self.rank == ROOT else (passes, None)
+        calls: dict[str, tuple[str, tuple[Any, ...]]] = {
+            "all_reduce": ("Allreduce", (in_place, passes, redop)),
+            "reduce": ("Reduce", (*reduced, redop, ROOT)),
+            "broadcast": ("Bcast", (passes, ROOT)),
+            "all_gather": ("Allgather", (passes, gets)),
+            "gather": ("Gather", (passes, gets, ROOT)),
+            "scatter": ("Scatter", (passes, gets, ROOT)),
+            "reduce_scatter": ("Reduce_scatter_block", (passes, gets, redop)),
+            "all_to_all": ("Alltoall", (passes, gets)),
+            "barrier": ("Barrier", ()),
+        }
+        name, arguments = calls[case.collective]
+        return partial(getattr(comm, name), *arguments)
+
+
+# Each starts an engine from the launcher's environment; every rank must call.
+DRIVERS: dict[str, Callable[[], Driver]] = {
+    "fastdist": FastdistDriver,
+    "fastdist_cuda": _open_cuda,
+    "fastdist_torch": partial(
+        _join, "fastdist", f"fastdist {fastdist.__version__} through torch.distributed"
+    ),
+    "gloo": partial(_join, "gloo", "gloo of torch {}"),
+    "mpi": MpiDriver,
+    "torch_nccl": _open_nccl,
+}

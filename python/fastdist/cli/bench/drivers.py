@@ -297,19 +297,18 @@ class TorchDriver(Driver):
             to, source = self.ring_neighbors()
             pair = [dist.P2POp(dist.isend, passes, to), dist.P2POp(dist.irecv, gets, source)]
             return lambda: [work.wait() for work in dist.batch_isend_irecv(pair)]
-        calls: dict[str, tuple[str, tuple[Any, ...]]] = {
-            "all_reduce": ("all_reduce", (passes, redop)),
-            "reduce": ("reduce", (passes, ROOT, redop)),
-            "broadcast": ("broadcast", (passes, ROOT)),
-            "all_gather": ("all_gather_into_tensor", (gets, passes)),
-            "gather": ("gather", (passes, self._blocks(gets), ROOT)),
-            "scatter": ("scatter", (gets, self._blocks(passes), ROOT)),
-            "reduce_scatter": ("reduce_scatter_tensor", (gets, passes, redop)),
-            "all_to_all": ("all_to_all_single", (gets, passes)),
-            "barrier": ("barrier", ()),
+        calls: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (dist.all_reduce, passes, redop),
+            "reduce": (dist.reduce, passes, ROOT, redop),
+            "broadcast": (dist.broadcast, passes, ROOT),
+            "all_gather": (dist.all_gather_into_tensor, gets, passes),
+            "gather": (dist.gather, passes, self._blocks(gets), ROOT),
+            "scatter": (dist.scatter, gets, self._blocks(passes), ROOT),
+            "reduce_scatter": (dist.reduce_scatter_tensor, gets, passes, redop),
+            "all_to_all": (dist.all_to_all_single, gets, passes),
+            "barrier": (dist.barrier,),
         }
-        name, arguments = calls[case.collective]
-        return partial(getattr(dist, name), *arguments)
+        return partial(*calls[case.collective])
 
     def _blocks(self, array: Array | None) -> list[Array] | None:
         return None if array is None else list(array.chunk(self.world_size))
@@ -379,19 +378,18 @@ class MpiDriver(Driver):
         if case.collective == "send_recv":
             return self.ring_call(comm.Send, comm.Recv, passes, gets)
         reduced = (in_place, passes) if self.rank == ROOT else (passes, None)
-        calls: dict[str, tuple[str, tuple[Any, ...]]] = {
-            "all_reduce": ("Allreduce", (in_place, passes, redop)),
-            "reduce": ("Reduce", (*reduced, redop, ROOT)),
-            "broadcast": ("Bcast", (passes, ROOT)),
-            "all_gather": ("Allgather", (passes, gets)),
-            "gather": ("Gather", (passes, gets, ROOT)),
-            "scatter": ("Scatter", (passes, gets, ROOT)),
-            "reduce_scatter": ("Reduce_scatter_block", (passes, gets, redop)),
-            "all_to_all": ("Alltoall", (passes, gets)),
-            "barrier": ("Barrier", ()),
+        calls: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (comm.Allreduce, in_place, passes, redop),
+            "reduce": (comm.Reduce, *reduced, redop, ROOT),
+            "broadcast": (comm.Bcast, passes, ROOT),
+            "all_gather": (comm.Allgather, passes, gets),
+            "gather": (comm.Gather, passes, gets, ROOT),
+            "scatter": (comm.Scatter, passes, gets, ROOT),
+            "reduce_scatter": (comm.Reduce_scatter_block, passes, gets, redop),
+            "all_to_all": (comm.Alltoall, passes, gets),
+            "barrier": (comm.Barrier,),
         }
-        name, arguments = calls[case.collective]
-        return partial(getattr(comm, name), *arguments)
+        return partial(*calls[case.collective])
 
 
 # Each starts an engine from the launcher's environment; every rank must call.

@@ -22,7 +22,7 @@ class Placement:
     @property
     def is_shared(self) -> bool:
         """True if two ranks have the same GPU."""
-        return len(set(self.of_rank)) < len(self.of_rank)
+        return bool(self.sharing)
 
     @property
     def sharing(self) -> str:

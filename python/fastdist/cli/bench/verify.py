@@ -9,7 +9,6 @@ table holds the expected result of any size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,37 +24,35 @@ _PERIOD = 1009
 _BLOCK = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
 class Inputs:
-    """The inputs of all ranks."""
+    """The inputs of all ranks, in tables that repeat a period.
 
-    ranks: tuple[Table, ...]  # one table per rank
-    reduced: Table  # the reduction of all tables
-    tolerance: float  # largest relative error of a right result
+    Attributes:
+        ranks: One table per rank.
+        reduced: The reduction of all tables.
+        tolerance: Largest relative error of a right result.
+    """
 
-
-def _inputs(ranks: list[Table], dtype: str, redop: str) -> Inputs:
-    readable = np.dtype("float32" if dtype == "bfloat16" else dtype)
-    tables = tuple(np.resize(table, _PERIOD + _BLOCK).astype(readable) for table in ranks)
-    is_float = readable.kind == "f"
-    epsilon = float(np.finfo(readable).eps) if is_float else 0.0
-    reduced = tables[0]
-    if redop:
-        stacked = np.stack(tables).astype(np.float64 if is_float else readable)
-        reduced = np.asarray(getattr(np, redop)(stacked, axis=0)).astype(readable)
-    return Inputs(tables, reduced, 4 * (2.0**-7 if dtype == "bfloat16" else epsilon))
+    def __init__(self, periods: Sequence[Table], dtype: str, redop: str) -> None:
+        readable = np.dtype("float32" if dtype == "bfloat16" else dtype)
+        self.ranks = [np.resize(each, _PERIOD + _BLOCK).astype(readable) for each in periods]
+        is_float = readable.kind == "f"
+        epsilon = float(np.finfo(readable).eps) if is_float else 0.0
+        self.tolerance = 4 * (2.0**-7 if dtype == "bfloat16" else epsilon)
+        self.reduced = self.ranks[0]
+        if redop:
+            stacked = np.stack(self.ranks).astype(np.float64 if is_float else readable)
+            self.reduced = np.asarray(getattr(np, redop)(stacked, axis=0)).astype(readable)
 
 
 def patterned_inputs(world_size: int, dtype: str, redop: str) -> Inputs:
     """Return inputs that differ per rank and per element."""
+    ranks = range(world_size)
+    periods = [np.random.default_rng(rank).integers(0, 5, _PERIOD) for rank in ranks]
     if redop == "prod":  # at most one rank has a 2, so that no world's product overflows
         owner = np.random.default_rng(0).integers(0, world_size + 1, _PERIOD)
-        periods = [1 + (owner == rank) for rank in range(world_size)]
-    else:
-        periods = [
-            np.random.default_rng(rank).integers(0, 5, _PERIOD) for rank in range(world_size)
-        ]
-    return _inputs(periods, dtype, redop)
+        periods = [1 + (owner == rank) for rank in ranks]
+    return Inputs(periods, dtype, redop)
 
 
 def fill_value(rank: int, iteration: int, world_size: int, redop: str) -> int:
@@ -68,7 +65,7 @@ def fill_value(rank: int, iteration: int, world_size: int, redop: str) -> int:
 def filled_inputs(world_size: int, iteration: int, dtype: str, redop: str) -> Inputs:
     """Return the inputs of a timed call."""
     values = [fill_value(rank, iteration, world_size, redop) for rank in range(world_size)]
-    return _inputs([np.array([value]) for value in values], dtype, redop)
+    return Inputs([np.array([value]) for value in values], dtype, redop)
 
 
 def _blocks(pieces: Sequence[Piece], phase: int) -> Iterator[tuple[int, Table]]:

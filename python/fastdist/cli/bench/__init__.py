@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from fastdist.cli.bench.cases import COLLECTIVES, DEVICE_ARRAYS, DTYPE_BYTES, REDUCE_OPS
@@ -38,42 +38,46 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     commands = bench.add_subparsers(metavar="OP", dest="collective", required=True)
-    options = argparse.ArgumentParser(add_help=False)
-    _add_cases(options.add_argument_group("cases").add_argument)
-    _add_effort(options.add_argument_group("effort").add_argument)
-    _add_output(options.add_argument_group("peers and output").add_argument)
+    add = partial(add_command, commands, errors=(ImportError,), title="fastdist bench")
+    options = _options()
     for name in COLLECTIVES:
-        add_command(
-            commands,
+        add(
             name,
             "bench.command:run_command",
-            errors=(ImportError,),
-            title="fastdist bench",
             parents=[options],
             help=f"measure {name}",
             description=_DESCRIPTION,
         )
-    report = add_command(
-        commands,
+    ranks = "number of processes (default: usable cores; at least 2)"
+    files = "write FILE.html and FILE.json (default: files with the date in {})"
+    report = add(
         "report",
         "bench.full_report:run_report",
-        errors=(ImportError,),
-        title="fastdist bench",
         help="measure every collective next to every installed peer, and write a page",
         description=_REPORT_DESCRIPTION,
-    )
-    _add_report(report.add_argument)
+    ).add_argument
+    report("--ranks", "-n", type=int, help=ranks)
+    report("--out", type=Path, metavar="FILE.html", help=files.format(cache_dir("reports")))
+    report("--json", action="store_true", help="also write the JSON to stdout")
+    slower = "exit with 1 if a case is slower by more than this at both ends of its interval"
     compare = add_command(
         commands,
         "compare",
         "bench.comparison:run_compare",
         help="say what changed between two reports",
         description=_COMPARE_DESCRIPTION,
-    )
-    _add_compare(compare.add_argument)
+    ).add_argument
+    compare("old", type=Path, metavar="A.json")
+    compare("new", type=Path, metavar="B.json")
+    compare("--force", action="store_true", help="compare reports of different machines")
+    compare("--json", action="store_true", help="write JSON instead")
+    compare("--fail-slower", type=float, metavar="PERCENT", help=slower)
 
 
-def _add_cases(add: Callable[..., object]) -> None:
+def _options() -> argparse.ArgumentParser:
+    """Return the options of all collectives."""
+    options = argparse.ArgumentParser(add_help=False)
+    add = options.add_argument_group("cases").add_argument
     range_or_list = "a range 8:256M, by factors of 4, or a list 8,1K,64K, in bytes"
     add("--sizes", default="8:64M", metavar="SIZES", help=f"{range_or_list} (default %(default)s)")
     in_one = "instead of sizes: this model's gradients, in one fused all_reduce"
@@ -85,52 +89,19 @@ def _add_cases(add: Callable[..., object]) -> None:
     add("--op", dest="redop", choices=REDUCE_OPS, default="sum", help="reduce op")
     device = "device of the arrays (default: cpu); with fewer GPUs than ranks, ranks share GPUs"
     add("--device", choices=tuple(DEVICE_ARRAYS), default="cpu", help=device)
-    add(
-        "--array",
-        choices=DEVICE_ARRAYS["cpu"],
-        help="arrays for fastdist's calls (default: numpy, on GPUs torch); empty: comm.empty, "
-        "which needs no copy",
-    )
-
-
-def _add_effort(add: Callable[..., object]) -> None:
+    empty = "empty: comm.empty, which needs no copy"
+    arrays = f"arrays for fastdist's calls (default: numpy, on GPUs torch); {empty}"
+    add("--array", choices=DEVICE_ARRAYS["cpu"], help=arrays)
+    add = options.add_argument_group("effort").add_argument
     iters = "timed calls per case (default: as many as fit in --time-s)"
     add("--iters", type=int, help=iters)
     add("--time-s", type=float, default=1.0, help="seconds per case and engine (default 1)")
-
-
-def _add_output(add: Callable[..., object]) -> None:
-    add(
-        "--vs",
-        metavar="PEERS",
-        default="",
-        help=f"peers to measure side by side: {','.join(PEER_NAMES)}; mpi: every MPI; on GPUs: "
-        f"{','.join(CUDA_PEER_NAMES)}",
-    )
+    add = options.add_argument_group("peers and output").add_argument
+    peers = f"{','.join(PEER_NAMES)}; mpi: every MPI; on GPUs: {','.join(CUDA_PEER_NAMES)}"
+    add("--vs", metavar="PEERS", default="", help=f"peers to measure side by side: {peers}")
     through = "call fastdist as the backend of torch.distributed, as DDP and FSDP do"
     add("--through", choices=("torch",), help=through)
     add("--json", metavar="FILE", help="write JSON; -: JSON to stdout, the table to stderr")
     plot = "draw latency and bandwidth over several sizes into a file, such as plot.png"
     add("--plot", metavar="FILE", help=plot)
-
-
-def _add_report(add: Callable[..., object]) -> None:
-    ranks = "number of processes (default: usable cores; at least 2)"
-    add("--ranks", "-n", type=int, help=ranks)
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE.html",
-        help="write FILE.html and FILE.json (default: files with the date in "
-        f"{cache_dir('reports')})",
-    )
-    add("--json", action="store_true", help="also write the JSON to stdout")
-
-
-def _add_compare(add: Callable[..., object]) -> None:
-    add("old", type=Path, metavar="A.json")
-    add("new", type=Path, metavar="B.json")
-    add("--force", action="store_true", help="compare reports of different machines")
-    add("--json", action="store_true", help="write JSON instead")
-    slower = "exit with 1 if a case is slower by more than this at both ends of its interval"
-    add("--fail-slower", type=float, metavar="PERCENT", help=slower)
+    return options

@@ -26,7 +26,7 @@ class Engine:
     """An engine that can be started."""
 
     name: str
-    driver: str  # key of driver.py's table
+    driver: str  # a key of `DRIVERS`
     command: tuple[str, ...]  # launcher and program of the ranks, without the worker's arguments
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -38,11 +38,7 @@ _MPIS = {
     "impi": ("impi-rt", "Intel(R) MPI", "I_MPI_ROOT"),
 }
 MPI_NAMES = tuple(_MPIS)
-# Driver and module of each peer that is a Python package, and what pip installs.
-_PACKAGES = {
-    "gloo": ("gloo", "torch", "torch"),
-    "torch": ("torch_nccl", "torch", "torch"),
-}
+_TORCH_DRIVERS = {"gloo": "gloo", "torch": "torch_nccl"}  # of the peers that are torch's
 PEER_NAMES = ("gloo", *MPI_NAMES)
 CUDA_PEER_NAMES = ("torch",)
 
@@ -54,20 +50,16 @@ def cache_dir(name: str) -> Path:
 
 def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
     """Parse a comma-separated list of peers; `mpi` stands for every MPI."""
-    on_cpu = device == "cpu"
-    known = PEER_NAMES if on_cpu else CUDA_PEER_NAMES
+    known = {name: (name,) for name in (PEER_NAMES if device == "cpu" else CUDA_PEER_NAMES)}
+    shown = ", ".join(known)
+    if device == "cpu":
+        known["mpi"] = MPI_NAMES
+        shown += " and mpi (all three)"
     names: list[str] = []
     for name in text.split(","):
-        if name == "mpi" and on_cpu:
-            names.extend(MPI_NAMES)
-        elif name in known:
-            names.append(name)
-        else:
-            and_mpi = " and mpi (all three)" if on_cpu else ""
-            raise ValueError(
-                f"expected peers on --device {device} out of {', '.join(known)}{and_mpi}, "
-                f"got {name!r}"
-            )
+        if name not in known:
+            raise ValueError(f"expected peers on --device {device} out of {shown}, got {name!r}")
+        names.extend(known[name])
     return tuple(dict.fromkeys(names))
 
 
@@ -88,7 +80,7 @@ def find_peers(names: Sequence[str], ranks: int) -> tuple[list[Engine], dict[str
     engines: list[Engine] = []
     missing: dict[str, str] = {}
     for name in names:
-        found = (_find_package if name in _PACKAGES else _find_mpi)(name, ranks)
+        found = (_find_torch if name in _TORCH_DRIVERS else _find_mpi)(name, ranks)
         if isinstance(found, str):
             missing[name] = found
         else:
@@ -96,13 +88,12 @@ def find_peers(names: Sequence[str], ranks: int) -> tuple[list[Engine], dict[str
     return engines, missing
 
 
-def _find_package(name: str, ranks: int) -> Engine | str:
-    """Find a Python package; return the engine, or the command that installs it."""
-    driver, module, wanted = _PACKAGES[name]
-    if importlib.util.find_spec(module) is None:
-        return f"pip install {wanted}"
-    environment = _ONE_THREAD | ({"GLOO_SOCKET_IFNAME": "lo"} if name == "gloo" else {})
-    return Engine(name, driver, _launched(ranks), environment)
+def _find_torch(name: str, ranks: int) -> Engine | str:
+    """Find a peer of torch; return the engine, or the command that installs it."""
+    if importlib.util.find_spec("torch") is None:
+        return "pip install torch"
+    environment = _ONE_THREAD | {"GLOO_SOCKET_IFNAME": "lo"}
+    return Engine(name, _TORCH_DRIVERS[name], _launched(ranks), environment)
 
 
 def _find_mpi(name: str, ranks: int) -> Engine | str:
@@ -139,7 +130,6 @@ def _find_mpi(name: str, ranks: int) -> Engine | str:
 def _site_packages(prefix: Path) -> Path | None:
     """Return the folder with this Python's mpi4py under a prefix."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    for pattern in (f"lib*/{version}/site-packages", f"local/lib/{version}/dist-packages"):
-        for folder in prefix.glob(f"{pattern}/mpi4py"):
-            return folder.parent
-    return None
+    patterns = (f"lib*/{version}/site-packages", f"local/lib/{version}/dist-packages")
+    found = (folder for pattern in patterns for folder in prefix.glob(f"{pattern}/mpi4py"))
+    return next((folder.parent for folder in found), None)

@@ -145,7 +145,9 @@ def test_arrays_dtypes_and_reduce_ops(session: Session, array: str, dtype: str, 
     if array == "torch" and not has_torch:
         pytest.skip("torch is not installed")
     for name in ("all_reduce", "reduce_scatter"):
-        rows = measured(session, array_cases(name, (8, 100_000), 3, dtype, redop, array))
+        rows = measured(
+            session, array_cases(name, (8, 100_000), 3, dtype=dtype, redop=redop, array=array)
+        )
         assert [row.ours.wrong for row in rows] == [0, 0]
 
 

@@ -46,10 +46,6 @@ class Collective:
     reduces: bool = False  # takes a reduce op
 
 
-def _one(world_size: int) -> float:
-    return 1.0
-
-
 def _others(world_size: int) -> float:
     return (world_size - 1) / world_size
 
@@ -57,15 +53,15 @@ def _others(world_size: int) -> float:
 # By method of `Communicator`; `send_recv` sends to the next rank and receives from the previous.
 COLLECTIVES = {
     "all_reduce": Collective(lambda n: 2 * _others(n), lambda n: 2 * n, reduces=True),
-    "reduce": Collective(_one, lambda n: n + 1, reduces=True),
-    "broadcast": Collective(_one, lambda n: n),
+    "reduce": Collective(lambda n: 1, lambda n: n + 1, reduces=True),
+    "broadcast": Collective(lambda n: 1, lambda n: n),
     "all_gather": Collective(_others, lambda n: n + 1, "count", "blocks"),
     "gather": Collective(_others, lambda n: 2, "count", "blocks on the root"),
     "scatter": Collective(_others, lambda n: 2, "blocks on the root", "count"),
     "reduce_scatter": Collective(_others, lambda n: n + 1, "blocks", "count", reduces=True),
     "all_to_all": Collective(_others, lambda n: 2 * n, "blocks", "blocks"),
-    "send_recv": Collective(_one, lambda n: 2 * n, "count", "count"),
-    "barrier": Collective(_one, lambda n: 0, passes=""),
+    "send_recv": Collective(lambda n: 1, lambda n: 2 * n, "count", "count"),
+    "barrier": Collective(lambda n: 1, lambda n: 0, passes=""),
 }
 
 
@@ -108,7 +104,12 @@ class Case:
 
 
 def array_case(
-    collective: str, size_bytes: int, world_size: int, dtype: str, redop: str, array: str
+    collective: str,
+    size_bytes: int,
+    world_size: int,
+    dtype: str = "float32",
+    redop: str = "sum",
+    array: str = "numpy",
 ) -> Case:
     """Return a case of one array of about `size_bytes`, at least one element per block."""
     redop = redop if COLLECTIVES[collective].reduces else ""
@@ -120,20 +121,15 @@ def array_case(
     return Case(collective, count * blocks * item_bytes, count, dtype, redop, array)
 
 
+def array_cases(
+    collective: str, sizes_bytes: Sequence[int], world_size: int, **options: str
+) -> tuple[Case, ...]:
+    """Return a case per distinct size, by `array_case`, in order; one case for a barrier."""
+    cases = (array_case(collective, size, world_size, **options) for size in sizes_bytes)
+    return tuple(dict.fromkeys(cases))
+
+
 def list_case(model: str, dtype: str, redop: str, array: str) -> Case:
     """Return a case of one fused all-reduce of a model's gradients."""
     count = sum(math.prod(shape) for shape in gradient_shapes(model))
     return Case("all_reduce", count * DTYPE_BYTES[dtype], count, dtype, redop, array, model)
-
-
-def array_cases(
-    collective: str,
-    sizes_bytes: Sequence[int],
-    world_size: int,
-    dtype: str = "float32",
-    redop: str = "sum",
-    array: str = "numpy",
-) -> tuple[Case, ...]:
-    """Return one case per distinct size, in the given order; one case for a barrier."""
-    cases = (array_case(collective, size, world_size, dtype, redop, array) for size in sizes_bytes)
-    return tuple(dict.fromkeys(cases))

@@ -125,8 +125,8 @@ def _cases(options: argparse.Namespace, ranks: int) -> tuple[Case, ...]:
     if options.redop == "mean" and "int" in options.dtype:
         raise ValueError(f"--op mean needs a floating point dtype, got {options.dtype}")
     if not options.model:
-        sizes = parse_sizes(options.sizes)
-        return array_cases(options.collective, sizes, ranks, options.dtype, options.redop, array)
+        kind = {"dtype": options.dtype, "redop": options.redop, "array": array}
+        return array_cases(options.collective, parse_sizes(options.sizes), ranks, **kind)
     if options.collective != "all_reduce":
         raise ValueError(f"--list is for all_reduce, got {options.collective}")
     return (list_case(options.model, options.dtype, options.redop, array),)

@@ -84,12 +84,10 @@ class EngineRanks:
                         while channel.poll():
                             self._take(rank)  # raises if the rank has sent an error
                 when = f"before all {self._ranks} ranks had started"
-                self._fail(
-                    f"{self.engine.command[0]} ended with status {status} {when}", self._output()
-                )
+                self._fail(f"{self.engine.command[0]} ended with status {status} {when}")
             if time.monotonic() > deadline:
                 started = f"{len(self._channels)} of {self._ranks} ranks started"
-                self._fail(f"{started} within {timeout_s:.0f} s", self._output())
+                self._fail(f"{started} within {timeout_s:.0f} s")
         self.version = self._replies(timeout_s)[0]
 
     def _accept(self) -> None:
@@ -102,7 +100,8 @@ class EngineRanks:
         except (EOFError, OSError):
             return  # its launcher reports the error
         if rank in self._channels or not 0 <= rank < self._ranks:
-            self._fail(f"expected ranks 0 to {self._ranks - 1} once each, got another rank {rank}")
+            expected = f"expected ranks 0 to {self._ranks - 1} once each"
+            self._fail(f"{expected}, got another rank {rank}", output="")
         self._channels[rank] = channel
 
     def command(self, name: str, **arguments: object) -> list[Any]:
@@ -138,12 +137,12 @@ class EngineRanks:
 
     def _fail_rank(self, rank: int, what: str) -> NoReturn:
         self._launched.wait(_LAST_WORDS_S)  # launchers print the reason when they end
-        self._fail(f"rank {rank} {what}", self._output())
+        self._fail(f"rank {rank} {what}")
 
-    def _output(self) -> str:
-        return self._log.read_text(errors="replace").strip()
-
-    def _fail(self, what: str, output: str = "") -> NoReturn:
+    def _fail(self, what: str, output: str | None = None) -> NoReturn:
+        """Raise an error with the output of a rank; None: of all processes."""
+        if output is None:
+            output = self._log.read_text(errors="replace").strip()
         name = self.engine.name
         reason = reason_in(output) or what
         lines = [f"{name} {'failed' if self.version else 'failed to start'}: {reason}"]
@@ -171,8 +170,6 @@ class EngineRanks:
             os.close(worker)
         self._launched.close()
         self._listener.close()
-        self._channels.clear()
-        self._workers.clear()
 
 
 def reason_in(output: str) -> str:

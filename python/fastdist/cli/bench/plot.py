@@ -22,10 +22,6 @@ _FLOOR_COLOR = "#9aa0a6"
 _TEXT_COLOR = "#30343a"
 _GRID_COLOR = "#e6e8eb"
 _TICKS = 7
-_FIGURES: dict[str, tuple[str, Callable[[float, object], str]]] = {
-    "p50_us": ("Latency (p50): lower is better", lambda us, _: format_time(us)),
-    "busbw": ("Bus bandwidth, GB/s: higher is better", lambda speed, _: f"{speed:g}"),
-}
 
 
 def write_plot(report: Report, path: Path) -> None:
@@ -49,19 +45,6 @@ def to_svg(report: Report) -> str:
     return f'<svg role="img" aria-label="time and bus bandwidth by size" {svg}'
 
 
-def _figure(report: Report) -> Any:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    latency, bandwidth = figure.subplots(1, 2)
-    _draw_curves(report, latency, "p50_us")
-    _draw_curves(report, bandwidth, "busbw")
-    handles, labels = latency.get_legend_handles_labels()
-    style = {"frameon": False, "labelcolor": _TEXT_COLOR, "ncols": 4}
-    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", **style)
-    return figure
-
-
 def _title(report: Report) -> str:
     case, machine, placement = report.rows[0].case, report.machine, report.placement
     what = f"{case.collective} of {case.model}'s gradients" if case.model else case.collective
@@ -76,26 +59,41 @@ def _title(report: Report) -> str:
     )
 
 
-def _draw_curves(report: Report, axes: Any, figure: str) -> None:
-    """Draw one line per engine and the floor, over the size."""
+def _figure(report: Report) -> Any:
+    from matplotlib.figure import Figure
 
-    def value(row: Row, time_us: float) -> float:
-        return time_us if figure == "p50_us" else row.busbw(time_us)
+    figure = Figure(figsize=(11, 4.8), layout="constrained")
+    latency, bandwidth = figure.subplots(1, 2)
+    _draw_curves(report, latency, lambda row, time_us: time_us)
+    _draw_curves(report, bandwidth, Row.busbw)
+    for axes, title, tick in (
+        (latency, "Latency (p50): lower is better", lambda us, _: format_time(us)),
+        (bandwidth, "Bus bandwidth, GB/s: higher is better", lambda speed, _: f"{speed:g}"),
+    ):
+        axes.set_title(title, loc="left", fontsize=11, color=_TEXT_COLOR)
+        axes.yaxis.set_major_formatter(tick)
+    handles, labels = latency.get_legend_handles_labels()
+    style = {"frameon": False, "labelcolor": _TEXT_COLOR, "ncols": 4}
+    figure.legend(handles[::-1], labels[::-1], loc="outside lower center", **style)
+    return figure
 
+
+def _draw_curves(report: Report, axes: Any, value: Callable[[Row, float], float]) -> None:
+    """Draw what `value` makes of times, for each engine and the floor, over the size."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ours, *others = zip(*(row.measurements for row in report.rows), strict=True)
-    for column in (*others, ours):
-        name = column[0].engine
-        shown = [(r, m) for r, m in zip(report.rows, column, strict=True) if not m.unsupported]
+    ours, *others = report.engines
+    for name in (*others, ours):
+        shown = [(row, m) for row in report.rows for m in row.measurements if m.engine == name]
+        shown = [(row, measured) for row, measured in shown if not measured.unsupported]
         axes.plot(
             [row.case.bytes for row, _ in shown],
             [value(row, measured.p50_us) for row, measured in shown],
             color=_COLORS[name],
-            linewidth=2.8 if column is ours else 1.5,
+            linewidth=2.8 if name == ours else 1.5,
             marker="o",
-            markersize=5.5 if column is ours else 3,
-            zorder=3 if column is ours else 2,
+            markersize=5.5 if name == ours else 3,
+            zorder=3 if name == ours else 2,
             label=report.engines[name],
         )
     low, high = axes.get_ylim()
@@ -117,13 +115,6 @@ def _draw_curves(report: Report, axes: Any, figure: str) -> None:
     shown_sizes = sizes[:: -(-len(sizes) // _TICKS)]
     axes.set_xticks(shown_sizes, [format_size(size) for size in shown_sizes])
     axes.minorticks_off()
-    title, tick = _FIGURES[figure]
-    _style(axes, title)
-    axes.yaxis.set_major_formatter(tick)
-
-
-def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=_TEXT_COLOR)
     axes.grid(True, color=_GRID_COLOR, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_TEXT_COLOR, length=0)

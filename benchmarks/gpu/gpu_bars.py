@@ -81,7 +81,7 @@ def all_reduce(bench: GpuBench) -> Iterator[Bar]:
         ratio = row.times_as_fast(torch) if torch else None
         yield Bar(f"{name}: against torch's NCCL", _or_nan(ratio), 0.98)
         if case.bytes in _HOST_SIZES:
-            host_ratio = row.host_times_as_fast(torch) if torch else None
+            host_ratio = row.times_as_fast(torch, "host_us") if torch else None
             yield Bar(f"{name}: the host's time", _or_nan(row.ours.host_us), most=5, unit=" us")
             yield Bar(f"{name}: the host, against torch's", _or_nan(host_ratio), 1 / 0.6)
 

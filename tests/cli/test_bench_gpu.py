@@ -247,7 +247,7 @@ def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
         "not captured: RuntimeError: this is not captured",
     )
     assert row.floor_us == 0
-    ratio = row.host_times_as_fast(other)
+    ratio = row.times_as_fast(other, "host_us")
     assert ratio == pytest.approx((other.host_us or 0) / (row.ours.host_us or 1))
 
 

@@ -403,7 +403,7 @@ def test_the_reason_of_a_failure_is_found_in_its_output(output: str, reason: str
 
 def test_json_holds_what_the_table_shows() -> None:
     report = report_of(row_of(10.0, (Measurement("gloo", 30.0),)))
-    loaded = json.loads(text.to_json(report))
+    loaded = json.loads(json.dumps(text.report_object(report)))
     assert loaded["missing"] == {"impi": "pip install it"}
     assert loaded["rows"][0]["p50_us"] == 10
     assert loaded["rows"][0]["peers"]["gloo"]["times_as_fast"] == 3

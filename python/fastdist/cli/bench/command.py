@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,44 +35,36 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked run of fastdist and the installed peers, on GPUs if there is a `placement`."""
+    """A checked run of fastdist and the installed peers."""
 
-    ranks: int
+    report: Report  # what is known before
     cases: tuple[Case, ...]
     effort: Effort
     engines: list[Engine]
-    missing: dict[str, str]  # pip command by peer that is not installed
-    placement: Placement | None = None
 
 
 def run_command(options: argparse.Namespace) -> int:
-    """Measure one collective; return an exit code as `run_measured` does."""
+    """Measure one collective; return an exit code as `run_planned` does."""
+    return run_planned(options, make_plan, _run)
+
+
+def run_planned(
+    options: argparse.Namespace,
+    make_plan: Callable[[argparse.Namespace], Plan],
+    run: Callable[[argparse.Namespace, Plan], Report],
+) -> int:
+    """Measure and write; return an exit code.
+
+    It is 1 if results are wrong or an engine has failed, 130 if interrupted, also by SIGTERM.
+    """
     try:
         plan = make_plan(options)
     except ValueError as error:  # later ones are defects
         raise UsageError(str(error)) from None
-    file = sys.stderr if options.json == "-" else sys.stdout
-
-    def measure() -> bool:
-        report = _measure(options, plan, file)
-        if options.json == "-":
-            show(text.to_json(report))
-        elif options.json:
-            Path(options.json).write_text(text.to_json(report))
-        if options.plot:
-            write_plot(report, Path(options.plot))
-        for name in _files(options):
-            show(fitted(f"# wrote {Path(name)}\n", file), file)
-        return not (report.wrong or report.failed)
-
-    return run_measured(measure)
-
-
-def run_measured(measure: Callable[[], bool]) -> int:
-    """Return 0; 1 if `measure` returned False or failed; 130 if interrupted, also by SIGTERM."""
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves no rank running
     try:
-        return 0 if measure() else _FAILED
+        report = run(options, plan)
+        return _FAILED if report.wrong or report.failed else 0
     except (EngineError, OSError) as error:
         note(f"fastdist bench: {error}")
         return _FAILED
@@ -87,11 +81,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     on_cpu = options.device == "cpu"
     ranks = options.ranks or max(2, usable_cores() if on_cpu else len(_core.cuda_devices()))
     cases = _cases(options, ranks)
-    effort = Effort(
-        time_s=options.time_s,
-        iterations=options.iters,
-        rounds=min(ROUNDS, options.iters or ROUNDS),
-    )
+    rounds = min(ROUNDS, options.iters or ROUNDS)
+    effort = Effort(time_s=options.time_s, iterations=options.iters, rounds=rounds)
     names = parse_peers(options.vs, options.device) if options.vs else ()
     peers, missing = find_peers(names, ranks)
     ours = fastdist_engine(ranks, options.device, options.through == "torch")
@@ -104,7 +95,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
         folder = Path(name).absolute().parent
         if not os.access(folder, os.W_OK):
             raise ValueError(f"cannot write {name}: {folder} is not a writable folder")
-    return Plan(ranks, cases, effort, [ours, *peers], missing, placement)
+    machine = machine_facts() | ({} if on_cpu else gpu_facts())
+    report = Report(ranks, machine, {}, missing, placement=placement)
+    return Plan(report, cases, effort, [ours, *peers])
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
@@ -172,42 +165,47 @@ def _files(options: argparse.Namespace) -> list[str]:
     return [name for name in (options.json, options.plot) if name not in (None, "-")]
 
 
-def _measure(options: argparse.Namespace, plan: Plan, file: TextIO) -> Report:
-    """Measure the cases while the table is printed."""
+def _run(options: argparse.Namespace, plan: Plan) -> Report:
+    """Measure the cases while the table is printed, and write the files."""
+    report, file = plan.report, sys.stderr if options.json == "-" else sys.stdout
     width = width_of(file)
     with (
         shown_progress(file, len(plan.cases) * plan.effort.rounds) as progress,
-        Session(plan.engines, plan.ranks, plan.effort, plan.placement) as session,
+        Session(plan.engines, report.ranks, plan.effort, report.placement) as session,
     ):
-        report = Report(
-            plan.ranks,
-            machine_facts() | (gpu_facts() if plan.placement else {}),
-            session.versions,
-            plan.missing,
-            placement=plan.placement,
-            failed={error.engine: error.reason for error in session.failures},
-        )
+        report.engines = session.versions
         for error in session.failures:
+            report.failed[error.engine] = error.reason
             note(f"fastdist bench: {error}")
         title = f"{options.collective} of {options.model}" if options.model else options.collective
         progress.line(*text.heading(report, title))
-        _, *peers = session.versions
-        progress.line(*text.column_lines(peers, plan.placement is not None, width))
+        _, *peers = report.engines
+        progress.line(*text.column_lines(peers, report.placement is not None, width))
         noted: set[str] = set()
         for case in plan.cases:
-            progress.begin(case.label)
-            row = session.measure(case, progress.step)
+            progress.update(case.label)
+            row = session.measure(case, partial(progress.update, case.label, 1))
             report.rows.append(row)
             progress.line(*text.row_lines(row, width))
             progress.line(*(note for note in text.row_notes(row) if note not in noted))
             noted.update(text.row_notes(row))
         report.copy_gb_per_s = session.copy_gb_per_s
         progress.line(*text.footing(report))
+    if options.json:
+        as_json = json.dumps(text.report_object(report), indent=2) + "\n"
+        if options.json == "-":
+            show(as_json)
+        else:
+            Path(options.json).write_text(as_json)
+    if options.plot:
+        write_plot(report, Path(options.plot))
+    for name in _files(options):
+        show(fitted(f"# wrote {Path(name)}\n", file), file)
     return report
 
 
 class Progress:
-    """Prints the table's lines and the progress, in a bar of rich if there is one.
+    """Prints lines, and below them the progress, in a bar of rich if there is one.
 
     The bar is drawn between measurements only, never by a thread that takes a core from them.
     """
@@ -225,17 +223,13 @@ class Progress:
             else:
                 self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def begin(self, label: str) -> None:
-        """Start the measurement with this label."""
+    def update(self, label: str, steps: int = 0) -> None:
+        """Show what is measured, and count finished steps."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], description=label, refresh=True)
-        elif self._file.isatty():
+            task = self._bar.task_ids[0]
+            self._bar.update(task, description=label, advance=steps, refresh=True)
+        elif self._file.isatty() and not steps:
             print(f"measuring {label} ...", file=sys.stderr, flush=True)
-
-    def step(self) -> None:
-        """Count a finished step."""
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, refresh=True)
 
 
 @contextmanager
@@ -247,11 +241,15 @@ def shown_progress(file: TextIO, steps: int) -> Iterator[Progress]:
     if not file.isatty() or importlib.util.find_spec("rich") is None:
         yield Progress(file)
         return
+    from rich import progress
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(file=file), auto_refresh=False, transient=True) as bar:
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    console = Console(file=file)
+    with progress.Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
         bar.add_task("starting", total=steps)
         yield Progress(file, bar)

@@ -16,20 +16,19 @@ import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from fastdist._version import __version__
 from fastdist.cli.bench import intervals, results
 from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case
-from fastdist.cli.bench.command import Plan, Progress, run_measured, shown_progress
+from fastdist.cli.bench.command import Plan, Progress, run_planned, shown_progress
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import PEER_NAMES, cache_dir, fastdist_engine, find_peers
 from fastdist.cli.bench.plot import to_svg
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
 from fastdist.cli.bench.session import Effort, Session
-from fastdist.cli.command import UsageError, check_plot
+from fastdist.cli.command import check_plot
 from fastdist.cli.machine_facts import machine_facts, usable_cores
 from fastdist.cli.sizes import format_size, parse_sizes
 from fastdist.processes.terminal import fitted, show
@@ -42,12 +41,8 @@ _EFFORT = Effort(time_s=0.1, warmup=1, rounds=1, timeout_s=60.0)
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Measure and write the page and the JSON; return an exit code as `run_measured` does."""
-    try:
-        plan, out = _plan(options)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    return run_measured(lambda: _run(options, plan, out))
+    """Measure and write the page and the JSON; return an exit code as `run_planned` does."""
+    return run_planned(options, _plan, _run)
 
 
 def report_cases(ranks: int) -> tuple[Case, ...]:
@@ -62,8 +57,8 @@ def report_cases(ranks: int) -> tuple[Case, ...]:
     return tuple(cases)
 
 
-def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
-    """Return what to measure, and the path of the page."""
+def _plan(options: argparse.Namespace) -> Plan:
+    """Return what to measure; set the path of the page."""
     ranks = max(2, usable_cores()) if options.ranks is None else options.ranks
     if ranks < 2:
         raise ValueError(f"expected --ranks of at least 2, got {ranks}")
@@ -74,31 +69,29 @@ def _plan(options: argparse.Namespace) -> tuple[Plan, Path]:
     if importlib.util.find_spec("jinja2") is None:
         raise ImportError("a report's page needs jinja2: pip install jinja2")
     out.parent.mkdir(parents=True, exist_ok=True)
+    options.out = out
     peers, missing = find_peers(PEER_NAMES, ranks)
-    return Plan(ranks, report_cases(ranks), _EFFORT, [fastdist_engine(ranks), *peers], missing), out
+    report = Report(ranks, machine_facts(), {}, missing)
+    return Plan(report, report_cases(ranks), _EFFORT, [fastdist_engine(ranks), *peers])
 
 
-def _run(options: argparse.Namespace, plan: Plan, out: Path) -> bool:
+def _run(options: argparse.Namespace, plan: Plan) -> Report:
     began = time.monotonic()
     with shown_progress(sys.stderr, PASSES * len(plan.cases)) as progress:
         report = measure(plan, PASSES, progress)
     recorded = recorded_object(report, time.monotonic() - began)
-    json_path = out.with_suffix(".json")
+    json_path = options.out.with_suffix(".json")
     text = json.dumps(recorded, indent=1) + "\n"
     json_path.write_text(text)
-    out.write_text(page(report, recorded), encoding="utf-8")
+    options.out.write_text(page(report, recorded), encoding="utf-8")
+    lines = list(peer_sentences(report))
+    lines += [f"{name} is not installed: {how}" for name, how in report.missing.items()]
+    lines += [*_cautions(report), f"wrote {options.out} and {json_path}", ""]
     file = sys.stderr if options.json else sys.stdout
-    lines = [*_summary(report), f"wrote {out} and {json_path}", ""]
     show(fitted("\n".join(lines), file), file)
     if options.json:
         show(text)
-    return not (report.wrong or report.failed)
-
-
-def _summary(report: Report) -> list[str]:
-    lines = list(peer_sentences(report))
-    lines += [f"{name} is not installed: {how}" for name, how in report.missing.items()]
-    return lines + _cautions(report)
+    return report
 
 
 def measure(plan: Plan, passes: int, progress: Progress) -> Report:
@@ -106,21 +99,20 @@ def measure(plan: Plan, passes: int, progress: Progress) -> Report:
 
     A peer that fails is left out, and the pass in which it failed is repeated.
     """
-    report = Report(plan.ranks, machine_facts(), {}, plan.missing)
-    left = plan.engines
+    report, left = plan.report, plan.engines
     copies: list[float] = []
     done: list[list[Row]] = []
     began = time.monotonic()
     while len(done) < passes:
         progress.line(f"pass {len(done) + 1} of {passes}{_time_left(began, len(done), passes)}")
         try:
-            with Session(left, plan.ranks, plan.effort) as session:
+            with Session(left, report.ranks, plan.effort) as session:
                 failures = session.failures
                 rows = []
                 for case in plan.cases:
-                    progress.begin(case.title)
+                    progress.update(case.title)
                     rows.append(session.measure(case))
-                    progress.step()
+                    progress.update(case.title, 1)
                 report.engines, copy = session.versions, session.copy_gb_per_s
         except EngineError as failure:
             if failure.engine == left[0].name:

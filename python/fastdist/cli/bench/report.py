@@ -1,8 +1,7 @@
-"""Formats a report as a table, line by line, and as JSON."""
+"""Formats a report as a table, line by line, and as an object for JSON."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -60,9 +59,7 @@ def row_lines(row: Row, width: int | None = None) -> list[str]:
     """Format a row of the table: one line, or one more for each peer as in `column_lines`."""
     others = [other.engine for other in row.others]
     shown, peers, is_beside = _layout(others, row.ours.host_us is not None, width)
-    case = row.case
-    cells = {"bytes": str(case.bytes), "count": str(case.count), "type": case.dtype}
-    lines = [_aligned(shown, cells | {"redop": case.redop or "none", **_cells(row)})]
+    lines = [_aligned(shown, _cells(row))]
     for other, columns in zip(row.others, peers, strict=True):
         cells = {"peer": other.engine, "ratio": _times_as_fast(row, other)}
         cells |= {"us": "n/a" if other.unsupported else _time(other.p50_us)}
@@ -99,9 +96,14 @@ def _aligned(columns: Columns, cells: dict[str, str]) -> str:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Format fastdist's times, bandwidths, wrong elements and share of the floor, by column."""
-    moves, ours = row.case.bytes > 0, row.ours
+    """Format a case and fastdist's figures, by column."""
+    case, ours = row.case, row.ours
+    moves = case.bytes > 0
     return {
+        "bytes": str(case.bytes),
+        "count": str(case.count),
+        "type": case.dtype,
+        "redop": case.redop or "none",
         "p50": _time(ours.p50_us),
         "p99": _time(ours.p99_us),
         "algbw": f"{row.algbw(ours.p50_us):.2f}" if moves else "-",
@@ -141,29 +143,26 @@ def row_notes(row: Row) -> Iterator[str]:
 
 def footing(report: Report) -> list[str]:
     """Return the lines below the table: floor, units, warnings."""
-    lines = ["#", *_floor_lines(report)]
+    placement = report.placement
+    moved = f"{report.copy_gb_per_s:.1f} GB/s (read and written)"
+    copies = f"# {report.ranks} ranks copying at once move {moved}"
+    lines = ["#"]
+    if placement is not None and not placement.is_shared:
+        lines += [copies, "# floor -: each rank has a GPU of its own"]
+    else:
+        if placement is not None:
+            lines.append(f"# {placement.sharing}: not comparable with one rank per GPU")
+        lines.append(f"{copies}; floor: % of the speed at this bandwidth")
+    if any(row.fits_caches for row in report.rows):
+        lines.append("# floor -: the caches hold the buffers of all ranks")
     if any(row.others for row in report.rows):
         lines.append("# ratio: the peer's time divided by fastdist's")
-    if report.placement is not None:
+    if placement is not None:
         lines.append("# p50, p99: work on the GPU, between events; host: time until a call returns")
         lines.append("# graph: replay of a CUDA graph with the call; -: no graph")
     if report.wrong:
         lines.append(f"# WRONG RESULTS: {report.wrong} elements")
     return lines + [f"# warning: {warning}" for warning in report.warnings]
-
-
-def _floor_lines(report: Report) -> list[str]:
-    moved = f"{report.copy_gb_per_s:.1f} GB/s (read and written)"
-    copies = f"# {report.ranks} ranks copying at once move {moved}"
-    with_floor = f"{copies}; floor: % of the speed at this bandwidth"
-    placement = report.placement
-    if placement is None:
-        if any(row.fits_caches for row in report.rows):
-            return [with_floor, "# floor -: the caches hold the buffers of all ranks"]
-        return [with_floor]
-    if placement.is_shared:
-        return [f"# {placement.sharing}: not comparable with one rank per GPU", with_floor]
-    return [copies, "# floor -: each rank has a GPU of its own"]
 
 
 def _figures(row: Row, measured: Measurement) -> dict[str, Any]:
@@ -185,11 +184,13 @@ def _figures(row: Row, measured: Measurement) -> dict[str, Any]:
 
 
 def _peer_figures(row: Row, other: Measurement) -> dict[str, Any]:
-    ratio, host_ratio = row.times_as_fast(other), row.host_times_as_fast(other)
-    if ratio is None:
+    if other.unsupported:
         return {"unsupported": other.unsupported}
-    figures = _figures(row, other) | {"times_as_fast": round(ratio, 3)}
-    return figures | ({"host_times_as_fast": round(host_ratio, 3)} if host_ratio else {})
+    figures = _figures(row, other)
+    for name, of in (("times_as_fast", "p50_us"), ("host_times_as_fast", "host_us")):
+        if ratio := row.times_as_fast(other, of):
+            figures[name] = round(ratio, 3)
+    return figures
 
 
 def row_object(row: Row) -> dict[str, Any]:
@@ -205,12 +206,11 @@ def row_object(row: Row) -> dict[str, Any]:
 
 def report_object(report: Report) -> dict[str, Any]:
     """Convert a report for JSON."""
-    gpus = {}
-    if (placement := report.placement) is not None:
-        gpus = {"gpus": {**asdict(placement), "shared": placement.sharing}}
+    placement = report.placement
+    gpus = {} if placement is None else {**asdict(placement), "shared": placement.sharing}
     return {
         "ranks": report.ranks,
-        **gpus,
+        **({"gpus": gpus} if gpus else {}),
         "machine": report.machine,
         "engines": report.engines,
         "missing": report.missing,
@@ -219,8 +219,3 @@ def report_object(report: Report) -> dict[str, Any]:
         "copy_gb_per_s": round(report.copy_gb_per_s, 2),
         "rows": [row_object(row) for row in report.rows],
     }
-
-
-def to_json(report: Report) -> str:
-    """Format `report_object`."""
-    return json.dumps(report_object(report), indent=2) + "\n"

@@ -74,15 +74,10 @@ class Row:
         """Return the bus bandwidth of a call as in nccl-tests, in GB/s."""
         return self.algbw(time_us) * COLLECTIVES[self.case.collective].bus_factor(self.ranks)
 
-    def times_as_fast(self, other: Measurement) -> float | None:
-        """Return another engine's time divided by fastdist's; None without figures."""
-        return other.p50_us / self.ours.p50_us if other.p50_us else None
-
-    def host_times_as_fast(self, other: Measurement) -> float | None:
-        """Return the same ratio of the host's times; None on CPUs."""
-        if other.host_us is None or not self.ours.host_us:
-            return None
-        return other.host_us / self.ours.host_us
+    def times_as_fast(self, other: Measurement, figure: str = "p50_us") -> float | None:
+        """Return another engine's time divided by fastdist's; None if either is missing."""
+        ours, theirs = getattr(self.ours, figure), getattr(other, figure)
+        return theirs / ours if ours and theirs else None
 
     def ratio(self, other: Measurement) -> Interval:
         """Return another engine's time divided by fastdist's, from the ratio of each pass."""
@@ -211,23 +206,22 @@ def peer_sentences(report: Report) -> Iterator[str]:
             for other in row.others
             if other.engine == name and not other.unsupported
         }
-        yield f"{version} {_compared(ratios) if ratios else 'supports none of the cases.'}"
-
-
-def _compared(ratios: dict[str, Interval]) -> str:
-    estimates = {title: ratio.estimate for title, ratio in ratios.items()}
-    least, most = (f(estimates, key=lambda title: estimates[title]) for f in (min, max))
-    slower = [title for title, ratio in ratios.items() if ratio.high < 1]
-    faster = sum(ratio.low > 1 for ratio in ratios.values())
-    named = f" ({', '.join(slower)})" if slower else ""
-    undecided = len(ratios) - faster - len(slower)
-    return (
-        f"takes {digits(statistics.median(estimates.values()))} times as long as fastdist in the "
-        f"median of {len(ratios)} cases, from {digits(estimates[least])} ({least}) to "
-        f"{digits(estimates[most])} ({most}); fastdist is faster in {faster}, slower in "
-        f"{len(slower) or 'none'}{named}"
-        + (f", and the intervals of {undecided} leave it open." if undecided else ".")
-    )
+        if not ratios:
+            yield f"{version} supports none of the cases."
+            continue
+        ordered = sorted((ratio.estimate, title) for title, ratio in ratios.items())
+        (least, least_title), (most, most_title) = ordered[0], ordered[-1]
+        slower = [title for title, ratio in ratios.items() if ratio.high < 1]
+        faster = sum(ratio.low > 1 for ratio in ratios.values())
+        named = f" ({', '.join(slower)})" if slower else ""
+        undecided = len(ratios) - faster - len(slower)
+        yield (
+            f"{version} takes {digits(statistics.median(estimate for estimate, _ in ordered))} "
+            f"times as long as fastdist in the median of {len(ratios)} cases, from "
+            f"{digits(least)} ({least_title}) to {digits(most)} ({most_title}); fastdist is faster "
+            f"in {faster}, slower in {len(slower) or 'none'}{named}"
+            + (f", and the intervals of {undecided} leave it open." if undecided else ".")
+        )
 
 
 def digits(ratio: float) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fastdist.ps.client.partition import Piece, RoundRobin
-from fastdist.ps.coordinator.shipping import Definition, Definitions
+from fastdist.ps.coordinator.shipping import Definitions
 from fastdist.ps.model.dense import exact_value
 from fastdist.ps.model.embeddings import TableLayer, table_embeddings
 from fastdist.ps.model.row_wise_adagrad import RowWiseAdagrad
@@ -177,7 +177,7 @@ class Bundle:
 
 def define_bundle(
     definitions: Definitions, bundle: Bundle, adopt: Callable[[Bundle], list[Any]]
-) -> Definition:
+) -> None:
     """Define a bundle, which `adopt` takes on each worker; functions refer to its parts."""
     tensors = [tensor for _, tensor in tensors_in(bundle.roots)]
     hollow = {
@@ -190,7 +190,6 @@ def define_bundle(
     )
     for number, part in enumerate(bundle.parts()):
         definitions.name(part, definition, number)
-    return definition
 
 
 def _reduce_without_values(parameter: torch.Tensor) -> tuple[Any, ...]:

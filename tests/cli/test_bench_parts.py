@@ -165,7 +165,7 @@ def patterned(library: ArrayLibrary, size: int, world_size: int, dtype: str, red
     inputs = patterned_inputs(world_size, dtype, redop)
     arrays = [np.empty(size, dtype) for _ in range(world_size)]
     for rank, array in enumerate(arrays):
-        write_input(library, array, inputs, rank)
+        write_input(library, [array], inputs, rank)
     return inputs, arrays
 
 
@@ -175,20 +175,20 @@ def test_wrong_elements_are_counted_exactly(name: str, size: int) -> None:
     library, world_size, rank = numpy_arrays(), 3, 1
     inputs, arrays = patterned(library, size, world_size, "float32", "sum")
     result = right_result(name, arrays, rank, "sum")
-    assert count_wrong(library, result, name, rank, inputs) == 0
+    assert count_wrong(library, [result], name, rank, inputs) == 0
     result[[0, len(result) // 2, -1]] += 1
-    assert count_wrong(library, result, name, rank, inputs) == 3
+    assert count_wrong(library, [result], name, rank, inputs) == 3
     result[0] = np.nan
-    assert count_wrong(library, result, name, rank, inputs) == 3
+    assert count_wrong(library, [result], name, rank, inputs) == 3
 
 
 def test_blocks_in_the_wrong_order_are_wrong() -> None:
     library = numpy_arrays()
     inputs, arrays = patterned(library, 30_000, 3, "int32", "sum")
     swapped = np.concatenate([arrays[1], arrays[0], arrays[2]])
-    assert count_wrong(library, swapped, "all_gather", 0, inputs) > 30_000
+    assert count_wrong(library, [swapped], "all_gather", 0, inputs) > 30_000
     shifted = np.roll(right_result("all_reduce", arrays, 0, "sum"), 5)
-    assert count_wrong(library, shifted, "all_reduce", 0, inputs) > 10_000
+    assert count_wrong(library, [shifted], "all_reduce", 0, inputs) > 10_000
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int64"])
@@ -202,9 +202,9 @@ def test_right_results_of_every_reduce_op_count_as_right(
     library = numpy_arrays()
     inputs, arrays = patterned(library, 5000, world_size, dtype, redop)
     result = right_result("all_reduce", arrays, 0, redop)
-    assert count_wrong(library, result, "all_reduce", 0, inputs) == 0
+    assert count_wrong(library, [result], "all_reduce", 0, inputs) == 0
     result[17] += 1
-    assert count_wrong(library, result, "all_reduce", 0, inputs) == 1
+    assert count_wrong(library, [result], "all_reduce", 0, inputs) == 1
 
 
 class OneRankDriver:

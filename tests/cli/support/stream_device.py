@@ -106,12 +106,12 @@ class StreamDevice:
         def filler(array: Any) -> Callable[[float], object]:
             return lambda value: self.enqueue(lambda: array.fill(value))
 
-        def write(flat: Any, start: int, block: Any) -> None:
+        def write(flat: Any, block: Any) -> None:
             self.synchronize()
-            plain.write(flat, start, block)
+            plain.write(flat, block)
 
-        def read(flat: Any, start: int, stop: int) -> Any:
+        def read(flat: Any) -> Any:
             self.synchronize()
-            return plain.read(flat, start, stop)
+            return plain.read(flat)
 
-        return ArrayLibrary(plain.make, plain.flat, filler, write, read)
+        return ArrayLibrary(plain.make, filler, write, read)

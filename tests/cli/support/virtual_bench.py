@@ -7,7 +7,7 @@ ones; times mean nothing, since the runtime below keeps none.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
 import virtual_arrays as va
@@ -19,11 +19,15 @@ from small_list import add_small_list
 Call = Callable[[], object]
 
 
-class Flat(va.Array):
-    """An array of one dimension, with its length."""
+class Shaped(va.Array):
+    """An array with a length and flat views."""
 
     def __len__(self) -> int:
         return int(self.shape[0])
+
+    def reshape(self, size: int) -> Shaped:
+        assert size == -1
+        return Shaped(self, self.address, (self.size,), self.dtype, self.device)
 
 
 class VirtualEvent:
@@ -59,12 +63,15 @@ class VirtualGpu:
         self._current = va.use_stream(self._stream)
         self._current.__enter__()  # until the process ends
         self.arrays = ArrayLibrary(
-            make=lambda shape, dtype: va.empty(tuple(shape), dtype),
-            flat=lambda a: Flat(a, a.address, (a.size,), a.dtype, a.device),
+            make=self._make,
             filler=lambda array: array.fill,
-            write=lambda flat, start, block: flat[start : start + block.size].set(block),
-            read=lambda flat, start, stop: flat[start:stop].numpy(),
+            write=lambda flat, block: flat.set(block),
+            read=lambda flat: flat.numpy(),
         )
+
+    def _make(self, shape: Sequence[int], dtype: str) -> Shaped:
+        a = va.empty(tuple(shape), dtype)
+        return Shaped(a, a.address, a.shape, a.dtype, a.device)
 
     def event(self) -> VirtualEvent:
         return VirtualEvent()

@@ -38,14 +38,9 @@ class ArrayLibrary:
     """Makes, fills and reads one library's arrays."""
 
     make: Callable[[Sequence[int], str], Array]  # uninitialized, of a shape and a dtype name
-    flat: Callable[[Array], Array]  # a one-dimensional view
     filler: Callable[[Array], Callable[[float], object]]  # the method that sets every element
-    write: Callable[[Array, int, Block], None]  # copies a block into a flat array, from an index on
-    read: Callable[[Array, int, int], Block]  # part of a flat array; float32 if numpy has no dtype
-
-
-def _write(flat: Array, start: int, block: Array) -> None:
-    flat[start : start + len(block)] = block
+    write: Callable[[Array, Block], object]  # copies a block into a flat array of its size
+    read: Callable[[Array], Block]  # a flat array's elements; float32 if numpy lacks the dtype
 
 
 def numpy_arrays() -> ArrayLibrary:
@@ -56,29 +51,21 @@ def numpy_arrays() -> ArrayLibrary:
             raise UnsupportedCaseError("numpy has no bfloat16")
         return np.empty(tuple(shape), dtype)
 
-    return ArrayLibrary(
-        make=make,
-        flat=lambda array: array.reshape(-1),
-        filler=lambda array: array.fill,
-        write=_write,
-        read=lambda flat, start, stop: flat[start:stop],
-    )
+    return ArrayLibrary(make, lambda array: array.fill, np.copyto, lambda flat: flat)
 
 
 def torch_arrays(device: str = "cpu") -> ArrayLibrary:
     """Return the library of torch tensors."""
     torch: Any = importlib.import_module("torch")
 
-    def read(flat: Array, start: int, stop: int) -> Block:
-        part = flat[start:stop]
-        block: Block = (part.float() if part.dtype == torch.bfloat16 else part).cpu().numpy()
+    def read(flat: Array) -> Block:
+        block: Block = (flat.float() if flat.dtype == torch.bfloat16 else flat).cpu().numpy()
         return block
 
     return ArrayLibrary(
         make=lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype), device=device),
-        flat=lambda array: array.view(-1),
         filler=lambda array: array.fill_,
-        write=lambda flat, start, block: _write(flat, start, torch.from_numpy(block)),
+        write=lambda flat, block: flat.copy_(torch.from_numpy(block)),
         read=read,
     )
 
@@ -119,6 +106,7 @@ class Gpu:
         return replay
 
 
+@dataclass
 class Driver(ABC):
     """One rank's side of an engine.
 
@@ -185,7 +173,7 @@ def bucketed(
     anything, is waited for when all are begun, so that buckets are copied while others are reduced.
     """
     groups: list[list[Array]] = [[]]
-    for array in map(library.flat, arrays):
+    for array in (array.reshape(-1) for array in arrays):
         if sum(map(len, groups[-1])) * DTYPE_BYTES[dtype] >= _BUCKET_BYTES:
             groups.append([])
         groups[-1].append(array)
@@ -214,16 +202,12 @@ class FastdistDriver(Driver):
     """Calls go to the default communicator; on a GPU, in the order of torch's stream."""
 
     def __init__(self, gpu: Any = None) -> None:
-        self.gpu = gpu
         self._comm = comm = fastdist.init()
-        self.rank = comm.rank
-        self.world_size = comm.world_size
-        self.version = f"fastdist {fastdist.__version__}"
-        self.barrier: Call = comm.barrier
-        self.leave = comm.close
+        version, barrier = f"fastdist {fastdist.__version__}", comm.barrier
         if gpu is not None:
-            self.version += f" with NCCL {nccl_library.load().version_text}"
-            self.barrier = partial(comm.all_reduce, gpu.arrays.make((1,), "int32"))
+            version += f" with NCCL {nccl_library.load().version_text}"
+            barrier = partial(comm.all_reduce, gpu.arrays.make((1,), "int32"))
+        super().__init__(comm.rank, comm.world_size, version, barrier, comm.close, gpu)
 
     def arrays(self, kind: str) -> ArrayLibrary:
         if self.gpu is not None:
@@ -254,7 +238,6 @@ class FastdistDriver(Driver):
 
 
 def _open_cuda() -> Driver:
-    """Start fastdist on this rank's GPU."""
     launch = detect_launch()
     return FastdistDriver(Gpu(gpu_of_rank(0 if launch is None else launch.local_rank)))
 
@@ -270,15 +253,12 @@ class TorchDriver(Driver):
         self._torch: Any = importlib.import_module("torch")
         dist = self._torch.distributed
         warnings.filterwarnings("ignore", category=FutureWarning)  # renamed collectives
-        self.version = version
-        self.gpu = gpu
         self._library: ArrayLibrary = torch_arrays() if gpu is None else gpu.arrays
-        self.rank: int = dist.get_rank()
-        self.world_size: int = dist.get_world_size()
-        self.barrier = dist.barrier
-        self.leave = dist.destroy_process_group
+        barrier = dist.barrier
         if gpu is not None:
-            self.barrier = partial(dist.all_reduce, self._library.make((1,), "int32"))
+            barrier = partial(dist.all_reduce, self._library.make((1,), "int32"))
+        leave = dist.destroy_process_group
+        super().__init__(dist.get_rank(), dist.get_world_size(), version, barrier, leave, gpu)
 
     def arrays(self, kind: str) -> ArrayLibrary:
         return self._library
@@ -308,14 +288,14 @@ class TorchDriver(Driver):
             "all_to_all": (dist.all_to_all_single, gets, passes),
             "barrier": (dist.barrier,),
         }
-        return partial(*calls[case.collective])
+        call, *arguments = calls[case.collective]
+        return partial(call, *arguments)
 
     def _blocks(self, array: Array | None) -> list[Array] | None:
         return None if array is None else list(array.chunk(self.world_size))
 
 
 def _join(backend: str, version: str) -> Driver:
-    """Start a backend of torch.distributed on the CPU."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
     torch.distributed.init_process_group(backend)
@@ -323,7 +303,6 @@ def _join(backend: str, version: str) -> Driver:
 
 
 def _open_nccl() -> Driver:
-    """Start torch's NCCL on this rank's GPU."""
     torch: Any = importlib.import_module("torch")
     major, minor, patch = torch.cuda.nccl.version()[:3]
     if int(os.environ["WORLD_SIZE"]) > len(_core.cuda_devices()):
@@ -347,13 +326,10 @@ class MpiDriver(Driver):
 
     def __init__(self) -> None:
         self._mpi: Any = importlib.import_module("mpi4py.MPI")
-        self._comm: Any = self._mpi.COMM_WORLD
-        self.rank: int = self._comm.rank
-        self.world_size: int = self._comm.size
-        self.barrier = self._comm.Barrier
-        self.leave = self._mpi.Finalize
+        self._comm = comm = self._mpi.COMM_WORLD
         vendor, numbers = self._mpi.get_vendor()
-        self.version = f"{vendor} {'.'.join(map(str, numbers))}"
+        version = f"{vendor} {'.'.join(map(str, numbers))}"
+        super().__init__(comm.rank, comm.size, version, comm.Barrier, self._mpi.Finalize)
 
     def arrays(self, kind: str) -> ArrayLibrary:
         return numpy_arrays()
@@ -389,7 +365,8 @@ class MpiDriver(Driver):
             "all_to_all": (comm.Alltoall, passes, gets),
             "barrier": (comm.Barrier,),
         }
-        return partial(*calls[case.collective])
+        call, *arguments = calls[case.collective]
+        return partial(call, *arguments)
 
 
 # Each starts an engine from the launcher's environment; every rank must call.

@@ -68,27 +68,27 @@ def filled_inputs(world_size: int, iteration: int, dtype: str, redop: str) -> In
     return Inputs([np.array([value]) for value in values], dtype, redop)
 
 
-def _blocks(pieces: Sequence[Piece], phase: int) -> Iterator[tuple[int, Table]]:
-    """Yield (start, content) for the blocks of an array of `pieces`, in a sequence from `phase`."""
+def _blocks(pieces: Sequence[Piece], phase: int) -> Iterator[tuple[slice, Table]]:
+    """Yield the parts of an array of `pieces`, in a sequence from `phase`, and their content."""
     begin = 0
     for length, table, piece_phase in pieces:
         for start in range(0, length, _BLOCK):
+            count = min(_BLOCK, length - start)
             offset = (phase + piece_phase + start) % _PERIOD
-            yield begin + start, table[offset : offset + min(_BLOCK, length - start)]
+            yield slice(begin + start, begin + start + count), table[offset : offset + count]
         begin += length
 
 
-def write_input(
-    library: ArrayLibrary, array: Array, inputs: Inputs, rank: int, phase: int = 0
-) -> None:
-    """Fill an array with this rank's input, from position `phase` of the sequence on."""
-    flat = library.flat(array)
-    for start, block in _blocks([(len(flat), inputs.ranks[rank], 0)], phase):
-        library.write(flat, start, block)
+def write_input(library: ArrayLibrary, arrays: Sequence[Array], inputs: Inputs, rank: int) -> None:
+    """Fill a list of arrays, one after the other, with this rank's input."""
+    phase = 0
+    for flat in (array.reshape(-1) for array in arrays):
+        for part, block in _blocks([(len(flat), inputs.ranks[rank], 0)], phase):
+            library.write(flat[part], block)
+        phase += len(flat)
 
 
 def _pieces(collective: str, rank: int, inputs: Inputs, length: int) -> list[Piece]:
-    """Return the pieces of a rank's expected result."""
     block = length // len(inputs.ranks)
     reduced, passed_by_root = inputs.reduced, inputs.ranks[ROOT]
     gathered = [(block, table, 0) for table in inputs.ranks]
@@ -106,17 +106,18 @@ def _pieces(collective: str, rank: int, inputs: Inputs, length: int) -> list[Pie
 
 
 def count_wrong(
-    library: ArrayLibrary, array: Array, collective: str, rank: int, inputs: Inputs, phase: int = 0
+    library: ArrayLibrary, arrays: Sequence[Array], collective: str, rank: int, inputs: Inputs
 ) -> int:
-    """Count the wrong elements of a rank's result."""
-    flat = library.flat(array)
-    wrong = 0
-    for start, expected in _blocks(_pieces(collective, rank, inputs, len(flat)), phase):
-        got = library.read(flat, start, start + len(expected))
-        if inputs.tolerance:
-            error = np.abs(got - expected, dtype=np.float64)
-            is_right = error <= inputs.tolerance * np.abs(expected)
-        else:
-            is_right = got == expected
-        wrong += int(np.count_nonzero(~is_right))
+    """Count the wrong elements of a rank's results, of one array or of a list."""
+    wrong = phase = 0
+    for flat in (array.reshape(-1) for array in arrays):
+        for part, expected in _blocks(_pieces(collective, rank, inputs, len(flat)), phase):
+            got = library.read(flat[part])
+            if inputs.tolerance:
+                error = np.abs(got - expected, dtype=np.float64)
+                is_right = error <= inputs.tolerance * np.abs(expected)
+            else:
+                is_right = got == expected
+            wrong += int(np.count_nonzero(~is_right))
+        phase += len(flat)
     return wrong

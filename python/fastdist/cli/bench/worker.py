@@ -17,13 +17,11 @@ Before each timed call this rank writes its data, and the streams of all ranks w
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
 from multiprocessing.connection import Client
 from pathlib import Path
 from time import perf_counter_ns
@@ -121,10 +119,6 @@ class Worker:
         self._lead: Call | None = None if gpu is None else gpu.copy_call(LEAD_BYTES)
         self._batches: Batches | None = None
         self._copy: Call | None = None
-        self._passes: list[Array] = []
-        self._gets: list[Array] = []
-        self._call: Call | None = None
-        self._replay: Call | None = None
 
     def bind(self, cores: Sequence[int]) -> None:
         """Bind this rank's thread to one core, but not the threads of the engine."""
@@ -135,9 +129,11 @@ class Worker:
 
         Returns why the engine does not support it, and why the call is not captured in a graph.
         """
-        self._call = self._replay = None
+        self._call: Any = None
+        self._replay: Call | None = None
         self._fillers: list[Any] = []
-        self._passes, self._gets = [], []
+        self._passes: list[Array] = []
+        self._gets: list[Array] = []
         try:
             return "", self._prepare(case)
         except UnsupportedCaseError as error:
@@ -148,13 +144,15 @@ class Worker:
     def _prepare(self, case: Case) -> str:
         driver, gpu = self._driver, self._driver.gpu
         self._case, self._library = case, driver.arrays(case.array)
-        make = partial(self._library.make, dtype=case.dtype)
+        make, dtype = self._library.make, case.dtype
         if case.model:
-            self._passes = [make(shape) for shape in gradient_shapes(case.model)]
+            self._passes = [make(shape, dtype) for shape in gradient_shapes(case.model)]
             self._call = driver.bind(case, self._passes, None)
         else:
             elements = buffer_elements(case.collective, case.count, driver.rank, driver.world_size)
-            self._passes, self._gets = ([make((count,))] if count else [] for count in elements)
+            self._passes, self._gets = (
+                [make((count,), dtype)] if count else [] for count in elements
+            )
             passes, gets = (next(iter(arrays), None) for arrays in (self._passes, self._gets))
             self._call = driver.bind(case, passes, gets)
         self._fillers = [self._library.filler(array) for array in self._passes]
@@ -192,7 +190,6 @@ class Worker:
         The kinds are "times" of calls, on a GPU of the enqueued work; "host", until each call
         returns, and "graph", of replays, on a GPU; and "wall", of the whole loop.
         """
-        assert self._call is not None
         self._last_iteration = iterations - 1
         rank, world_size, redop = self._driver.rank, self._driver.world_size, self._case.redop
         values = (verify.fill_value(rank, i, world_size, redop) for i in range(iterations))
@@ -227,8 +224,7 @@ class Worker:
         )
         inputs = verify.patterned_inputs(world_size, case.dtype, case.redop)
         for call in filter(None, (self._call, self._replay)):
-            for array, phase in _with_phases(self._passes):
-                verify.write_input(self._library, array, inputs, rank, phase)
+            verify.write_input(self._library, self._passes, inputs, rank)
             for array in self._gets:
                 # No right result has 101, so that elements that are not written count as wrong.
                 self._library.filler(array)(101)
@@ -242,30 +238,20 @@ class Worker:
         if collective == "reduce" and rank != ROOT:
             return 0  # only the root has a result
         results = self._gets if COLLECTIVES[collective].gets else self._passes
-        return sum(
-            verify.count_wrong(self._library, array, collective, rank, inputs, phase)
-            for array, phase in _with_phases(results)
-        )
+        return verify.count_wrong(self._library, results, collective, rank, inputs)
 
     def copy(self, nbytes: int, iterations: int) -> list[int]:
         """Time copies of a buffer on all ranks at the same time, for the floor."""
-        gpu = self._driver.gpu
-        if self._copy is None:  # every message asks for the same size
-            self._copy = (
-                partial(_core.stream_copy, np.zeros(nbytes // 8), np.ones(nbytes // 8))
-                if gpu is None
-                else gpu.copy_call(nbytes)
-            )
-        barriers = [self._driver.barrier] * iterations
+        gpu, barriers = self._driver.gpu, [self._driver.barrier] * iterations
+        copy_call = _copy_call if gpu is None else gpu.copy_call
+        self._copy = self._copy or copy_call(nbytes)  # every message asks for the same size
         if self._lead is None:
             return work_ns(barriers, self._copy)
         return Batches(gpu, self._lead, iterations).work_ns(barriers, self._copy)
 
 
-def _with_phases(arrays: Sequence[Array]) -> list[tuple[Array, int]]:
-    """Pair each array with the number of elements before it, so that all arrays differ."""
-    sizes = [math.prod(array.shape) for array in arrays]
-    return list(zip(arrays, accumulate(sizes, initial=0), strict=False))
+def _copy_call(nbytes: int) -> Call:
+    return partial(_core.stream_copy, np.zeros(nbytes // 8), np.ones(nbytes // 8))
 
 
 def _spread_ranks() -> None:

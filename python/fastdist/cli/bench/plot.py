@@ -21,6 +21,9 @@ _COLORS = {
 _FLOOR_COLOR = "#9aa0a6"
 _TEXT_COLOR = "#30343a"
 _GRID_COLOR = "#e6e8eb"
+_OURS = {"linewidth": 2.8, "markersize": 5.5, "zorder": 3}
+_OTHERS = {"linewidth": 1.5, "markersize": 3, "zorder": 2}
+_FLOOR = {"linewidth": 1.6, "linestyle": (0, (4, 3)), "zorder": 1}
 _TICKS = 7
 
 
@@ -86,30 +89,17 @@ def _draw_curves(report: Report, axes: Any, value: Callable[[Row, float], float]
     for name in (*others, ours):
         shown = [(row, m) for row in report.rows for m in row.measurements if m.engine == name]
         shown = [(row, measured) for row, measured in shown if not measured.unsupported]
-        axes.plot(
-            [row.case.bytes for row, _ in shown],
-            [value(row, measured.p50_us) for row, measured in shown],
-            color=_COLORS[name],
-            linewidth=2.8 if name == ours else 1.5,
-            marker="o",
-            markersize=5.5 if name == ours else 3,
-            zorder=3 if name == ours else 2,
-            label=report.engines[name],
-        )
+        sizes = [row.case.bytes for row, _ in shown]
+        values = [value(row, measured.p50_us) for row, measured in shown]
+        style = {"color": _COLORS[name], **(_OURS if name == ours else _OTHERS)}
+        axes.plot(sizes, values, marker="o", label=report.engines[name], **style)
     low, high = axes.get_ylim()
     rows = [row for row in report.rows if row.has_floor]
     # By the copies of all rows: a straight line.
     floor = [value(row, floor_us(row.case, report.ranks, report.copy_gb_per_s)) for row in rows]
     if floor:
-        axes.plot(
-            [row.case.bytes for row in rows],
-            floor,
-            color=_FLOOR_COLOR,
-            linestyle=(0, (4, 3)),
-            linewidth=1.6,
-            zorder=1,
-            label="memory floor",
-        )
+        sizes = [row.case.bytes for row in rows]
+        axes.plot(sizes, floor, color=_FLOOR_COLOR, label="memory floor", **_FLOOR)
     axes.set_ylim(low, max(high, 1.5 * max(floor, default=0.0)))
     sizes = sorted({row.case.bytes for row in report.rows})
     shown_sizes = sizes[:: -(-len(sizes) // _TICKS)]

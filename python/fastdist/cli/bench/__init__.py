@@ -75,7 +75,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _options() -> argparse.ArgumentParser:
-    """Return the options of all collectives."""
     options = argparse.ArgumentParser(add_help=False)
     add = options.add_argument_group("cases").add_argument
     range_or_list = "a range 8:256M, by factors of 4, or a list 8,1K,64K, in bytes"

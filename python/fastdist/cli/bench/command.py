@@ -126,7 +126,6 @@ def _cases(options: argparse.Namespace, ranks: int) -> tuple[Case, ...]:
 
 
 def _array(options: argparse.Namespace) -> str:
-    """Return the kind of arrays for fastdist's calls."""
     possible = DEVICE_ARRAYS[options.device]
     array: str = options.array or possible[0]
     if options.through == "torch":
@@ -148,7 +147,6 @@ def _require_torch(why: str) -> None:
 
 
 def _placement(options: argparse.Namespace, ranks: int) -> Placement:
-    """Return the ranks' GPUs."""
     if options.collective == "barrier":
         raise ValueError("barrier is for --device cpu: on GPUs, the host waits")
     if options.array == "empty" and options.collective in ("gather", "scatter"):

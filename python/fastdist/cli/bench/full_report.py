@@ -151,7 +151,6 @@ def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
 
 
 def _command(report: Report, case: Case) -> str:
-    """Return the command that measures a case next to the same peers."""
     words = ["fastdist bench", case.collective]
     if case.model:
         words.append(f"--list {case.model}")
@@ -196,7 +195,7 @@ def _cautions(report: Report) -> list[str]:
         for measured in row.measurements
         if measured.wrong
     ]
-    if unstable := report.unstable_titles:
+    if unstable := [row.case.title for row in report.rows if row.ours.interval.is_unstable]:
         cautions.append(
             f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
         )

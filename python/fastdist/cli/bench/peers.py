@@ -50,21 +50,24 @@ def cache_dir(name: str) -> Path:
 
 def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
     """Parse a comma-separated list of peers; `mpi` stands for every MPI."""
-    known = {name: (name,) for name in (PEER_NAMES if device == "cpu" else CUDA_PEER_NAMES)}
-    shown = ", ".join(known)
-    if device == "cpu":
-        known["mpi"] = MPI_NAMES
-        shown += " and mpi (all three)"
+    on_cpu = device == "cpu"
+    known = PEER_NAMES if on_cpu else CUDA_PEER_NAMES
     names: list[str] = []
     for name in text.split(","):
-        if name not in known:
-            raise ValueError(f"expected peers on --device {device} out of {shown}, got {name!r}")
-        names.extend(known[name])
+        if name == "mpi" and on_cpu:
+            names.extend(MPI_NAMES)
+        elif name in known:
+            names.append(name)
+        else:
+            and_mpi = " and mpi (all three)" if on_cpu else ""
+            raise ValueError(
+                f"expected peers on --device {device} out of {', '.join(known)}{and_mpi}, "
+                f"got {name!r}"
+            )
     return tuple(dict.fromkeys(names))
 
 
 def _launched(ranks: int) -> tuple[str, ...]:
-    """Return the command of an engine whose ranks `fastdist run` starts."""
     return (sys.executable, "-m", "fastdist", "run", "-n", str(ranks), *_WORKER)
 
 

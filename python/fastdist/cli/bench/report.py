@@ -96,7 +96,6 @@ def _aligned(columns: Columns, cells: dict[str, str]) -> str:
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """Format a case and fastdist's figures, by column."""
     case, ours = row.case, row.ours
     moves = case.bytes > 0
     return {
@@ -132,13 +131,10 @@ def _times_as_fast(row: Row, other: Measurement) -> str:
 def row_notes(row: Row) -> Iterator[str]:
     """Yield reasons for missing figures, and engines with wrong results."""
     for measured in row.measurements:
-        if measured.no_graph:
-            yield f"# {measured.engine}: {measured.no_graph}"
-    for other in row.others:
-        if other.unsupported:
-            yield f"# {other.engine}: {other.unsupported}"
-        if other.wrong:
-            yield f"# {row.case.label}: {other.engine} got {other.wrong} elements wrong"
+        if reason := measured.no_graph or measured.unsupported:
+            yield f"# {measured.engine}: {reason}"
+        if measured.wrong and measured is not row.ours:
+            yield f"# {row.case.label}: {measured.engine} got {measured.wrong} elements wrong"
 
 
 def footing(report: Report) -> list[str]:

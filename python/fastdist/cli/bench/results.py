@@ -131,11 +131,6 @@ class Report:
         return ", ".join(dict.fromkeys(row.case.title for row in rows))
 
     @property
-    def unstable_titles(self) -> list[str]:
-        """The cases where fastdist's time is unstable."""
-        return [row.case.title for row in self.rows if row.ours.interval.is_unstable]
-
-    @property
     def wrong(self) -> int:
         """Number of fastdist's wrong elements over all rows."""
         return sum(row.ours.wrong for row in self.rows)

@@ -134,8 +134,17 @@ class Session:
         self.failures: list[EngineError] = []
 
     def __enter__(self) -> Session:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        cores = sorted(os.sched_getaffinity(0))
         try:
-            self._start()
+            for engine in list(self._engines):
+                with self._may_fail(engine):
+                    engine.launch()
+            for engine in list(self._engines):
+                with self._may_fail(engine):
+                    engine.connect(_START_TIMEOUT_S, deadline)
+                    if self._placement is None and self._ranks <= len(cores):
+                        engine.command("bind", cores=cores)
         except BaseException:
             self._end(kill=True)
             raise
@@ -143,18 +152,6 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._end(kill=kind is not None)
-
-    def _start(self) -> None:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        for engine in list(self._engines):
-            with self._may_fail(engine):
-                engine.launch()
-        cores = sorted(os.sched_getaffinity(0))
-        for engine in list(self._engines):
-            with self._may_fail(engine):
-                engine.connect(_START_TIMEOUT_S, deadline)
-                if self._placement is None and self._ranks <= len(cores):
-                    engine.command("bind", cores=cores)
 
     @contextlib.contextmanager
     def _may_fail(self, engine: EngineRanks) -> Iterator[None]:

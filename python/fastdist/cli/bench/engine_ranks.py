@@ -61,12 +61,12 @@ class EngineRanks:
         self._listener.bind(str(self._socket_path))
         self._listener.listen(self._ranks)
         engine = self.engine
-        worker = ["--driver", engine.driver, "--socket", str(self._socket_path)]
+        command = [*engine.command, engine.driver, str(self._socket_path)]
         environment = {**without_rank(os.environ), **engine.environment}
         with self._log.open("wb") as log:
             output: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
             try:
-                self._launched.start(engine.name, [*engine.command, *worker], environment, **output)
+                self._launched.start(engine.name, command, environment, **output)
             except StartError as error:
                 self._fail(f"cannot run {engine.command[0]}: {error.reason}")
 

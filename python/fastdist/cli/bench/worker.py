@@ -1,6 +1,6 @@
 """The program of each rank of each engine; it executes the commands of the bench.
 
-    python -m fastdist.cli.bench.worker --driver KIND --socket PATH
+    python -m fastdist.cli.bench.worker DRIVER SOCKET
 
 Exits with 1 after an error, which it sends to the bench, or if the bench has ended.
 
@@ -16,14 +16,13 @@ Before each timed call this rank writes its data, and the streams of all ranks w
 
 from __future__ import annotations
 
-import argparse
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Client
-from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
@@ -265,17 +264,14 @@ def _spread_ranks() -> None:
         pass
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run one rank until the command `quit`; return an exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fastdist.cli.bench.worker")
-    parser.add_argument("--driver", required=True)
-    parser.add_argument("--socket", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    channel = Client(str(options.socket), "AF_UNIX")
+    _, kind, path = sys.argv
+    channel = Client(path, "AF_UNIX")
     try:
         launch = detect_launch()
         channel.send(0 if launch is None else launch.rank)
-        driver = DRIVERS[options.driver]()
+        driver = DRIVERS[kind]()
         worker = Worker(driver)
         channel.send(("", driver.version))
         # While it waits it takes no processor time from the engine that is measured.

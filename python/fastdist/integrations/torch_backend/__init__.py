@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 from fastdist._config import replaced_backend
+from fastdist.integrations.torch_backend.name import NAME
 
-NAME = "fastdist"
 _C10D = "torch.distributed.distributed_c10d"
 _OLDEST = (2, 9)
 _TRACE_RULES = "torch._dynamo.trace_rules"

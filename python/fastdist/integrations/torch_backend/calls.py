@@ -22,7 +22,7 @@ import fastdist._core as _core
 from fastdist.collectives.communicator import Communicator
 from fastdist.collectives.types import Compression
 from fastdist.errors import FastdistError
-from fastdist.integrations.torch_backend import NAME
+from fastdist.integrations.torch_backend.name import NAME
 from fastdist.integrations.torch_backend.overloads import FORMS, TIMED, normalize_arguments
 from fastdist.integrations.torch_backend.reductions import (
     all_reduce_sparse,

@@ -13,13 +13,13 @@ from torch.distributed import DistBackendError, distributed_c10d
 
 from fastdist._config import replaced_backend
 from fastdist.errors import FastdistError
-from fastdist.integrations.torch_backend import NAME
 from fastdist.integrations.torch_backend.calls import Calls, Left, backend_errors
 from fastdist.integrations.torch_backend.meeting import (
     Handle,
     communicator_in_store,
     communicator_of_handles,
 )
+from fastdist.integrations.torch_backend.name import NAME
 from fastdist.integrations.torch_backend.work import Done
 from fastdist.recorder.encoding import encode
 

@@ -20,6 +20,7 @@ from fastdist.link.peer import peer_pid
 from fastdist.processes.process import StartError
 from fastdist.processes.sessions import Sessions
 
+_START_TIMEOUT_S = 120.0
 _POLL_S = 0.2
 _QUIT_S = 10.0
 _LAST_WORDS_S = 1.0
@@ -58,6 +59,7 @@ class EngineRanks:
 
     def launch(self) -> None:
         """Start the engine's launcher; its ranks connect to the socket."""
+        self._deadline = time.monotonic() + _START_TIMEOUT_S
         self._listener.bind(str(self._socket_path))
         self._listener.listen(self._ranks)
         engine = self.engine
@@ -70,7 +72,7 @@ class EngineRanks:
             except StartError as error:
                 self._fail(f"cannot run {engine.command[0]}: {error.reason}")
 
-    def connect(self, timeout_s: float, deadline: float) -> None:
+    def connect(self) -> None:
         """Wait until every rank has connected, and has started the engine."""
         while len(self._channels) < self._ranks:
             # Connections first: a rank that has ended may have sent its error.
@@ -85,10 +87,10 @@ class EngineRanks:
                             self._take(rank)  # raises if the rank has sent an error
                 when = f"before all {self._ranks} ranks had started"
                 self._fail(f"{self.engine.command[0]} ended with status {status} {when}")
-            if time.monotonic() > deadline:
+            if time.monotonic() > self._deadline:
                 started = f"{len(self._channels)} of {self._ranks} ranks started"
-                self._fail(f"{started} within {timeout_s:.0f} s")
-        self.version = self._replies(timeout_s)[0]
+                self._fail(f"{started} within {_START_TIMEOUT_S:.0f} s")
+        self.version = self._replies(_START_TIMEOUT_S)[0]
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()

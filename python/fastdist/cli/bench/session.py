@@ -14,7 +14,6 @@ import shutil
 import signal
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from fastdist.cli.machine_facts import largest_cache_bytes, total_cache_bytes
 
 ROUNDS = 5
 
-_START_TIMEOUT_S = 120.0
 _COPIES = 4  # per round; the first is not counted
 _LEAST_COPY_BYTES = 64 << 20
 _GPU_COPY_BYTES = 512 << 20  # several times the cache of any GPU
@@ -134,7 +132,6 @@ class Session:
         self.failures: list[EngineError] = []
 
     def __enter__(self) -> Session:
-        deadline = time.monotonic() + _START_TIMEOUT_S
         cores = sorted(os.sched_getaffinity(0))
         try:
             for engine in list(self._engines):
@@ -142,7 +139,7 @@ class Session:
                     engine.launch()
             for engine in list(self._engines):
                 with self._may_fail(engine):
-                    engine.connect(_START_TIMEOUT_S, deadline)
+                    engine.connect()
                     if self._placement is None and self._ranks <= len(cores):
                         engine.command("bind", cores=cores)
         except BaseException:

@@ -133,7 +133,8 @@ class Session:
 
     def __enter__(self) -> Session:
         cores = sorted(os.sched_getaffinity(0))
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.push(self)  # until all have started
             for engine in list(self._engines):
                 with self._may_fail(engine):
                     engine.launch()
@@ -142,13 +143,20 @@ class Session:
                     engine.connect()
                     if self._placement is None and self._ranks <= len(cores):
                         engine.command("bind", cores=cores)
-        except BaseException:
-            self._end(kill=True)
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._end(kill=kind is not None)
+        try:
+            for engine in self._engines if kind is None else []:
+                engine.close()
+        finally:
+            stops = {signal.SIGINT, signal.SIGTERM}
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # a second Ctrl-C waits
+            for engine in self._engines:
+                engine.kill()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextlib.contextmanager
     def _may_fail(self, engine: EngineRanks) -> Iterator[None]:
@@ -161,18 +169,6 @@ class Session:
             engine.kill()
             self._engines.remove(engine)
             self.failures.append(error)
-
-    def _end(self, kill: bool) -> None:
-        try:
-            for engine in [] if kill else self._engines:
-                engine.close()
-        finally:
-            stops = {signal.SIGINT, signal.SIGTERM}
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # a second Ctrl-C waits
-            for engine in self._engines:
-                engine.kill()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property
     def versions(self) -> dict[str, str]:

@@ -56,6 +56,7 @@ std::shared_ptr<Gpu> connect_gpu(const py::bytes& id, int rank, int size, int de
 struct GpuMemory {
   std::shared_ptr<std::byte> memory;
   std::size_t bytes;
+  int device;
 };
 
 GpuMemory allocate(Gpu& self, std::size_t bytes, const py::object& timeout) {
@@ -68,7 +69,7 @@ GpuMemory allocate(Gpu& self, std::size_t bytes, const py::object& timeout) {
     const GilRelease release;
     memory.reset();
   };
-  return {{made, free}, bytes};
+  return {{made, free}, bytes, self.communicator().device()};
 }
 
 // Version 3 of the CUDA array interface, which torch.as_tensor and cupy.asarray accept without a
@@ -180,6 +181,8 @@ void bind_arrays(py::module_& m) {
       .def("wait", &wait_on_stream, py::arg("stream"), py::kw_only(), py::arg("compared") = true)
       .def("synchronize", &synchronize, py::arg("timeout") = py::none());
   py::class_<GpuMemory>(m, "GpuMemory")
+      .def_readonly("nbytes", &GpuMemory::bytes)
+      .def_readonly("device", &GpuMemory::device)
       .def_property_readonly("__cuda_array_interface__", &array_interface);
   py::class_<Router>(m, "Router")
       .def(py::init<py::object, py::object, py::object, py::object>())

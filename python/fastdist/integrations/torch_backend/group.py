@@ -171,7 +171,7 @@ class ProcessGroupFastdist(Calls):
             return None
         store, seconds = c10d.PrefixStore(f"{name}/", self._store), self._seconds(timeout)
         made = self.of_store(store, ranks.index(self._comm.rank), len(ranks), seconds, name)
-        made._set_group_desc(group_desc or "")
+        made._set_group_desc(group_desc or "")  # type: ignore[attr-defined]
         return made
 
     def _set_sequence_number_for_group(self) -> None:

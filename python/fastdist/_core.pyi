@@ -143,8 +143,8 @@ class Receive:
     def source(self) -> int: ...
 
 # Receives that tell their source, or that take smaller messages of other dtypes: array, source
-# (None: any), tag, whether the message must have the array's size and dtype, timeout, async, whether
-# it is of an object; returns a Receive.
+# (None: any), tag, whether the message must have the array's size and dtype, timeout, async,
+# whether it is of an object; returns a Receive.
 def receive_of(
     communicator: Communicator, /
 ) -> Callable[[Any, int | None, int, bool, float, bool, bool], Any]: ...

@@ -95,10 +95,7 @@ class SimpleClusterResolver(ClusterResolver):
         (1, False)
     """
 
-    __slots__ = ("_spec", "task_id", "task_type")
-
-    task_id: int
-    task_type: str
+    __slots__ = ("_spec", "_task_id", "_task_type")
 
     def __init__(self, cluster_spec: ClusterSpec, task_type: str, task_id: int) -> None:
         """Check that the task is in the cluster, or is an evaluator.
@@ -114,16 +111,28 @@ class SimpleClusterResolver(ClusterResolver):
         if task_type != "evaluator" or cluster_spec.num_tasks("evaluator"):
             cluster_spec.require_task(task_type, task_id)
         self._spec = cluster_spec
-        self.task_type = task_type
-        self.task_id = task_id
+        self._task_type = task_type
+        self._task_id = task_id
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._spec}, {self.task_type!r}, {self.task_id})"
+        return f"{type(self).__name__}({self._spec}, {self._task_type!r}, {self._task_id})"
 
     @final
     def cluster_spec(self) -> ClusterSpec:
         """Return the tasks of the cluster."""
         return self._spec
+
+    @property
+    @final
+    def task_type(self) -> str:
+        """This process's job."""
+        return self._task_type
+
+    @property
+    @final
+    def task_id(self) -> int:
+        """This process's index among the tasks of its job."""
+        return self._task_id
 
 
 def divide_among_jobs(

@@ -72,13 +72,13 @@ class _Builder:
 
     def build(self) -> DistributedDataset[Any]:
         request = self.request
-        pipeline, length, certain = self._pipeline(request.source)
+        pipeline, certain = self._pipeline(request.source)
         identity: dict[str, Any] = {
             "global_batch_size": request.global_batch_size,
             "shuffle": request.shuffle,
             "seed": request.seed,
             "policy": self.policy.value,
-            "length": length,
+            "length": self._length(request.source),
         }
         if self._own_batches:
             identity["num_workers"] = self.layout.num_workers
@@ -96,37 +96,42 @@ class _Builder:
     def _own_batches(self) -> bool:
         return self.policy is not AutoShardPolicy.DATA
 
-    def _pipeline(self, source: Any) -> tuple[Pipeline, int | None, bool]:
-        """Make the pipeline for a source.
-
-        The second result is the number of examples, or of files; None if unknown. The third one is
-        True if all workers surely use one order.
-        """
+    def _pipeline(self, source: Any) -> tuple[Pipeline, bool]:
+        """Make the pipeline; the second result is True if all workers surely use one order."""
         if isinstance(source, Files):
-            return self._files(source), len(source.paths), False
-        length = length_of(source)
+            return self._files(source), False
         if isinstance(source, IterableDataset):
-            return self._stream(source, length, IterableStream(source).peek), length, False
+            return self._stream(source, length_of(source), IterableStream(source).peek), False
         certain = self.request.sampler is None and self.request.batch_sampler is None
         if type(source) is TensorDataset and self.request.collate_fn is None:
-            source = source.tensors
+            return self._arrays(source.tensors), certain
         if not isinstance(source, Dataset) and _is_arrays(source):
-            if self.request.collate_fn is not None:
-                raise ValueError(
-                    "arrays are sliced, not collated: give collate_fn with a Dataset of examples"
-                )
-            length = _common_length(source)
-            return ArrayPipeline(source, self._order(length), self._cutter()), length, certain
+            return self._arrays(source), certain
         if hasattr(source, "__getitem__") and not isinstance(source, (dict, str, bytes)):
-            return self._examples(source, length), length, certain
+            return self._examples(source), certain
         if isinstance(source, Iterable) and not isinstance(source, (dict, str, bytes)):
-            return self._iterable(source, length), length, False
+            return self._iterable(source), False
         raise TypeError(
             "expected arrays (also in a tuple, dict or dataclass), a Dataset, a DataLoader, Files "
             f"or an iterable of examples, got {type(source).__name__}"
         )
 
-    def _examples(self, source: Any, length: int | None) -> Pipeline:
+    def _length(self, source: Any) -> int | None:
+        """Return the number of examples, or of files; None if unknown."""
+        if isinstance(source, Files):
+            return len(source.paths)
+        arrays = not isinstance(source, Dataset) and _is_arrays(source)
+        return _common_length(source) if arrays else length_of(source)
+
+    def _arrays(self, source: Any) -> Pipeline:
+        if self.request.collate_fn is not None:
+            raise ValueError(
+                "arrays are sliced, not collated: give collate_fn with a Dataset of examples"
+            )
+        return ArrayPipeline(source, self._order(_common_length(source)), self._cutter())
+
+    def _examples(self, source: Any) -> Pipeline:
+        length = length_of(source)
         if length is None:
             raise TypeError(
                 f"{type(source).__name__} has __getitem__ but no length: give it __len__, or make "
@@ -161,7 +166,7 @@ class _Builder:
             paths = paths[self.layout.worker :: self.layout.num_workers]
         return self._stream(FileStream(paths, source.read), None, source.peek)
 
-    def _iterable(self, source: Iterable[Any], length: int | None) -> Pipeline:
+    def _iterable(self, source: Iterable[Any]) -> Pipeline:
         if self.request.num_workers:
             raise ValueError(
                 f"num_workers={self.request.num_workers} needs a map-style Dataset, or an "
@@ -169,7 +174,7 @@ class _Builder:
                 f"{type(source).__name__}, which every process would read completely"
             )
         stream = IterableStream(source)
-        return self._stream(stream, length, stream.peek)
+        return self._stream(stream, length_of(source), stream.peek)
 
     def _stream(
         self, stream: IterableDataset[Any], length: int | None, peek: Callable[[], list[Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -148,6 +147,6 @@ def divide_among_jobs(
             f"{dict(jobs)} are {sum(jobs.values())} tasks; expected {len(addresses)}, as {reason}"
         )
     remaining = iter(addresses)
-    cluster = {job: list(itertools.islice(remaining, tasks)) for job, tasks in jobs.items()}
+    cluster = {job: [next(remaining) for _ in range(tasks)] for job, tasks in jobs.items()}
     places = [(job, index) for job, tasks in jobs.items() for index in range(tasks)]
     return ClusterSpec(cluster), *places[rank]

@@ -71,10 +71,9 @@ class SampledOrder:
 
     def batches(self, epoch: int, skip: int) -> Iterator[Sequence[Any]]:
         """Yield the batch sampler's batches without the first `skip`."""
-        sampler: Any
         for sampler in (self.batch_sampler, getattr(self.batch_sampler, "sampler", None)):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+            if (set_epoch := getattr(sampler, "set_epoch", None)) is not None:
+                set_epoch(epoch)
                 break
         batches = with_own_draws(
             lambda: map(list, self.batch_sampler), epoch_seed(self.seed, epoch)

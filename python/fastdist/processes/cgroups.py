@@ -46,8 +46,8 @@ def cpu_limit() -> float | None:
     limits = []
     for folder in _folders("cpu"):
         words = _words(folder / "cpu.max")  # quota and period
-        if not words:
-            words = _words(folder / "cpu.cfs_quota_us") + _words(folder / "cpu.cfs_period_us")
+        if not words and (words := _words(folder / "cpu.cfs_quota_us")):
+            words += _words(folder / "cpu.cfs_period_us")
         if words and words[0] not in ("max", "-1"):
             period = words[1] if len(words) > 1 else "100000"
             limits.append(int(words[0]) / int(period))

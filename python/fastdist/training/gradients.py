@@ -277,7 +277,10 @@ class GradientSync:
         for bucket in buckets:
             arrived = [contributions.is_there(i) for i in bucket.indices]
             bucket.sent = [contributions.take(i, self._device) for i in bucket.indices]
-            bucket.used.copy_(torch.tensor(arrived))
+            if all(arrived):  # as usual; a tensor of a list takes many times as long
+                bucket.used.fill_(1)
+            else:
+                bucket.used.copy_(torch.tensor(arrived))
             if weight is not None:
                 contributions.weigh(bucket.sent, weight)
             if self._steps.digests is not None:

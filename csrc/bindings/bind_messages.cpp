@@ -176,6 +176,8 @@ PyObject* recv(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) 
   try {
     Endpoint& endpoint = bound_in<Endpoint>(capsule).engine;
     if (count != 7) refuse(ErrorCode::kType, "expected 7 arguments, got ", count);
+    const auto timeout = to_duration(arguments[4]);
+    const auto tag = to_tag(arguments[2], is_true(arguments[6]));
     Arrays to(arguments[0], Access::kWrite, "array");
     if (to.views().size() != 1) {
       throw Error(ErrorCode::kType, "this receive is of one array, got a list");
@@ -183,8 +185,7 @@ PyObject* recv(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) 
     const py::handle src = arguments[1];
     const Wanted wanted{
         to.views(), src.is_none() ? kAnyRank : to_rank(src, "src", endpoint.communicator().size()),
-        to_tag(arguments[2], is_true(arguments[6])),
-        is_true(arguments[3]) ? Fit::kSame : Fit::kLess, to_duration(arguments[4])};
+        tag, is_true(arguments[3]) ? Fit::kSame : Fit::kLess, timeout};
     if (!is_true(arguments[5])) return receive(endpoint, wanted, {}).release().ptr();
     const auto kept = py::make_tuple(py::handle(arguments[0]), to.take_holder());
     return receive_later(endpoint, wanted, {}, kept).release().ptr();

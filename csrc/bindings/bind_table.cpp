@@ -85,7 +85,7 @@ std::span<const float> span_of(const std::optional<Floats>& floats) {
 
 // Calls a method with arrays, which it takes as spans, or other arguments.
 template <class Method, class... Arguments>
-auto without_gil(const Method& method, Arguments&&... arguments) {
+auto call_without_gil(const Method& method, Arguments&&... arguments) {
   const GilRelease release;
   return std::invoke(method, arguments...);
 }
@@ -166,19 +166,20 @@ void bind_row_table(py::module_& m) {
            py::arg("max_rows") = py::none(), py::arg("max_age") = py::none())
       .def("pull",
            [](RowTable& t, py::handle ids, py::handle out) {
-             without_gil(&RowTable::pull, t, Ids(ids), FloatsOut(out));
+             call_without_gil(&RowTable::pull, t, Ids(ids), FloatsOut(out));
            })
       .def(
           "push",
           [](RowTable& t, py::handle ids, py::handle gradients, std::optional<double> lr) {
-            without_gil(&RowTable::push, t, Ids(ids), Floats(gradients, "gradients"), lr);
+            call_without_gil(&RowTable::push, t, Ids(ids), Floats(gradients, "gradients"), lr);
           },
           py::arg("ids"), py::arg("gradients"), py::arg("lr") = py::none())
       .def(
           "assign",
           [](RowTable& t, py::handle ids, py::handle values, py::handle slots) {
             const auto state = optional_floats(slots, "slots");
-            without_gil(&RowTable::assign, t, Ids(ids), Floats(values, "values"), span_of(state));
+            call_without_gil(&RowTable::assign, t, Ids(ids), Floats(values, "values"),
+                             span_of(state));
           },
           py::arg("ids"), py::arg("values"), py::arg("slots") = py::none())
       .def("read_parts", &read_parts)
@@ -202,25 +203,26 @@ void bind_dense_variable(py::module_& m) {
       .def(py::init(&make_dense))
       .def("pull",
            [](DenseVariable& v, std::size_t begin, py::handle out) {
-             without_gil(&DenseVariable::pull, v, begin, FloatsOut(out));
+             call_without_gil(&DenseVariable::pull, v, begin, FloatsOut(out));
            })
       .def(
           "push",
           [](DenseVariable& v, std::size_t begin, py::handle gradient, std::optional<double> lr) {
-            without_gil(&DenseVariable::push, v, begin, Floats(gradient, "gradient"), lr);
+            call_without_gil(&DenseVariable::push, v, begin, Floats(gradient, "gradient"), lr);
           },
           py::arg("begin"), py::arg("gradient"), py::arg("lr") = py::none())
       .def(
           "assign",
           [](DenseVariable& v, std::size_t begin, py::handle values, py::handle slots) {
             const auto state = optional_floats(slots, "slots");
-            without_gil(&DenseVariable::assign, v, begin, Floats(values, "values"), span_of(state));
+            call_without_gil(&DenseVariable::assign, v, begin, Floats(values, "values"),
+                             span_of(state));
           },
           py::arg("begin"), py::arg("values"), py::arg("slots") = py::none())
       .def("read_state",
            [](DenseVariable& v, py::handle values, py::handle slots) {
-             return without_gil(&DenseVariable::read_state, v, FloatsOut(values, "values"),
-                                FloatsOut(slots, "slots"));
+             return call_without_gil(&DenseVariable::read_state, v, FloatsOut(values, "values"),
+                                     FloatsOut(slots, "slots"));
            })
       .def_property_readonly("size", &DenseVariable::size)
       .def_property_readonly("nbytes", &DenseVariable::bytes)
@@ -238,7 +240,7 @@ void bind_dense_variable(py::module_& m) {
 }
 
 py::tuple call_route(const table::Owners& owners, py::handle ids) {
-  const table::Routes routes = without_gil(&table::route, owners, Ids(ids));
+  const table::Routes routes = call_without_gil(&table::route, owners, Ids(ids));
   const auto array = [](const auto& values) {
     return py::array(static_cast<py::ssize_t>(values.size()), values.data());
   };
@@ -252,7 +254,7 @@ py::array_t<std::int64_t> owners_of(const table::Owners& owners, py::handle ids)
   const std::span<const std::uint64_t> from = all;
   py::array_t<std::int64_t> found(from.size());
   const std::span<std::int64_t> to(found.mutable_data(), from.size());
-  without_gil(&table::find_owners, owners, from, to);
+  call_without_gil(&table::find_owners, owners, from, to);
   return found;
 }
 
@@ -274,16 +276,16 @@ void bind_wire(py::module_& m) {
       .def("encode",
            [](const WireFormat& f, py::handle values, py::handle message) {
              const Array<std::uint8_t> to(message, Access::kWrite, "message", {DType::kUInt8});
-             without_gil(&WireFormat::encode, f, Floats(values, "values"), to);
+             call_without_gil(&WireFormat::encode, f, Floats(values, "values"), to);
            })
       .def("decode", [](const WireFormat& f, py::handle message, py::handle out) {
         const Array<const std::uint8_t> from(message, Access::kRead, "message", {DType::kUInt8});
-        without_gil(&WireFormat::decode, f, from, FloatsOut(out));
+        call_without_gil(&WireFormat::decode, f, from, FloatsOut(out));
       });
   m.def("count_nonfinite", [](py::handle values) {
     const Floats given(values, "values");
     const std::span<const float> all = given;
-    return without_gil(table::kernels().count_nonfinite, all.data(), all.size());
+    return call_without_gil(table::kernels().count_nonfinite, all.data(), all.size());
   });
 }
 

@@ -85,6 +85,7 @@ void Watcher::enqueued(std::shared_ptr<const Mark> mark) {
 void Watcher::withdraw() noexcept {
   const std::lock_guard lock(state_->mutex);
   if (!state_->calls.empty() && !state_->calls.back().mark) state_->calls.pop_back();
+  state_->drained.notify_all();
 }
 
 void Watcher::drain() noexcept {
@@ -157,11 +158,9 @@ void Watcher::loop() {
       state_->changed.wait_for(lock, kPollInterval, [this] { return state_->stopping; });
     }
   } catch (const Error& error) {  // pending work cannot succeed, and no call follows
-    {
-      const std::lock_guard lock(state_->mutex);
-      state_->calls.clear();
-    }
     handle_->fail(error);
+    const std::lock_guard lock(state_->mutex);
+    state_->calls.clear();
     state_->drained.notify_all();
   }
 }

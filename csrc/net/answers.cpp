@@ -104,6 +104,11 @@ std::optional<std::uint64_t> AnswerReader::take_question() {
   return std::exchange(question_, std::nullopt);
 }
 
+bool AnswerReader::has_answered(std::uint64_t number) const {
+  const std::lock_guard lock(mutex_);
+  return state_number_ >= number;
+}
+
 std::optional<Waiting> AnswerReader::state(std::uint64_t number) const {
   const std::lock_guard lock(mutex_);
   if (state_number_ < number) return std::nullopt;

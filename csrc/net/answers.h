@@ -87,7 +87,9 @@ class AnswerReader {
   [[nodiscard]] std::optional<Failure> failure() const { return locked(failure_); }
   // Returns, once, the number of the peer's latest question about this rank's state.
   [[nodiscard]] std::optional<std::uint64_t> take_question();
-  // Returns the peer's answer to question `number` or a later one, if it has arrived.
+  // True if the peer has answered question `number` or a later one.
+  [[nodiscard]] bool has_answered(std::uint64_t number) const;
+  // Returns that answer; nothing also if it was cut, as those of very many ranks are.
   [[nodiscard]] std::optional<Waiting> state(std::uint64_t number) const;
   // Returns the peer's description of a deadlock that includes wait `id`, if it has found one.
   [[nodiscard]] std::optional<std::string> deadlock_of(std::uint64_t id) const;

@@ -212,7 +212,7 @@ std::vector<int> NetCommunicator::find_late(Wait& wait, const std::vector<int>& 
       AnswerReader& answers = peer(p).answers;
       answers.poll();
       if (const auto told = answers.failure()) throw_told(*told, wait.signature);
-      const bool answers_now = answers.state(question).has_value();
+      const bool answers_now = answers.has_answered(question);
       // An answer to an earlier question also shows that the rank has arrived.
       const auto theirs = answers.state(1);
       const bool has_come = theirs && theirs->state.head.sequence >= sequence_;

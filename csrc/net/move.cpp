@@ -237,11 +237,14 @@ void NetCommunicator::exchange(std::byte* in, std::byte* out, const BytesBetween
       if (to == rank_) take_bytes += table.back();
     }
   }
-  std::byte* source = give[static_cast<std::size_t>(here.front())];
-  std::byte* target = take[static_cast<std::size_t>(here.front())];
-  if (!is_contiguous()) {
-    source = packed_.of(*inner_, give_bytes);
-    target = unpacked_.of(*inner_, take_bytes);
+  const auto first = static_cast<std::size_t>(here.front());
+  const auto end = static_cast<std::size_t>(here.back()) + 1;
+  // Bytes that lie in one run are given from, and taken to, where they are.
+  const bool packs = give[end] != give[first] + give_bytes;
+  const bool unpacks = take[end] != take[first] + take_bytes;
+  std::byte* source = packs ? packed_.of(*inner_, give_bytes) : give[first];
+  std::byte* target = unpacks ? unpacked_.of(*inner_, take_bytes) : take[first];
+  if (packs) {
     std::byte* to = source;
     for (const int q : here) {
       host::copy(to, give[static_cast<std::size_t>(q)], bytes_between(rank_, q), false);
@@ -251,7 +254,7 @@ void NetCommunicator::exchange(std::byte* in, std::byte* out, const BytesBetween
   const TensorView given = bytes_at(source, give_bytes);
   const TensorView taken = bytes_at(target, take_bytes);
   inside(2, [&](const CallOptions& o) { inner_->all_to_all(given, taken, table, o); });
-  for (std::size_t i = 0; !is_contiguous() && i < here.size(); ++i) {
+  for (std::size_t i = 0; unpacks && i < here.size(); ++i) {
     const std::size_t bytes = bytes_between(here[i], rank_);
     host::copy(take[static_cast<std::size_t>(here[i])], target, bytes, false);
     target += bytes;

@@ -363,6 +363,10 @@ class GpuWork:
 
 class GpuMemory:
     @property
+    def nbytes(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 # the point that a stream had reached

@@ -170,6 +170,7 @@ class EngineRanks:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(worker, signal.SIGKILL)
             os.close(worker)
+        self._workers.clear()  # an interrupted start kills again
         self._launched.close()
         self._listener.close()
 

@@ -113,6 +113,8 @@ def count_wrong(
     for flat in (array.reshape(-1) for array in arrays):
         for part, expected in _blocks(_pieces(collective, rank, inputs, len(flat)), phase):
             got = library.read(flat[part])
+            if np.array_equal(got, expected):  # several times as fast as the tolerance
+                continue
             if inputs.tolerance:
                 error = np.abs(got - expected, dtype=np.float64)
                 is_right = error <= inputs.tolerance * np.abs(expected)

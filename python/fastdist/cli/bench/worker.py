@@ -280,6 +280,7 @@ def main() -> int:
             channel.send(("", getattr(worker, command)(**given)))
         if driver.gpu is not None:
             driver.gpu.synchronize()
+        del worker  # NCCL does not end before the graphs with its calls
         driver.leave()
     except (EOFError, ConnectionError):
         os._exit(1)  # leaving the engine could wait for ranks that have ended

@@ -203,10 +203,10 @@ def test_a_machine_without_a_launcher(records: Path) -> None:
     write(found.beside("machines"), Machines.of_job("key", machines))
     (job,) = jobs_here()[0]
     seen = elsewhere.observe_everywhere(job, 0.01)
-    assert [each.why for each in seen.unreached] == [
+    assert [str(why) for _, why in seen.unreached] == [
         "no fastdist run answers there; ask on that machine"
     ]
-    assert (seen.missing, seen.unreached[0].is_cut) == ((1,), False)
+    assert (seen.missing, seen.unreached[0][1].is_cut) == ((1,), False)
     lost = replace(machines[1], launcher="192.0.2.1:9")  # an address for documents
     write(found.beside("machines"), Machines.of_job("key", (machines[0], lost)))
     began_s = time.monotonic()

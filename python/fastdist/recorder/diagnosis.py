@@ -79,7 +79,7 @@ class _Case:
     @property
     def cut(self) -> dict[int, str]:
         """The addresses of the ranks on machines that cannot be reached."""
-        lost = [each.machine for each in self.seen.unreached if each.is_cut]
+        lost = [machine for machine, why in self.seen.unreached if why.is_cut]
         return {rank: each.ip for each in lost for rank in each.ranks}
 
     @property

@@ -17,7 +17,6 @@ from fastdist.recorder.observation import (
     INTERVAL_S,
     Observation,
     ObservedRank,
-    Unreached,
     observe,
     with_stacks,
 )
@@ -89,7 +88,7 @@ def observe_everywhere(job: Job, interval_s: float) -> Observation:
         try:
             found, ahead_s = future.result()
         except NoAnswerError as error:
-            unreached.append(Unreached(machine, str(error), error.is_cut))
+            unreached.append((machine, error))
             continue
         notes += found.notes
         for each in found.ranks:

@@ -12,6 +12,7 @@ from fastdist.recorder.frames import Stack
 from fastdist.recorder.jobs import Job, RecordedRank
 from fastdist.recorder.machines import Machine
 from fastdist.recorder.place import RecordPath
+from fastdist.recorder.questions import NoAnswerError
 from fastdist.recorder.ring import Call, Records, UnreadableError, read_records
 from fastdist.recorder.stacks import stacks_of
 from fastdist.recorder.system import Connection, Process, Thread, is_in_interpreter, look_at
@@ -157,15 +158,6 @@ class ObservedRank:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreached:
-    """A machine of the job that did not answer; `is_cut`: nothing at its address answers."""
-
-    machine: Machine
-    why: str
-    is_cut: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Observation:
     """A job at two moments, of which `at_s` is the second.
 
@@ -173,6 +165,7 @@ class Observation:
         ranks: the ranks whose records could be read.
         missing: the other ranks of the job.
         notes: notes of what could not be seen.
+        unreached: the machines of the job that did not answer, and why.
     """
 
     job: Job
@@ -180,7 +173,7 @@ class Observation:
     missing: tuple[int, ...]
     at_s: float
     notes: tuple[str, ...]
-    unreached: tuple[Unreached, ...] = ()
+    unreached: tuple[tuple[Machine, NoAnswerError], ...] = ()
 
     def rank(self, number: int) -> ObservedRank | None:
         """Return a rank; None if its records are not here."""

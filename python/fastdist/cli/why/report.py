@@ -79,10 +79,8 @@ def _state(rank: ObservedRank) -> str:
 
 def _missing(diagnosis: Diagnosis) -> list[str]:
     seen = diagnosis.observation
-    notes = [
-        f"{names(each.machine.ranks)}, on {each.machine.ip}: {each.why}" for each in seen.unreached
-    ]
-    asked = {rank for each in seen.unreached for rank in each.machine.ranks}
+    notes = [f"{names(each.ranks)}, on {each.ip}: {why}" for each, why in seen.unreached]
+    asked = {rank for each, _ in seen.unreached for rank in each.ranks}
     rest = [rank for rank in seen.missing if rank not in asked]
     if rest:
         numbers = ", ".join(map(str, rest[:16])) + (", …" if len(rest) > 16 else "")

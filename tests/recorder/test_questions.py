@@ -160,22 +160,21 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_was_observed_arrives(records: Path) -> None:
     told = decode(elsewhere.RanksThere, elsewhere.answer_to(JOB, "ranks"))
-    (there,) = told.ranks
+    ((there,), _) = told
     (here,) = observation.observe(jobs_here()[0][0], 0.0).ranks
     assert there.records.calls == here.records.calls
     assert there.records.usual == here.records.usual
     assert [call.is_running for call in there.before.calls] == [False] * 63 + [True]
     assert there.process is not None
     assert there.process.threads
-    stacks = decode(elsewhere.StacksThere, elsewhere.answer_to(JOB, "stacks"))
-    assert stacks.stacks == {"0": ()}
-    assert decode(elsewhere.RanksThere, elsewhere.answer_to("another", "ranks")).ranks == ()
+    stacks, _ = decode(elsewhere.StacksThere, elsewhere.answer_to(JOB, "stacks"))
+    assert stacks == {"0": ()}
+    assert decode(elsewhere.RanksThere, elsewhere.answer_to("another", "ranks")) == ((), ())
 
 
 def test_times_are_moved(records: Path) -> None:
-    told = decode(elsewhere.RanksThere, elsewhere.answer_to(JOB, "ranks"))
-    moved = elsewhere._on_this_clock(told.ranks[0], "10.0.0.1:9", -3600.0)
-    then, now = told.ranks[0], moved
+    ((then,), _) = decode(elsewhere.RanksThere, elsewhere.answer_to(JOB, "ranks"))
+    now = elsewhere._on_this_clock(then, "10.0.0.1:9", -3600.0)
     assert now.idle_since_s == pytest.approx(then.idle_since_s - 3600)
     assert now.running[0].entered_s == pytest.approx(then.running[0].entered_s - 3600)
     assert then.process is not None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 from fastdist.cluster.address import split_address
 from fastdist.recorder.encoding import decode, encode, read
@@ -31,23 +31,9 @@ _STACKS_WITHIN_S = 1.0
 _MOST_AT_ONCE = 64
 _FEW_CALLS = 64  # of the first moment: enough to see whether calls have begun or ended since
 
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class RanksThere:
-    """The ranks of a machine, by its own clock."""
-
-    ranks: tuple[ObservedRank, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StacksThere:
-    """The stacks of a machine's ranks, by rank."""
-
-    stacks: dict[str, tuple[Stack, ...]]
-    notes: tuple[str, ...]
+# Answers: a machine's ranks, by its own clock, or their stacks, by rank; and notes.
+RanksThere = tuple[tuple[ObservedRank, ...], tuple[str, ...]]
+StacksThere = tuple[dict[str, tuple[Stack, ...]], tuple[str, ...]]
 
 
 def key_of(job: str) -> str | None:
@@ -60,12 +46,12 @@ def answer_to(job: str, about: str) -> str:
     """Answer the question of another machine about the ranks of this one."""
     jobs, notes = jobs_here(job)
     if not jobs:
-        return encode(RanksThere((), tuple(notes)))
+        return encode(((), notes))
     seen = observe(jobs[0], 0.0 if about == _STACKS else INTERVAL_S)
     if about == _STACKS:
         seen = with_stacks(replace(seen, notes=()), may_signal=False)
-        return encode(StacksThere({str(each.rank): each.stacks for each in seen.ranks}, seen.notes))
-    return encode(RanksThere(tuple(map(_without_old_calls, seen.ranks)), (*notes, *seen.notes)))
+        return encode(({str(each.rank): each.stacks for each in seen.ranks}, seen.notes))
+    return encode((tuple(map(_without_old_calls, seen.ranks)), (*notes, *seen.notes)))
 
 
 def observe_everywhere(job: Job, interval_s: float) -> Observation:
@@ -77,7 +63,7 @@ def observe_everywhere(job: Job, interval_s: float) -> Observation:
         return observe(job, interval_s)
     end_s = time.monotonic() + _WITHIN_S
     with ThreadPoolExecutor(min(len(others), _MOST_AT_ONCE)) as pool:
-        asked = [
+        asked: list[Future[tuple[RanksThere, float]]] = [
             pool.submit(_ask, each, machines.key, job.id, _RANKS, RanksThere, end_s)
             for each in others
         ]
@@ -86,12 +72,12 @@ def observe_everywhere(job: Job, interval_s: float) -> Observation:
     notes, unreached = list(seen.notes), []
     for machine, future in zip(others, asked, strict=True):
         try:
-            found, ahead_s = future.result()
+            (found, notes_there), ahead_s = future.result()
         except NoAnswerError as error:
             unreached.append((machine, error))
             continue
-        notes += found.notes
-        for each in found.ranks:
+        notes += notes_there
+        for each in found:
             ranks.setdefault(each.rank, _on_this_clock(each, machine.launcher, ahead_s))
     return replace(
         seen,
@@ -110,7 +96,7 @@ def with_stacks_everywhere(seen: Observation, may_signal: bool) -> Observation:
         return with_stacks(seen, may_signal)
     end_s = time.monotonic() + _STACKS_WITHIN_S
     with ThreadPoolExecutor(min(len(there), _MOST_AT_ONCE)) as pool:
-        asked = [
+        asked: list[Future[tuple[StacksThere, float]]] = [
             pool.submit(_ask, each, machines.key, seen.job.id, _STACKS, StacksThere, end_s)
             for each in machines.machines
             if each.launcher in there
@@ -120,16 +106,16 @@ def with_stacks_everywhere(seen: Observation, may_signal: bool) -> Observation:
     notes = list(seen.notes)
     for future in asked:
         with contextlib.suppress(NoAnswerError):  # it has just answered
-            found, _ = future.result()
-            stacks |= found.stacks
-            notes += found.notes
+            (found, notes_there), _ = future.result()
+            stacks |= found
+            notes += notes_there
     ranks = [replace(each, stacks=stacks.get(str(each.rank), each.stacks)) for each in seen.ranks]
     return replace(seen, ranks=tuple(ranks), notes=tuple(notes))
 
 
 def _ask(
-    machine: Machine, key: str, job: str, about: str, kind: type[_T], end_s: float
-) -> tuple[_T, float]:
+    machine: Machine, key: str, job: str, about: str, kind: Any, end_s: float
+) -> tuple[Any, float]:
     if not machine.launcher:
         raise NoAnswerError("no fastdist run answers there; ask on that machine")
     try:

@@ -54,13 +54,14 @@ def _typed(kind: Any, value: Any) -> Any:
     if isinstance(kind, types.UnionType):  # with None
         return None if value is None else _typed(parts[0], value)
     if typing.get_origin(kind) is tuple:
-        return tuple(_typed(parts[0], each) for each in _checked(list, value))
+        values = _checked(list, value)
+        hints = parts[:1] * len(values) if parts[-1] is ... else parts
+        return tuple(_typed(hint, each) for hint, each in zip(hints, values, strict=True))
     if typing.get_origin(kind) is dict:
         return {name: _typed(parts[1], each) for name, each in _checked(dict, value).items()}
     if is_dataclass(kind):
-        hints = _types_of(cast(type, kind)).values()
-        values = zip(hints, _checked(list, value), strict=True)
-        return cast(type, kind)(*(_typed(hint, each) for hint, each in values))
+        hints = tuple(_types_of(cast(type, kind)).values())
+        return cast(type, kind)(*_typed(types.GenericAlias(tuple, hints), value))
     if issubclass(kind, Enum | Path):
         return kind(value)
     if kind is float and type(value) is int:

@@ -406,7 +406,7 @@ def _busy_elsewhere(case: _Case) -> Found | None:
         found = occupations.get(wait.rank)
         if found is not None and found.kind is Kind.USER and wait.rank not in case.outside:
             del occupations[wait.rank]  # it is in a call
-    for kind in _MOST_CERTAIN_FIRST:
+    for kind in Kind:
         ranks = [rank for rank, found in occupations.items() if found.kind is kind]
         if ranks:
             first = next(each for each in late if each.rank == ranks[0])
@@ -479,9 +479,6 @@ def _unseen(case: _Case) -> Found:
     return Kind.UNKNOWN, "nothing that could be seen says why the job stands still", [], ""
 
 
-_MOST_CERTAIN_FIRST = (
-    *(Kind.MEMORY, Kind.FILES, Kind.LINK, Kind.GPU, Kind.DATA, Kind.THREADS, Kind.USER),
-)
 _RULES: tuple[Callable[[_Case], Found | None], ...] = (
     _other_call,
     _other_order,

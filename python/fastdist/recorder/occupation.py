@@ -37,15 +37,16 @@ class Kind(Enum):
 
     DEAD = "dead"
     STOPPED = "stopped"
-    USER = "never arrived, still in user code"
     OTHER_CALL = "other call or size"
     OTHER_ORDER = "other order of communicators"
-    DATA = "waiting for data"
-    FILES = "file system"
+    # Occupations of ranks, the most certain first.
     MEMORY = "out of memory or swapping"
-    THREADS = "deadlock of threads or of the GIL"
+    FILES = "file system"
     LINK = "link down or lossy"
     GPU = "GPU work unfinished"
+    DATA = "waiting for data"
+    THREADS = "deadlock of threads or of the GIL"
+    USER = "never arrived, still in user code"
     SLOW = "slow, not stuck"
     UNKNOWN = "unknown"
 

@@ -53,7 +53,6 @@ class _Own:
     process = 0
     place: RecordPath | None = None
     is_task = False
-    answers = False
 
 
 def record(
@@ -114,7 +113,6 @@ def report_wait(waited_s: float) -> None:
 
 def _start(rank: int, world_size: int, job: str, task: str = "") -> None:
     _Own.process, _Own.place, _Own.is_task = os.getpid(), None, task != ""
-    _Own.answers = False
     try:
         _remove_old(job)
         own = new_path()
@@ -143,11 +141,9 @@ def _answer_others() -> None:
 
     A thread answers as soon as it gets the GIL, while this process waits or runs Python.
     """
-    if _Own.answers or _Own.place is None:
+    if _Own.place is None or (asks := _Own.place.beside("asks")).exists():
         return
-    _Own.answers = True
     try:
-        asks = _Own.place.beside("asks")
         os.mkfifo(asks, 0o600)
         _core.answer_from_thread(str(asks), _answer)
     except (OSError, RuntimeError) as error:

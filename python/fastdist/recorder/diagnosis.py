@@ -326,15 +326,14 @@ def _timed_out(case: _Case) -> Found | None:
 
 def _stopped(case: _Case) -> Found | None:
     """Find ranks that are stopped: by a signal, a debugger or a frozen container."""
-    stopped = [each for each in case.live if each.is_stopped]
+    stopped = [each for each in case.live if each.stopped_by]
     if case.ends:
         stopped = [each for each in stopped if each.rank in case.ends]
     if not stopped:
         return None
     ranks = [each.rank for each in stopped]
-    process, call = stopped[0].process, stopped[0].last_call
-    by = "" if process is None else process.stopped_by
-    sentence, told = f"{they(ranks, 'is', 'are')} stopped by {by}", ""
+    call = stopped[0].last_call
+    sentence, told = f"{they(ranks, 'is', 'are')} stopped by {stopped[0].stopped_by}", ""
     if call is not None and len(ranks) == 1:
         told = in_words(call)
         sentence += f" {'in' if call.is_running else 'after'} {told}"
@@ -375,7 +374,7 @@ def _late(ranks: Sequence[ObservedRank]) -> Lateness | None:
 
 
 def _goes_on(case: _Case) -> bool:
-    if any(each.is_dead or each.is_stopped for each in case.seen.ranks) or len(case.circle) > 1:
+    if any(each.is_dead or each.stopped_by for each in case.seen.ranks) or len(case.circle) > 1:
         return False
     moving = [case.seen.rank(rank) for rank in case.ends] or case.live
     if all(each is not None and each.has_advanced for each in moving):

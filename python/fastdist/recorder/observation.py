@@ -58,9 +58,9 @@ class ObservedRank:
         return self.process is not None and self.process.is_dead
 
     @property
-    def is_stopped(self) -> bool:
-        """True if a signal, a debugger or a frozen container has stopped the process."""
-        return self.process is not None and self.process.is_stopped
+    def stopped_by(self) -> str:
+        """What has stopped the process: a signal, a debugger or a frozen container; "" if none."""
+        return self.process.stopped_by if self.process else ""
 
     @property
     def last_call(self) -> Call | None:
@@ -255,7 +255,7 @@ def with_stacks(observation: Observation, may_signal: bool) -> Observation:
     asked = {
         each.process.pid: each.place
         for each in observation.ranks
-        if each.process is not None and not (each.machine or each.is_dead or each.is_stopped)
+        if each.process is not None and not (each.machine or each.is_dead or each.stopped_by)
     }
     found, missing = stacks_of(asked, may_signal)
     ranks = tuple(

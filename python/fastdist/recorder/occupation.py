@@ -72,7 +72,7 @@ def occupation_of(rank: ObservedRank) -> Occupation:
 def is_outside_calls(rank: ObservedRank) -> bool:
     """Return True if the main thread certainly does something other than wait in a call."""
     thread = rank.main_thread
-    if thread is None or rank.is_dead or rank.is_stopped or rank.gave_up is not None:
+    if thread is None or rank.is_dead or rank.stopped_by or rank.gave_up is not None:
         return False
     if rank.main_cpu_share > BUSY_SHARE:
         return True

@@ -23,8 +23,8 @@ def judge(seen: Observation) -> Found:
         if task.is_dead:
             return _told(seen, Kind.DEAD, task, f"is dead{how_it_died(task)}")
     for task in tasks:
-        if task.process is not None and task.is_stopped:
-            return _told(seen, Kind.STOPPED, task, f"is stopped by {task.process.stopped_by}")
+        if task.stopped_by:
+            return _told(seen, Kind.STOPPED, task, f"is stopped by {task.stopped_by}")
     return _late(seen) or _nobody_waits(seen)
 
 

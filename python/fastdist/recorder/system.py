@@ -100,11 +100,6 @@ class Process:
         return not self.state or self.state in _ENDED
 
     @property
-    def is_stopped(self) -> bool:
-        """True if the process is stopped; `stopped_by` tells by what."""
-        return self.state in _STOPPED
-
-    @property
     def stopped_by(self) -> str:
         """The words for what has stopped the process; "" if nothing has."""
         return _STOPPED.get(self.state, "")

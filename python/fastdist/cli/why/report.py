@@ -72,7 +72,7 @@ def _state(rank: ObservedRank) -> str:
         return "unseen"
     if rank.is_dead:
         return "dead"
-    if rank.is_stopped:
+    if rank.stopped_by:
         return "stopped"
     return "running" if rank.cpu_share > 0.5 else _STATES.get(rank.process.state, "unknown")
 

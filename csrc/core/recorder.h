@@ -105,7 +105,7 @@ struct alignas(64) RecordedCall {
   Word sequence;   // of the call in its communicator, from 1; of a send or receive, in its lane
   std::atomic<std::uint16_t> communicator;
   std::atomic<std::uint16_t> site;  // from 1; 0: unknown
-  std::atomic<Phase> phase;
+  std::uint8_t unused;
   std::atomic<Outcome> outcome;
 };
 static_assert(sizeof(RecordedCall) == 64);
@@ -172,7 +172,6 @@ class Record {
         entry_(f.calls[number_ % kCalls]) {
     // Each store after that of the number is a release, so that none can be seen before it.
     constexpr auto kAfter = std::memory_order_release;
-    const auto phase = static_cast<Phase>(f.header.phase.load(std::memory_order_relaxed));
     entry_.number.store(0, std::memory_order_relaxed);
     entry_.entered.store(entered_, kAfter);
     entry_.there.store(0, kAfter);
@@ -180,7 +179,6 @@ class Record {
     entry_.sequence.store(sequence, kAfter);
     entry_.communicator.store(communicator, kAfter);
     entry_.site.store(site, kAfter);
-    entry_.phase.store(phase, kAfter);
     entry_.outcome.store(Outcome::kRunning, kAfter);
   }
   Record(const Record&) = delete;

@@ -67,9 +67,9 @@ _CALL = np.dtype(
         ("sequence", "<u8"),
         ("communicator", "<u2"),
         ("site", "<u2"),
-        ("phase", "u1"),
+        ("unused", "u1"),
         ("outcome", "u1"),
-        ("unused", "<u2"),
+        ("padding", "<u2"),
     ]
 )
 _SITE = np.dtype("S256")

@@ -25,13 +25,7 @@ REQUESTS = (
 
 _FIRST_REQUEST = 65
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "scan")
-_ROOTED = dict.fromkeys(
-    (
-        *("reduce", "broadcast", "gather", "scatter"),
-        *("broadcast_object", "gather_object", "scatter_object"),
-    ),
-    "root",
-)
+_ROOTED = ("reduce", "broadcast", "gather", "scatter")  # and those of objects
 _PEERS = {"send": "dst", "recv": "src"}
 _WITHOUT_ARRAY = ("barrier", "group", "join", "split", *(op for op in OPS if "object" in op))
 
@@ -80,7 +74,7 @@ class Signature:
             words.append(f"{_name(DTYPES, self.packed >> 8 & 0xFF)} × {self.count:,}")
         if self.op in _REDUCTIONS:
             words.append(f'op="{_name(_REDUCE_OPS, self.packed >> 16 & 0xFF)}"')
-        word = (_ROOTED | _PEERS).get(self.op)
+        word = "root" if self.op.removesuffix("_object") in _ROOTED else _PEERS.get(self.op)
         if word is not None:
             words.append(f"{word}={self.root if self.root >= 0 else 'any'}")
         return f"{self.op}({', '.join(words)})"

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,6 @@ from fastdist.recorder.system import STACK_SIGNAL, catches, state_of
 _LARGE_BYTES = 1 << 20
 _MOST_FRAMES = 300  # of a thread that are told
 _MOST_PY_SPIES = 2 * (os.cpu_count() or 1)  # more at the same time would not end in time
-_THREAD = re.compile(r"^(?:Current thread 0x|Thread 0x|Stack \()")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
@@ -162,7 +161,7 @@ def _by_signal(
         for pid, (path, before) in asked.items():
             text = _read_from(path, before)
             if text and sizes.get(pid) == len(text):  # it has written all
-                found[pid] = list(parse_faulthandler(text))
+                found[pid] = [parse_faulthandler(text)]
             sizes[pid] = len(text)
     late = dict.fromkeys(asked.keys() - found.keys(), "it does not answer")
     return found, missing | late
@@ -188,17 +187,13 @@ def _read_from(path: Path, offset: int) -> str:
     return ""
 
 
-_MOST_THREADS = 100  # faulthandler writes no more, and the main thread's may be missing
-
-
-def parse_faulthandler(text: str) -> Iterator[Stack]:
-    """Yield the stacks that faulthandler has written. It writes the main thread's last."""
-    threads: list[list[Frame]] = []
+def parse_faulthandler(text: str) -> Stack:
+    """Return the stack of the main thread that faulthandler has written last."""
+    frames: list[Frame] = []
     for line in text.splitlines():
-        if _THREAD.match(line):
-            threads.append([])
-        elif threads and (frame := _FRAME.match(line)):
+        if frame := _FRAME.match(line):
             number = int(frame[2]) if frame[2].isdecimal() else 0
-            threads[-1].append(Frame(frame[1], number, frame[3]))
-    for number, frames in enumerate(threads, 1):
-        yield Stack(tuple(frames), is_main=number == len(threads) < _MOST_THREADS)
+            frames.append(Frame(frame[1], number, frame[3]))
+        elif line.startswith("Stack ("):  # another one, for another asker
+            frames = []
+    return Stack(tuple(frames), is_main=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -19,22 +20,18 @@ def names(ranks: Iterable[int]) -> str:
         return "a rank that cannot be seen from here"
     if len(known) == 1:
         return f"rank {known[0]}"
-    runs = list(_runs(known))
-    if len(runs) == 1 and len(known) > 3:
+    if len(known) > 3 and known[-1] - known[0] == len(known) - 1:
         return f"ranks {known[0]} to {known[-1]}"
     if len(known) > 8:
-        return "ranks " + ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+        return f"ranks {ranges(known)}"
     return f"ranks {', '.join(map(str, known[:-1]))} and {known[-1]}"
 
 
-def _runs(ranks: list[int]) -> Iterable[tuple[int, int]]:
-    start = previous = ranks[0]
-    for rank in ranks[1:]:
-        if rank != previous + 1:
-            yield start, previous
-            start = rank
-        previous = rank
-    yield start, previous
+def ranges(numbers: Sequence[int]) -> str:
+    """Return numbers in ascending order as text: "0-3, 7"."""
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def verb(ranks: Collection[object], one: str, several: str) -> str:

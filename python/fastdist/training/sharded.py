@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
@@ -183,9 +182,11 @@ class ShardedStep:
         """Check that all ranks step for the same parameters, at first and when they change."""
         stepped = list(map(id, stepping))
         if (workers, stepped) != self._stepped:
+            from fastdist.recorder.words import ranges  # only when it is needed
+
             numbers = {id(p): number for number, p in enumerate(_parameters_of(optimizer))}
             name = f"step of {type(optimizer).__name__}, sharded, with gradients for parameters"
-            require_same_call(workers, f"{name} {_ranges([numbers[each] for each in stepped])}")
+            require_same_call(workers, f"{name} {ranges([numbers[each] for each in stepped])}")
             if workers is not self._stepped[0]:
                 self._overlaps = agree_on_overlap(workers, self._overlap)
             self._stepped = workers, stepped
@@ -262,13 +263,6 @@ def _refuse_copy(name: str, *_: object) -> NoReturn:
         f"{name} is sharded: a copy would have this rank's states alone; make another optimizer, "
         "and load the state_dict() of this one into it"
     )
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers in ascending order as text: "0-3, 7"."""
-    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    runs = [[number for _, number in group] for _, group in groups]
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -11,11 +10,12 @@ from typing import Any, overload
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from fastdist.ps.client.checkpoint import Saved, read_index
 from fastdist.ps.wire.protocol import Array, to_ids
-from fastdist.ps.wire.snapshot import require_checksums
+from fastdist.ps.wire.snapshot import Part, require_checksums
 from fastdist.ps.wire.specs import DenseSpec, RowsSpec
 
 _PIECE_ROWS = 1 << 16
@@ -129,32 +129,23 @@ def _load_all(directory: Path) -> LoadedCheckpoint:
     for full, saved in index.saved.items():
         name, spec = short[full] if is_clear else full, saved.spec
         if isinstance(spec, RowsSpec):
-            pieces = tuple(_mapped(path) for path in saved.checksums)
+            pieces = tuple(_mapped(path, part) for path, part in saved.parts.items())
             values[name] = SavedRows(pieces, spec.dim, spec.rows, spec)
         else:
             values[name] = _fill(torch.empty(spec.shape), saved)
     return LoadedCheckpoint(values, index.state)
 
 
-def _mapped(path: Path) -> tuple[Any, Array]:
+def _mapped(path: Path, part: Part) -> tuple[Any, Array]:
     """Map a checked file: the ids of a table's rows, or a slice of a variable's; and the values."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-
-    def array(name: str, dtype: type[Any]) -> Array:
-        about = header[name]
-        shape: tuple[int, ...] = tuple(about["shape"])
-        if 0 in shape:
-            return np.empty(shape, dtype)
-        offset = 8 + length + int(about["data_offsets"][0])
-        return np.memmap(path, dtype, "r", offset, shape)
-
-    part = json.loads(header["__metadata__"]["fastdist"])["part"]
-    if "ids" not in header:
-        return slice(part["begin"], part["end"]), array("values", np.float32)
-    ids = array("ids", np.int64)
-    return (ids + part["begin"] if part["begin"] else ids), array("values", np.float32)
+    with safe_open(path, framework="pt") as file:  # whose tensors are the mapped memory
+        arrays = {name: file.get_tensor(name).numpy() for name in file.keys()}  # noqa: SIM118
+    for array in arrays.values():
+        array.flags.writeable = False
+    if "ids" not in arrays:
+        return slice(part.begin, part.end), arrays["values"]
+    ids = arrays["ids"]
+    return (ids + part.begin if part.begin else ids), arrays["values"]
 
 
 def _load_into(module: nn.Module, directory: Path, prefix: str | None) -> list[str]:
@@ -203,8 +194,8 @@ def _require_room(tensor: torch.Tensor, source: Saved, directory: str | Path) ->
     if not fits:
         raise ValueError(f"{directory} has {spec}, the module has the shape {tuple(tensor.shape)}")
     if isinstance(spec, RowsSpec) and spec.rows is None:
-        for path in source.checksums:
-            ids, _ = _mapped(path)
+        for path, part in source.parts.items():
+            ids, _ = _mapped(path, part)
             beyond = ids[(ids < 0) | (ids >= tensor.shape[0])]
             if beyond.size:
                 raise ValueError(
@@ -224,8 +215,8 @@ def _fill(tensor: torch.Tensor, source: Saved) -> torch.Tensor:
             end = min(begin + _PIECE_ROWS, spec.rows or len(tensor))
             table.pull(np.arange(begin, end), rows[: end - begin])
             tensor[begin:end] = torch.from_numpy(rows[: end - begin])
-    for path in source.checksums:
-        places, values = _mapped(path)
+    for path, part in source.parts.items():
+        places, values = _mapped(path, part)
         read = torch.from_numpy(np.array(values)).to(tensor)
         if isinstance(spec, RowsSpec):
             tensor[torch.from_numpy(np.array(places))] = read

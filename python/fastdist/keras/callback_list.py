@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partialmethod
 from typing import Any
 
 import keras
 import numpy as np
 
-from fastdist.collectives.communicator import Communicator
 from fastdist.keras.callbacks import is_chief_only
 from fastdist.keras.internals import is_default
 from fastdist.keras.optimizers import gather_states
@@ -26,25 +23,22 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
 
     Args:
         callbacks: the user's callbacks; only the chief keeps those that write or draw.
-        globalize: a collective that turns this replica's logs of a step into those of all replicas.
-        communicator: returns a context manager for communication of all replicas.
+        trainer: the model's ReplicatedTrainer.
         add_history: True in `fit`, whose bar shows no validation steps.
     """
 
     def __init__(
         self,
         callbacks: Any,
+        trainer: Any,
         *,
-        is_chief: bool,
-        globalize: Callable[[Any], Any],
-        communicator: Callable[[], AbstractContextManager[Communicator]],
         add_history: bool,
         verbose: Any,
         **options: Any,
     ) -> None:
         given = flat(callbacks)
-        self._globalize = globalize
-        self._communicator = communicator
+        self._trainer = trainer
+        is_chief = trainer.steps.workers().rank == 0
         self._has_bar = is_chief and verbose in ("auto", 1)
         self._drawn_at = 0.0
         self._is_due = False  # True if the bar is drawn after this step
@@ -54,12 +48,12 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
             overrides(given, "on_batch_end", "on_train_batch_end"),
             overrides(given, "on_test_batch_end"),
             self._has_bar,
-            self._has_bar and not add_history,
             bool(chiefs),
             any(_saves_after(each, options["model"]) for each in chiefs),
         )
-        self._reads_train, self._reads_test, self._draws_train, self._draws_test = wanted[:4]
-        self._shares, self._saves_next = wanted[4:]  # after the next step
+        self._reads_train, self._reads_test, self._draws_train = wanted[:3]
+        self._draws_test = self._draws_train and not add_history
+        self._shares, self._saves_next = wanted[3:]  # after the next step
         self._chiefs = chiefs if is_chief else []
         own = given if is_chief else [c for c in given if not is_chief_only(c)]
         super().__init__(
@@ -127,7 +121,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
         if not (are_read or self._is_due):
             return {}
         self._drawn_at = time.monotonic()
-        return self._globalize(logs)
+        return self._trainer.global_logs(logs)
 
     def _end_step(self, draws: bool) -> None:
         """Agree when to stop, and whether the bar is drawn after the next step."""
@@ -141,7 +135,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _any_replica(self, *conditions: bool) -> list[bool]:
         """Return, for each condition, True if it holds on any replica."""
         found = np.array(conditions, np.uint8)
-        with self._communicator() as workers:
+        with self._trainer.communicator() as workers:
             workers.all_reduce(found, "max")
         return [bool(one) for one in found]
 
@@ -157,7 +151,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _share_chief(self) -> None:
         """Give all replicas what the chief's callbacks have restored."""
         model = self.model
-        with self._communicator() as workers:
+        with self._trainer.communicator() as workers:
             model._initial_epoch = workers.broadcast_object(model._initial_epoch)
             optimizer = getattr(model, "optimizer", None)
             variables = [*model.variables, *(optimizer.variables if optimizer else [])]
@@ -166,7 +160,7 @@ class ReplicaCallbacks(keras.callbacks.CallbackList):  # type: ignore[misc]
     def _share_rate(self) -> None:
         rate = getattr(getattr(self.model, "optimizer", None), "_learning_rate", None)
         if isinstance(rate, keras.Variable):
-            with self._communicator() as workers:
+            with self._trainer.communicator() as workers:
                 broadcast_state(workers, [rate.value])
 
 

@@ -80,7 +80,7 @@ class ReplicatedTrainer(Trainer):
         )
 
     @contextlib.contextmanager
-    def _communicator(self) -> Iterator[Communicator]:
+    def communicator(self) -> Iterator[Communicator]:
         """Return a context manager around communication outside `run`."""
         with self.strategy.communicator() as workers:
             yield workers or default_communicator()
@@ -136,9 +136,7 @@ class ReplicatedTrainer(Trainer):
         if not isinstance(given["callbacks"], ReplicaCallbacks):  # those of fit, in its evaluation
             given["callbacks"] = ReplicaCallbacks(
                 given["callbacks"],
-                is_chief=self.steps.workers().rank == 0,
-                globalize=self._global_logs,
-                communicator=self._communicator,
+                self,
                 add_history=call == "fit",
                 verbose=given["verbose"],
                 epochs=given.get("epochs", 1),
@@ -235,7 +233,7 @@ class ReplicatedTrainer(Trainer):
 
     def _train_or_test(self, function: Callable[..., Any], data: Any) -> Any:
         logs = self.steps.train_or_test(function, data)
-        return self._global_logs(logs) if self._reads_logs else logs
+        return self.global_logs(logs) if self._reads_logs else logs
 
     # --- results of all replicas ----------------------------------------------------------------
 
@@ -247,19 +245,19 @@ class ReplicatedTrainer(Trainer):
         plain = results_of_metrics(self._model)
         if state.replica is not None:
             return plain()
-        with self._communicator() as workers, combined(self._model.metrics, workers):
+        with self.communicator() as workers, combined(self._model.metrics, workers):
             return plain()
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         """Return the metrics of all replicas, or the logs of a step that has logs of its own."""
-        return self._plain("_get_metrics_result_or_logs")(self._global_logs(logs))
+        return self._plain("_get_metrics_result_or_logs")(self.global_logs(logs))
 
-    def _global_logs(self, logs: Any) -> Any:
+    def global_logs(self, logs: Any) -> Any:
         """Return the logs of a step over all replicas. Every replica must call."""
         if not isinstance(logs, dict) or not logs:
             return logs
         plain = results_of_metrics(self._model)
-        with self._communicator() as workers:
+        with self.communicator() as workers:
             return global_logs(logs, self._model.metrics, plain, workers, self.steps.last_examples)
 
     # --- saving ---------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
     def __init__(
         self,
         model: Any,
-        strategy: Any,
         coordinator: ClusterCoordinator,
         make_dataset: MakeDataset,
         steps: int,
@@ -51,8 +50,8 @@ class ScheduledSteps(DataAdapter):  # type: ignore[misc]
         self.is_in_epoch = False  # True from the first step of an epoch to `end_epoch`
         self._reads_logs = reads_logs
         self._model = model
-        self._strategy = strategy
         self._coordinator = coordinator
+        self._strategy = strategy = coordinator.strategy
         workers = len(strategy.worker_addresses)
         # Synchronous workers take one step together.
         self._size = workers if strategy.synchronous else 1

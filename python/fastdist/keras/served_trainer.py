@@ -144,7 +144,6 @@ class ServedTrainer(Trainer):
         try:
             self._steps = ScheduledSteps(
                 model,
-                self.strategy,
                 coordinator,
                 make_dataset,
                 given["steps_per_epoch"],

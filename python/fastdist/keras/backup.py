@@ -103,6 +103,7 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         _open[self._directory] = self
         model = self.model
         trainer = trainer_of(model)
+        model._initial_epoch = None
         has_servers = trainer is not None and trainer.strategy.has_servers
         self._strategy = trainer.strategy if has_servers else None
         if has_servers:
@@ -112,7 +113,6 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
         others = [c for c in callbacks if c is not self]
         self._fit = FitState(model, iterator, others, self.params)
         self._checkpoint = KerasCheckpoint(model, step=0, fit=self._fit)
-        model._initial_epoch = None
         self._elastic = None if trainer is None else trainer.elastic
         try:
             if self._elastic is None:
@@ -163,23 +163,19 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_end(self, logs: Any = None) -> None:
         """Remove the backups, or keep one of the end."""
-        if self._strategy is not None:
-            self.model._initial_epoch = None
+        if self._fit is None:  # on servers
             if self._deletes:
                 self._strategy.remove(self._directory)
-            self.close()
-            return
-        assert self._fit is not None
-        if self._resumes:  # nothing was left to do
-            self._restore()
-        elif not self._deletes:
-            self._fit.position.note_end(self.params["epochs"])
-            self._manager.save(self._checkpoint)
+        else:
+            if self._resumes:  # nothing was left to do
+                self._restore()
+            elif not self._deletes:
+                self._fit.position.note_end(self.params["epochs"])
+                self._manager.save(self._checkpoint)
+            if self._deletes:
+                self._manager.remove_all()
+            self._manager.end()
         self.model._initial_epoch = None
-        if self._deletes:
-            self._manager.remove_all()
-        self._manager.end()
-        self._manager.close()
         self.close()
 
     def close(self) -> None:
@@ -210,7 +206,6 @@ class BackupAndRestore(keras.callbacks.Callback):  # type: ignore[misc]
                 f"got save_freq={self._save_freq!r} and save_before_preemption="
                 f"{self._handles_preemption}"
             )
-        self.model._initial_epoch = None
         with contextlib.suppress(FileNotFoundError):  # there is no backup yet
             self.model._initial_epoch = self._strategy.restore(self._directory)["epoch"]
 

@@ -115,11 +115,8 @@ class ShardedRows:
         self.pieces = tuple(pieces)
         self.client = client
         self._wire = spec.wire_format()
-        if spec.rows is None:
-            self._owners = _core.Owners(len(self.pieces))
-        else:
-            begins = [piece.begin for piece in self.pieces]
-            self._owners = _core.Owners(len(self.pieces), begins, spec.rows)
+        begins = [] if spec.rows is None else [piece.begin for piece in self.pieces]
+        self._owners = _core.Owners(len(self.pieces), begins, spec.rows or 0)
         self.parts: list[tuple[int, int, Part]] = []  # as of a `ShardedVariable`
         for i, piece in enumerate(self.pieces):
             number = client.create(piece.server, self._piece_spec(i))

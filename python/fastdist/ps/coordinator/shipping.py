@@ -142,6 +142,15 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(thing) if found is None else found
 
 
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, blob: bytes, resolve: Callable[[Token], Any]) -> None:
+        super().__init__(io.BytesIO(blob))
+        self._resolve = resolve
+
+    def persistent_load(self, token: Token) -> Any:
+        return self._resolve(token)
+
+
 class Library:
     """The definitions that a worker has received; objects are made when they are first needed."""
 
@@ -166,9 +175,7 @@ class Library:
 
     def loads(self, blob: bytes) -> Any:
         """Unpickle the result of `Definitions.dumps`."""
-        unpickler = pickle.Unpickler(io.BytesIO(blob))
-        unpickler.persistent_load = self.get  # type: ignore[method-assign]
-        return unpickler.load()
+        return _Unpickler(blob, self.get).load()
 
 
 # --- why something cannot be pickled, for error messages ----------------------------------------

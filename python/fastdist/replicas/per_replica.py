@@ -184,7 +184,7 @@ def map_structure(
     `is_leaf` is a function of corresponding nodes: True if `fn` takes them as they are.
     """
     if others or is_leaf is not None:
-        return _map_alike(fn, is_leaf, "", (structure, *others))
+        return _Mapping(fn, is_leaf).apply("", structure, others)
     return _mapped(fn, structure)
 
 
@@ -221,74 +221,93 @@ def _mapped(fn: Callable[..., Any], structure: Any) -> Any:
         return [_mapped(fn, item) for item in structure]
     if kind is dict:
         return {key: _mapped(fn, item) for key, item in structure.items()}
-    return fn(structure) if kind in _LEAVES else _map_alike(fn, None, "", (structure,))
+    return fn(structure) if kind in _LEAVES else _Mapping(fn).apply("", structure, ())
 
 
-class _Parts(NamedTuple):
-    """A structure taken apart; a leaf has no kind."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mapping:
+    """A function that is applied to the leaves of structures."""
 
-    kind: type | None
-    context: Any  # of torch's pytree
-    by_name: dict[Any, Any]
-    place: str  # of a part, as a format of its name
-    join: Callable[[list[Any]], Any]  # makes a structure of other parts
+    fn: Callable[..., Any]
+    is_leaf: Callable[..., bool] | None = None
 
-
-def _taken_apart(structure: Any) -> _Parts:
-    kind = type(structure)
-    if kind in _LEAVES:
-        return _LEAF
-    if kind in pytree.SUPPORTED_NODES and kind not in _BUILTIN:
-        node = pytree.SUPPORTED_NODES[kind]
-        children, context = node.flatten_fn(structure)
-        parts = dict(enumerate(children))
-        return _Parts(kind, context, parts, "[{}]", lambda new: node.unflatten_fn(new, context))
-    if isinstance(structure, (tuple, list)):
-        is_named = hasattr(structure, "_fields")
-        join = (lambda new: kind(*new)) if is_named else kind
-        return _Parts(kind, None, dict(enumerate(structure)), "[{}]", join)
-    if isinstance(structure, dict):
-
-        def updated(new: list[Any]) -> Any:
+    def apply(self, place: str, structure: Any, others: tuple[Any, ...]) -> Any:
+        kind = type(structure)
+        if kind is PackedSequence or (
+            self.is_leaf is not None and self.is_leaf(structure, *others)
+        ):
+            return self.fn(structure, *others)
+        if kind in pytree.SUPPORTED_NODES and kind not in _BUILTIN:
+            return self._apply_registered(place, structure, others)
+        if isinstance(structure, (tuple, list)):
+            _require_alike(place, structure, others, len)
+            items = [
+                self.apply(f"{place}[{i}]", item, tuple(other[i] for other in others))
+                for i, item in enumerate(structure)
+            ]
+            return kind(*items) if hasattr(structure, "_fields") else kind(items)
+        if isinstance(structure, dict):
+            _require_alike(place, structure, others, set)
+            pairs = {
+                key: self.apply(f"{place}[{key!r}]", item, tuple(other[key] for other in others))
+                for key, item in structure.items()
+            }
+            if kind is dict:
+                return pairs
             made = structure.copy()  # keeps attributes of subclasses, such as a default factory
-            made.update(zip(structure, new, strict=True))
+            made.update(pairs)
             return made
+        if _is_instance(structure):
+            _require_alike(place, structure, others, lambda _: None)
+            fields = {
+                name: self.apply(
+                    f"{place}.{name}",
+                    getattr(structure, name),
+                    tuple(getattr(other, name) for other in others),
+                )
+                for name in (field.name for field in dataclasses.fields(structure) if field.init)
+            }
+            return dataclasses.replace(structure, **fields)
+        for other in others:
+            if isinstance(other, (tuple, list, dict)) or _is_instance(other):
+                raise ValueError(_different(place, structure, other))
+        return self.fn(structure, *others)
 
-        return _Parts(kind, None, structure, "[{!r}]", updated)
-    if dataclasses.is_dataclass(structure) and not isinstance(structure, (type, PerReplica)):
-        names = [field.name for field in dataclasses.fields(structure) if field.init]
-
-        def replaced(new: list[Any]) -> Any:
-            return dataclasses.replace(structure, **dict(zip(names, new, strict=True)))
-
-        fields = {name: getattr(structure, name) for name in names}
-        return _Parts(kind, None, fields, ".{}", replaced)
-    return _LEAF
-
-
-def _map_alike(
-    fn: Callable[..., Any], is_leaf: Callable[..., bool] | None, place: str, nodes: tuple[Any, ...]
-) -> Any:
-    """Map structures that must be alike; `place` is where they are in those of the user."""
-    if type(nodes[0]) is PackedSequence or (is_leaf is not None and is_leaf(*nodes)):
-        return fn(*nodes)
-    every = [_taken_apart(node) for node in nodes]
-    kind, context, parts, form, join = every[0]
-    for node, other in zip(nodes[1:], every[1:], strict=True):
-        if (kind, context, parts.keys()) != (other.kind, other.context, other.by_name.keys()):
-            raise ValueError(
-                f"replicas hold different structures at {place or 'the top'}: "
-                f"{_describe(nodes[0])} and {_describe(node)}"
-            )
-    if kind is None:
-        return fn(*nodes)
-    return join(
-        [
-            _map_alike(
-                fn, is_leaf, place + form.format(name), tuple(each.by_name[name] for each in every)
-            )
-            for name in parts
+    def _apply_registered(self, place: str, structure: Any, others: tuple[Any, ...]) -> Any:
+        """Apply to an object whose class is registered with torch's pytree."""
+        node = pytree.SUPPORTED_NODES[type(structure)]
+        children, context = node.flatten_fn(structure)
+        flat = []
+        for other in others:
+            same = type(other) is type(structure)
+            theirs, other_context = node.flatten_fn(other) if same else ([], None)
+            if not same or other_context != context or len(theirs) != len(children):
+                raise ValueError(_different(place, structure, other))
+            flat.append(theirs)
+        items = [
+            self.apply(f"{place}[{i}]", item, tuple(theirs[i] for theirs in flat))
+            for i, item in enumerate(children)
         ]
+        return node.unflatten_fn(items, context)
+
+
+def _is_instance(structure: Any) -> bool:
+    """Return True for a dataclass's instance that is a structure."""
+    return dataclasses.is_dataclass(structure) and not isinstance(structure, (type, PerReplica))
+
+
+def _require_alike(
+    place: str, structure: Any, others: tuple[Any, ...], shape: Callable[[Any], Any]
+) -> None:
+    for other in others:
+        if type(other) is not type(structure) or shape(other) != shape(structure):
+            raise ValueError(_different(place, structure, other))
+
+
+def _different(place: str, structure: Any, other: Any) -> str:
+    return (
+        f"replicas hold different structures at {place or 'the top'}: "
+        f"{_describe(structure)} and {_describe(other)}"
     )
 
 
@@ -300,6 +319,5 @@ def _describe(structure: Any) -> str:
 
 
 VALUES = (torch.Tensor, int, float, complex, np.ndarray, np.generic)
-_LEAVES = frozenset({PerReplica, torch.Tensor, np.ndarray, int, float, bool, str, type(None)})
+_LEAVES = frozenset({PerReplica, torch.Tensor, int, float, bool, str, type(None)})
 _BUILTIN = frozenset({tuple, list, dict})
-_LEAF = _Parts(None, None, {}, "", list)

@@ -185,36 +185,43 @@ class ClusterCoordinator:
         if to_integer(save_every, "save_every") < 1:
             raise ValueError(f"save_every must be at least 1, got {save_every}")
         _check_call(fn, args, kwargs)
-        own = {} if state is None else state
+        schedule = functools.partial(self.schedule, fn, args, kwargs)
+        state = {} if state is None else state
+        return self._saved_steps(schedule, steps, Path(directory), save_every, state)
 
-        def saved_steps() -> Iterator[int]:
-            if self.strategy.has_saved(directory):
-                self._restore(directory, own)
-            else:
-                own["step"] = 0
-                self.strategy.save(directory, own)
-            restores = 0
-            while own["step"] < steps:
-                count = min(save_every, steps - own["step"])
+    def _saved_steps(
+        self,
+        schedule: Callable[[], RemoteValue],
+        steps: int,
+        directory: Path,
+        save_every: int,
+        state: dict[str, Any],
+    ) -> Iterator[int]:
+        if self.strategy.has_saved(directory):
+            self._restore(directory, state)
+        else:
+            state["step"] = 0
+            self.strategy.save(directory, state)
+        restores = 0
+        while state["step"] < steps:
+            count = min(save_every, steps - state["step"])
+            try:
                 try:
-                    try:
-                        for _ in range(count):
-                            self.schedule(fn, args, kwargs)
-                    finally:
-                        self.join()  # also the calls that run beside one that has failed
-                    own["step"] += count
-                    yield own["step"]
-                    self.strategy.save(directory, own)
-                    restores = 0
-                except UnavailableError:
-                    restores += 1
-                    if restores > _MOST_RESTORES:
-                        raise
-                    self._restore(directory, own)
+                    for _ in range(count):
+                        schedule()
+                finally:
+                    self.join()  # also the calls that run beside one that has failed
+                state["step"] += count
+                yield state["step"]
+                self.strategy.save(directory, state)
+                restores = 0
+            except UnavailableError:
+                restores += 1
+                if restores > _MOST_RESTORES:
+                    raise
+                self._restore(directory, state)
 
-        return saved_steps()
-
-    def _restore(self, directory: str | Path, state: dict[str, Any]) -> None:
+    def _restore(self, directory: Path, state: dict[str, Any]) -> None:
         """Restore the checkpoint, once all servers are there."""
         end_s = time.monotonic() + settings().rendezvous_timeout_s
         while True:

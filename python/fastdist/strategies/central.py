@@ -74,8 +74,7 @@ class CentralParameters:
                 view = torch.frombuffer(
                     memory, dtype=parameter.dtype, count=parameter.numel(), offset=offset
                 )
-                # In any order of axes; other parameters become row-major.
-                if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+                if _is_dense(parameter):
                     shared = view.as_strided(parameter.shape, parameter.stride())
                 else:
                     shared = view.view(parameter.shape)
@@ -210,6 +209,11 @@ class CentralParameters:
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return True if the elements fill a block of memory in an unusual order of axes."""
+    return not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
 def _shared_memory(workers: Communicator, size: int, is_owner: bool) -> mmap.mmap:

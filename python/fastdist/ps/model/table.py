@@ -233,13 +233,15 @@ class RowCache:
         age = self._pulls - self._pulled[slots]
         is_here = (self._ids[slots] == flat) & (age <= self._max_age)
         missing = np.flatnonzero(~is_here)
-        rows = self._rows[slots]
-        if missing.size:
-            rows[missing] = self._table.pull(flat[missing])
-            # Of ids that share a slot, the last wins, in all three arrays.
-            self._ids[slots[missing]] = flat[missing]
-            self._rows[slots[missing]] = rows[missing]
-            self._pulled[slots[missing]] = self._pulls
+        if not missing.size:
+            return self._rows[slots]
+        rows = pulled = self._table.pull(flat[missing])
+        if missing.size < flat.size:
+            rows = self._rows[slots]
+            rows[missing] = pulled
+        # Of ids that share a slot, the last wins, in all three arrays.
+        slots = slots[missing]
+        self._ids[slots], self._rows[slots], self._pulled[slots] = flat[missing], pulled, self._pulls
         return rows
 
     def forget(self, ids: Any) -> None:

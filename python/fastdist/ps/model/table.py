@@ -241,7 +241,9 @@ class RowCache:
             rows[missing] = pulled
         # Of ids that share a slot, the last wins, in all three arrays.
         slots = slots[missing]
-        self._ids[slots], self._rows[slots], self._pulled[slots] = flat[missing], pulled, self._pulls
+        self._ids[slots] = flat[missing]
+        self._rows[slots] = pulled
+        self._pulled[slots] = self._pulls
         return rows
 
     def forget(self, ids: Any) -> None:

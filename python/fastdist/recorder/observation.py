@@ -59,7 +59,7 @@ class ObservedRank:
 
     @property
     def stopped_by(self) -> str:
-        """What has stopped the process: a signal, a debugger or a frozen container; "" if none."""
+        """A signal, a debugger or a frozen container that has stopped the process; "" if none."""
         return self.process.stopped_by if self.process else ""
 
     @property

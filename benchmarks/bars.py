@@ -22,7 +22,7 @@ from typing import Any
 
 from fastdist.cli.bench.cases import Case, array_cases, list_case
 from fastdist.cli.bench.peers import MPI_NAMES, fastdist_engine, find_peers
-from fastdist.cli.bench.report import row_lines, row_object
+from fastdist.cli.bench.report import Table, row_object
 from fastdist.cli.bench.results import Row
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.machine_facts import machine_facts
@@ -99,7 +99,7 @@ class Bench:
             self.engines.update(session.versions)
             for case in cases:
                 row = session.measure(case)
-                print(f"# {case.collective} {case.array}{row_lines(row)[0]}", flush=True)
+                print(f"# {case.collective} {case.array}{Table(()).row(row)[0]}", flush=True)
                 self.rows.append({"ranks": ranks, **row_object(row)})
                 yield case, row
 

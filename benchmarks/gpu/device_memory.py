@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import fastdist as fd
-from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.bench.models import GRADIENT_SHAPES
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path[:0] = [str(TESTS / "collectives" / "support"), str(TESTS / "virtual_gpu")]
@@ -59,7 +59,7 @@ def main() -> None:
     arrays.set_device(device)
     many = 100 if arrays.are_virtual else 10_000 if comm.world_size == 1 else 1_000
     warm_up = many // 10
-    sizes = [math.prod(shape) for shape in gradient_shapes("resnet50")]
+    sizes = [math.prod(shape) for shape in GRADIENT_SHAPES["resnet50"]]
     alone = [arrays.full(size, 1) for size in SIZES]
     grads = [arrays.full(size, 1) for size in sizes]
     calls = kinds(comm, alone, grads)

@@ -25,14 +25,13 @@ sys.path.insert(0, str(_FOLDER.parent))
 from bars import Bar, printed, with_failure, write_results  # noqa: E402
 from fastdist import _core  # noqa: E402
 from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case  # noqa: E402
-from fastdist.cli.bench.gpu import Placement, place_ranks  # noqa: E402
 from fastdist.cli.bench.peers import (  # noqa: E402
     CUDA_PEER_NAMES,
     fastdist_engine,
     find_peers,
 )
-from fastdist.cli.bench.report import row_lines, row_object  # noqa: E402
-from fastdist.cli.bench.results import Row  # noqa: E402
+from fastdist.cli.bench.report import Table, row_object  # noqa: E402
+from fastdist.cli.bench.results import Placement, Row, place_ranks  # noqa: E402
 from fastdist.cli.bench.session import Effort, Session  # noqa: E402
 from fastdist.cli.machine_facts import gpu_facts, machine_facts  # noqa: E402
 from fastdist.cli.sizes import parse_sizes  # noqa: E402
@@ -65,7 +64,7 @@ class GpuBench:
             self.engines.update(session.versions)
             for case in cases:
                 row = session.measure(case)
-                print(f"# {row_lines(row)[0]}", flush=True)
+                print(f"# {Table((), on_gpu=True).row(row)[0]}", flush=True)
                 self.rows.append({"ranks": _RANKS, **row_object(row)})
                 yield case, row
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import fastdist as fd
 import torch
-from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.bench.models import GRADIENT_SHAPES
 from torch.profiler import ProfilerActivity, profile
 
 CALLS = 30
@@ -38,7 +38,7 @@ def median_us(call: Callable[[], object]) -> float:
 def main() -> None:
     """Measure."""
     comm = fd.init()
-    grads = [torch.randn(shape, device="cuda") for shape in gradient_shapes("resnet50")]
+    grads = [torch.randn(shape, device="cuda") for shape in GRADIENT_SHAPES["resnet50"]]
     nbytes = sum(grad.numel() * grad.element_size() for grad in grads)
     expected = [grad.clone() for grad in grads]
     flat, copied = torch.randn(nbytes // 4, device="cuda"), torch.empty(nbytes // 4, device="cuda")

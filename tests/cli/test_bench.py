@@ -182,8 +182,9 @@ def test_an_installed_mpi_is_measured_side_by_side(name: str) -> None:
     [
         (("all_reduce", "--sizes", "8Q"), "got '8Q'"),
         (("all_reduce", "--vs", "nccl"), "got 'nccl'"),
-        (("all_reduce", "--ranks", "0"), "got 0"),
-        (("all_reduce", "--iters", "0"), "got 0"),
+        (("all_reduce", "--ranks", "0"), "ranks from 1 to 999999, got '0'"),
+        (("all_reduce", "--iters", "0"), "calls from 1 to 999999, got '0'"),
+        (("all_reduce", "--time-s", "nan"), "expected a number of seconds, got 'nan'"),
         (("all_reduce", "--dtype", "bfloat16"), "--array torch"),
         (("all_reduce", "--dtype", "int32", "--op", "mean"), "floating point"),
         (("send_recv", "--ranks", "1"), "at least 2"),

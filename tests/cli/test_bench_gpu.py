@@ -15,11 +15,10 @@ from typing import Any
 import fastdist._core as _core
 import pytest
 from fastdist.cli.bench import report as text
-from fastdist.cli.bench.cases import Case, array_case, array_cases, list_case
-from fastdist.cli.bench.gpu import Placement
+from fastdist.cli.bench.cases import Case, array_cases, list_case
 from fastdist.cli.bench.peers import Engine, find_peers
 from fastdist.cli.bench.plot import write_plot
-from fastdist.cli.bench.results import Measurement, Report, Row, median_us
+from fastdist.cli.bench.results import Measurement, Placement, Report, Row, median_us
 from fastdist.cli.bench.session import Effort, Session
 from fastdist.cli.bench.worker import LEAD_BYTES, Batches, Worker
 from fastdist.cli.main import main
@@ -178,7 +177,7 @@ def test_a_corrupting_engine_is_found_out_in_calls_and_in_graphs(
 ) -> None:
     driver = OneRankOnAStream(stream, corrupted)
     worker = Worker(driver)
-    case = array_case(name, 4000, 1, "float32", "sum", "torch")
+    case = array_cases(name, (4000,), 1, array="torch")[0]
     assert worker.prepare(case) == ("", "")
     times = worker.time(5)
     assert {kind: len(part) for kind, part in times.items()} == {
@@ -195,7 +194,7 @@ def test_a_corrupting_engine_is_found_out_in_calls_and_in_graphs(
 def test_a_call_that_is_not_captured_is_measured_without_a_graph(stream: StreamDevice) -> None:
     driver = OneRankOnAStream(stream, 0, captured=False)
     worker = Worker(driver)
-    reasons = worker.prepare(array_case("all_reduce", 64, 1, "float32", "sum", "torch"))
+    reasons = worker.prepare(array_cases("all_reduce", (64,), 1, array="torch")[0])
     assert reasons == ("", "not captured: RuntimeError: cannot be captured")
     assert "graph" not in worker.time(3)
     assert worker.check() == 0
@@ -232,7 +231,9 @@ def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
     with Session(engines, 2, effort, APART) as session:
         (case,) = array_cases("all_reduce", (4096,), 2, array="torch")
         row = session.measure(case)
-        gathered = session.measure(array_case("all_gather", 4096, 2, "int32", "", "torch"))
+        gathered = session.measure(
+            array_cases("all_gather", (4096,), 2, dtype="int32", array="torch")[0]
+        )
         with_mean = session.measure(replace(case, redop="mean"))
         assert session.copy_gb_per_s > 0
     assert [row.ours.wrong, gathered.ours.wrong, with_mean.ours.wrong] == [0, 0, 0]
@@ -255,7 +256,7 @@ def test_engines_on_streams_take_turns_and_graphs_are_theirs() -> None:
 
 
 def gpu_row(others: tuple[Measurement, ...] = (), floor_us: float = 5.0) -> Row:
-    case = array_case("all_reduce", 1 << 20, 2, "float32", "sum", "torch")
+    case = array_cases("all_reduce", (1 << 20,), 2, array="torch")[0]
     ours = Measurement("fastdist", 10.0, 20.0, 5, 0, host_us=2.0, host_p99_us=3.0, graph_us=9.0)
     return Row(case, 2, floor_us, ours, others)
 
@@ -273,8 +274,9 @@ def gpu_report(placement: Placement, *rows: Row) -> Report:
 
 def test_host_and_graph_have_columns_of_their_own() -> None:
     row = gpu_row((TORCH, Measurement("second", unsupported="has no such thing")))
-    names, units = text.column_lines(["torch", "second"], on_gpu=True)
-    (line,) = text.row_lines(row)
+    table = text.Table(["torch", "second"], on_gpu=True)
+    names, units = table.header()
+    (line,) = table.row(row)
     assert names.split()[-5:] == ["floor", "host", "graph", "torch", "second"]
     cells = (
         "1048576 262144 float32 sum 10.00 20.00 104.86 104.86 0 50 2.00 9.00 30.00 3.00x 8.00 n/a -"
@@ -289,8 +291,8 @@ def test_host_and_graph_have_columns_of_their_own() -> None:
 
 def test_the_tables_fit_a_narrow_terminal() -> None:
     row = gpu_row((TORCH, Measurement("second", unsupported="has no such thing")))
-    lines = text.column_lines(["torch", "second"], on_gpu=True, width=80)
-    lines += text.row_lines(row, 80)
+    table = text.Table(["torch", "second"], on_gpu=True, width=80)
+    lines = table.header() + table.row(row)
     assert max(map(len, lines)) <= 80
     assert lines[2].split() == ["peer", "us", "ratio", "host"]
     assert lines[4].split() == ["torch", "30.00", "3.00x", "8.00"]
@@ -302,7 +304,7 @@ def test_the_median_of_no_times_is_none() -> None:
 
 
 def test_gpus_of_one_rank_each_have_no_floor() -> None:
-    assert text.row_lines(gpu_row(floor_us=0.0))[0].split()[9] == "-"
+    assert text.Table((), on_gpu=True).row(gpu_row(floor_us=0.0))[0].split()[9] == "-"
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ def test_the_table_says_what_the_gpus_are(placement: Placement, expected: str) -
 
 
 def test_json_and_plot_hold_what_is_measured_on_gpus(tmp_path: Path) -> None:
-    case = array_case("all_reduce", 1 << 22, 2, "float32", "sum", "torch")
+    case = array_cases("all_reduce", (1 << 22,), 2, array="torch")[0]
     report = gpu_report(SHARED, gpu_row((TORCH,)), replace(gpu_row((TORCH,)), case=case))
     loaded = text.report_object(report)
     assert loaded["gpus"]["shared"] == "2 ranks share GPU 0"
@@ -335,10 +337,11 @@ def test_json_and_plot_hold_what_is_measured_on_gpus(tmp_path: Path) -> None:
 
 
 def test_tables_of_cpus_have_no_columns_of_gpus() -> None:
-    names, _ = text.column_lines(["gloo"])
+    table = text.Table(["gloo"])
+    names, _ = table.header()
     assert names.split()[-2:] == ["floor", "gloo"]
     ours = Measurement("fastdist", 10.0, 20.0, 5, 0)
-    assert text.row_lines(replace(gpu_row(), ours=ours))[0].split()[-1] == "50"
+    assert table.row(replace(gpu_row(), ours=ours))[0].split()[-1] == "50"
     assert "host_us" not in text.row_object(replace(gpu_row(), ours=ours))
 
 

@@ -18,14 +18,13 @@ from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import (
     COLLECTIVES,
     Case,
-    array_case,
     array_cases,
     buffer_elements,
     list_case,
 )
 from fastdist.cli.bench.drivers import ArrayLibrary, Call, numpy_arrays
 from fastdist.cli.bench.engine_ranks import reason_in
-from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.bench.models import GRADIENT_SHAPES
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     find_peers,
@@ -109,7 +108,7 @@ def test_a_range_that_makes_no_sense_is_refused(written: str) -> None:
 def test_a_model_has_the_tensors_and_parameters_of_the_original(
     model: str, tensors: int, parameters: int
 ) -> None:
-    shapes = gradient_shapes(model)
+    shapes = GRADIENT_SHAPES[model]
     assert len(shapes) == tensors
     assert sum(map(math.prod, shapes)) == parameters
     assert list_case(model, "float16", "sum", "numpy").bytes == 2 * parameters
@@ -121,7 +120,7 @@ def test_a_model_has_the_tensors_and_parameters_of_the_original(
     st.integers(2, 9),
 )
 def test_bytes_are_those_of_the_largest_buffer(name: str, size: int, world_size: int) -> None:
-    case = array_case(name, size, world_size, "float32", "sum", "numpy")
+    case = array_cases(name, (size,), world_size)[0]
     ranks = range(world_size)
     largest = max(max(buffer_elements(name, case.count, rank, world_size)) for rank in ranks)
     assert case.bytes == 4 * largest
@@ -241,7 +240,7 @@ def test_a_corrupting_engine_is_found_out_in_timed_calls_and_after(
     name: str, corrupted: int
 ) -> None:
     worker = Worker(OneRankDriver(corrupted))
-    assert worker.prepare(array_case(name, 4000, 1, "float32", "sum", "numpy")) == ("", "")
+    assert worker.prepare(array_cases(name, (4000,), 1)[0]) == ("", "")
     times = worker.time(4)
     assert times.keys() == {"times", "wall"}
     assert len(times["times"]) == 4
@@ -260,7 +259,7 @@ def test_a_corrupted_list_is_found_out() -> None:
 
 
 def row_of(p50_us: float, others: tuple[Measurement, ...] = ()) -> Row:
-    case = array_case("all_reduce", 1 << 20, 2, "float32", "sum", "numpy")
+    case = array_cases("all_reduce", (1 << 20,), 2)[0]
     ours = Measurement("fastdist", p50_us, 2 * p50_us, 5, 0)
     return Row(case, 2, 50.0, ours, others)
 
@@ -277,7 +276,7 @@ def test_the_slowest_rank_counts() -> None:
 
 
 def test_figures_are_those_of_nccl_tests() -> None:
-    case = array_case("all_reduce", 4000, 4, "float32", "sum", "numpy")
+    case = array_cases("all_reduce", (4000,), 4)[0]
     assert p99_us([*range(900, 999), 1000, 5000]) == 1
     row = Row(case, 4, 0.0, Measurement("fastdist", 0.95), ())
     assert row.algbw(0.95) == pytest.approx(4000 / 950)
@@ -297,8 +296,9 @@ def test_a_ratio_says_how_many_times_as_fast_fastdist_is() -> None:
 def test_columns_stand_under_their_names() -> None:
     others = (Measurement("gloo", 30.0), Measurement("mpich", unsupported="has no such thing"))
     row = row_of(10.0, others)
-    names, units = text.column_lines(["gloo", "mpich"])
-    (line,) = text.row_lines(row)
+    table = text.Table(["gloo", "mpich"])
+    names, units = table.header()
+    (line,) = table.row(row)
     assert names.split() == [
         *("bytes", "count", "type", "redop", "p50", "p99", "algbw", "busbw", "wrong", "floor"),
         "gloo",
@@ -314,8 +314,9 @@ def test_columns_stand_under_their_names() -> None:
 def test_a_narrow_terminal_gets_fewer_columns_and_peers_below() -> None:
     others = (Measurement("gloo", 30.0), Measurement("mpich", unsupported="has no such thing"))
     row = row_of(10.0, others)
-    names, _, peers = text.column_lines(["gloo", "mpich"], width=80)
-    ours, *below = text.row_lines(row, 80)
+    table = text.Table(["gloo", "mpich"], width=80)
+    names, _, peers = table.header()
+    ours, *below = table.row(row)
     assert names.split()[:3] == ["bytes", "type", "redop"]
     assert ours.split()[:3] == ["1048576", "float32", "sum"]
     assert peers.split() == ["peer", "us", "ratio"]
@@ -323,12 +324,12 @@ def test_a_narrow_terminal_gets_fewer_columns_and_peers_below() -> None:
     end = names.index("p50") + len("p50")
     assert (ours[:end].split()[-1], below[0][:end].split()[-1]) == ("10.00", "30.00")
     # One peer fits where the terminal is somewhat wider.
-    assert len(text.row_lines(row_of(10.0, others[:1]), 102)) == 1
+    assert len(text.Table(["gloo"], width=102).row(row_of(10.0, others[:1]))) == 1
 
 
 def test_the_floor_is_left_out_where_the_caches_hold_the_buffers() -> None:
     row = replace(row_of(10.0), fits_caches=True)
-    assert text.row_lines(row)[0].split()[9] == "-"
+    assert text.Table(()).row(row)[0].split()[9] == "-"
     assert text.row_object(row)["floor_percent"] is None
     assert "# floor -: the caches hold the buffers of all ranks" in text.footing(report_of(row))
     assert "floor -" not in "".join(text.footing(report_of(row_of(10.0))))
@@ -336,7 +337,7 @@ def test_the_floor_is_left_out_where_the_caches_hold_the_buffers() -> None:
 
 def test_the_buffers_of_all_ranks_are_counted() -> None:
     def nbytes(name: str) -> int:
-        return buffer_bytes(array_case(name, 1200, 3, "float32", "sum", "numpy"), 3)
+        return buffer_bytes(array_cases(name, (1200,), 3)[0], 3)
 
     assert nbytes("all_reduce") == 3 * 1200
     assert nbytes("all_gather") == 3 * (400 + 1200)
@@ -362,7 +363,7 @@ def test_caches_are_counted_once_however_many_cores_share_them(
 def test_a_wide_spread_and_few_calls_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = row_of(10.0)
     quiet = replace(quiet, ours=replace(quiet.ours, iterations=20))
-    wide = array_case("all_reduce", 64, 2, "float32", "sum", "numpy")
+    wide = array_cases("all_reduce", (64,), 2)[0]
     rows = [quiet, replace(quiet, case=wide, ours=replace(quiet.ours, p99_us=51.0))]
     assert report_of(quiet).warnings == []
     for cores, why in (

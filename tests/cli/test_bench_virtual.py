@@ -9,10 +9,9 @@ from pathlib import Path
 import fastdist._core as _core
 import pytest
 import small_list
-from fastdist.cli.bench.cases import COLLECTIVES, Case, array_case, list_case
-from fastdist.cli.bench.gpu import Placement
+from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case
 from fastdist.cli.bench.peers import Engine
-from fastdist.cli.bench.results import Row
+from fastdist.cli.bench.results import Placement, Row
 from fastdist.cli.bench.session import Effort, Session
 from paths import TESTS
 
@@ -50,14 +49,17 @@ def measured(session: Session, case: Case) -> Row:
 @pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"barrier"}))
 def test_every_collective_is_measured_and_right(session: Session, name: str) -> None:
     for size in (8, 300_000):
-        measured(session, array_case(name, size, 2, "float32", "sum", "torch"))
+        measured(session, array_cases(name, (size,), 2, array="torch")[0])
 
 
 @pytest.mark.parametrize(
     ("dtype", "redop"), [("int32", "max"), ("float16", "mean"), ("uint8", "prod")]
 )
 def test_dtypes_and_reduce_ops(session: Session, dtype: str, redop: str) -> None:
-    measured(session, array_case("all_reduce", 100_000, 2, dtype, redop, "torch"))
+    measured(
+        session,
+        array_cases("all_reduce", (100_000,), 2, dtype=dtype, redop=redop, array="torch")[0],
+    )
 
 
 @pytest.mark.slow

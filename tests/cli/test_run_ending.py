@@ -247,9 +247,9 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["-n", "0", "true"], "expected a number of ranks of at least 1, got '0'"),
-            (["-n", "-1", "true"], "expected a number of ranks of at least 1, got '-1'"),
-            (["-n", "two", "true"], "expected a number of ranks of at least 1, got 'two'"),
+            (["-n", "0", "true"], "expected a number of ranks from 1 to 999999, got '0'"),
+            (["-n", "-1", "true"], "expected a number of ranks from 1 to 999999, got '-1'"),
+            (["-n", "two", "true"], "expected a number of ranks from 1 to 999999, got 'two'"),
             (["-n", "1.5", "true"], "got '1.5'"),
             (["-n", "", "true"], "got ''"),
             (["-n", "9" * 5000, "true"], "expected a number of ranks"),

@@ -241,16 +241,16 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["--workers", "0"], "expected a number of workers of at least 1, got '0'"),
-            (["--ps", "two"], "expected a number of parameter servers of at least 1, got 'two'"),
+            (["--workers", "0"], "expected a number of workers from 1 to 999999, got '0'"),
+            (["--ps", "two"], "expected a number of parameter servers from 1 to 999999, got 'two'"),
             (["--workers", "2"], "--workers 2 needs --ps, the number of parameter servers"),
             (["--ps", "2"], "--ps 2 needs --workers, the number of workers"),
-            (["--workers", "2", "--ps", "0"], "of at least 1, got '0'"),
+            (["--workers", "2", "--ps", "0"], "from 1 to 999999, got '0'"),
             (["-n", "2", "--workers", "2", "--ps", "1"], "-n starts ranks"),
             (["-n", "2", "--ps", "1"], "-n starts ranks"),
             (["--evaluator"], "--evaluator needs --workers and --ps"),
             (["--grace-s", "nan"], "expected a number of seconds, got 'nan'"),
-            (["--max-restarts", "-1"], "expected a number of restarts of at least 0, got '-1'"),
+            (["--max-restarts", "-1"], "expected a number of restarts from 0 to 999999, got '-1'"),
             (
                 ["--workers", "1", "--ps", "1", "--env", "TF_CONFIG={}"],
                 "--env TF_CONFIG: fastdist run sets it itself, for each task",

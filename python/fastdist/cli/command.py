@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import pkgutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,6 +74,30 @@ def run_command(arguments: argparse.Namespace) -> int:
         note(f"{arguments.title}: {error}")
         return _USAGE_EXIT_CODE
     return exit_code or 0
+
+
+def count(what: str, least: int = 1) -> Callable[[str], int]:
+    """Return the type of an option that takes a number of something."""
+
+    def parse(text: str) -> int:
+        if text.isascii() and text.isdigit() and len(text) <= 6 and int(text) >= least:
+            return int(text)
+        raise argparse.ArgumentTypeError(
+            f"expected a number of {what} from {least} to 999999, got {text!r}"
+        )
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """Parse the value of an option that takes seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if 0 <= value < math.inf:
+        return value
+    raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
 
 
 def check_plot(path: Path) -> None:

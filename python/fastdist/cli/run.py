@@ -3,14 +3,13 @@
 import argparse
 import itertools
 import json
-import math
 import os
 import resource
 import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastdist.cluster as cluster
 from fastdist._config import RECORD_VARIABLES, REPLACE_VARIABLE, REPLACEABLE
-from fastdist.cli.command import UsageError, add_command
+from fastdist.cli.command import UsageError, add_command, count, seconds
 from fastdist.cli.slow_ranks import slow_ranks_told
 from fastdist.cli.tasks import (
     Machines,
@@ -167,32 +166,32 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ranks = f"number of ranks (default: this process's cores, {len(os.sched_getaffinity(0))})"
     torchrun = ("--nproc-per-node", "--nproc_per_node")
     parser.add_argument(
-        "-n", "--ranks", *torchrun, dest="ranks", metavar="N", type=_count("ranks"), help=ranks
+        "-n", "--ranks", *torchrun, dest="ranks", metavar="N", type=count("ranks"), help=ranks
     )
 
     def add(*names: str, **options: Any) -> None:
         parser.add_argument(*names, help=_HELP[names[0]], **options)
 
     add("--nnodes", metavar="M", type=_machines, default=(None, 1))
-    add("--node-rank", "--node_rank", metavar="I", type=_count("a machine", least=0))
+    add("--node-rank", "--node_rank", metavar="I", type=count("a machine", least=0))
     rendezvous = ("--rdzv-endpoint", "--rdzv_endpoint")
     add("--rdzv", *rendezvous, dest="rdzv", metavar="HOST:PORT", type=_address)
     add("--hosts", metavar="A,B,...", type=_hosts)
     add("--ends-with-stdin", action="store_true")
-    add("--min", metavar="N", type=_count("ranks"))
-    add("--max", metavar="N", type=_count("ranks"))
-    add("--keep", metavar="N", type=_count("ranks"))
-    add("--workers", metavar="W", type=_count("workers"))
-    add("--ps", metavar="P", type=_count("parameter servers"))
+    add("--min", metavar="N", type=count("ranks"))
+    add("--max", metavar="N", type=count("ranks"))
+    add("--keep", metavar="N", type=count("ranks"))
+    add("--workers", metavar="W", type=count("workers"))
+    add("--ps", metavar="P", type=count("parameter servers"))
     add("--evaluator", action="store_true")
-    add("--max-restarts", metavar="N", type=_count("restarts", least=0))
-    add("--grace-s", metavar="SECONDS", type=_seconds, default=GRACE_S)
+    add("--max-restarts", metavar="N", type=count("restarts", least=0))
+    add("--grace-s", metavar="SECONDS", type=seconds, default=GRACE_S)
     add("--env", metavar="K=V", type=_assignment, action="append", default=[])
     add("--replace", choices=REPLACEABLE)
     add("--no-prefix", dest="prefix", action="store_false")
     add("--trace", metavar="FILE", type=Path)
     add("--record", metavar="FILE", type=Path)
-    add("--record-every", metavar="K", type=_count("steps"))
+    add("--record-every", metavar="K", type=count("steps"))
     add("-m", dest="is_module", action="store_true")
     command = parser.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="command", help=_HELP["command"]
@@ -636,37 +635,16 @@ def _check_open_files(ranks: int) -> None:
         )
 
 
-def _count(what: str, least: int = 1) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if text.isascii() and text.isdigit() and len(text) <= 6 and int(text) >= least:
-            return int(text)
-        raise argparse.ArgumentTypeError(
-            f"expected a number of {what} of at least {least}, got {text!r}"
-        )
-
-    return parse
-
-
 def _machines(text: str) -> tuple[int | None, int]:
     """Parse "M" or "MIN:MAX"; the least number is None in a job that is not elastic."""
     least, colon, most = text.partition(":")
-    parse = _count("machines")
+    parse = count("machines")
     if not colon:
         return None, parse(least)
     found = parse(least), parse(most)
     if found[0] <= found[1]:
         return found
     raise argparse.ArgumentTypeError(f"expected MIN:MAX, with MIN at most MAX, got {text!r}")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if 0 <= seconds < math.inf:
-        return seconds
-    raise argparse.ArgumentTypeError(f"expected a number of seconds, got {text!r}")
 
 
 def _address(text: str) -> tuple[str, int]:

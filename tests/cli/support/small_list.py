@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from fastdist.cli.bench import models
 
 NAME = "small resnet50"
@@ -11,9 +9,5 @@ NAME = "small resnet50"
 
 def add_small_list() -> None:
     """Let the bench know ResNet-50 with an eighth of each dimension, under `NAME`."""
-    models._MODELS[NAME] = _shapes
-
-
-def _shapes() -> Iterator[models.Shape]:
-    for shape in models.gradient_shapes("resnet50"):
-        yield tuple(-(-length // 8) for length in shape)
+    shapes = models.GRADIENT_SHAPES["resnet50"]
+    models.GRADIENT_SHAPES[NAME] = [tuple(-(-n // 8) for n in shape) for shape in shapes]

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
 
+import fastdist._core as _core
 import virtual_arrays as va
 from fastdist.cli.bench import drivers
 from fastdist.cli.bench.drivers import ArrayLibrary
@@ -56,9 +57,9 @@ class VirtualEvent:
 class VirtualGpu:
     """A `Gpu` of the bench. The time between events is that between their records on the host."""
 
-    def __init__(self, device: int) -> None:
-        va.set_device(device)
-        self.device = device
+    def __init__(self, rank: int) -> None:
+        self.device = rank % len(_core.cuda_devices())
+        va.set_device(self.device)
         self._stream = va.Stream()
         self._current = va.use_stream(self._stream)
         self._current.__enter__()  # until the process ends

@@ -7,9 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from fastdist.cli.bench.cases import COLLECTIVES, DEVICE_ARRAYS, DTYPE_BYTES, REDUCE_OPS
-from fastdist.cli.bench.models import MODEL_NAMES
+from fastdist.cli.bench.models import GRADIENT_SHAPES
 from fastdist.cli.bench.peers import CUDA_PEER_NAMES, PEER_NAMES, cache_dir
-from fastdist.cli.command import add_command
+from fastdist.cli.command import add_command, count, seconds
 
 _DESCRIPTION = """\
 Measures a collective between processes on this machine. The columns are those
@@ -56,7 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="measure every collective next to every installed peer, and write a page",
         description=_REPORT_DESCRIPTION,
     ).add_argument
-    report("--ranks", "-n", type=int, help=ranks)
+    report("--ranks", "-n", type=count("ranks", least=2), help=ranks)
     report("--out", type=Path, metavar="FILE.html", help=files.format(cache_dir("reports")))
     report("--json", action="store_true", help="also write the JSON to stdout")
     slower = "exit with 1 if a case is slower by more than this at both ends of its interval"
@@ -80,9 +80,9 @@ def _options() -> argparse.ArgumentParser:
     range_or_list = "a range 8:256M, by factors of 4, or a list 8,1K,64K, in bytes"
     add("--sizes", default="8:64M", metavar="SIZES", help=f"{range_or_list} (default %(default)s)")
     in_one = "instead of sizes: this model's gradients, in one fused all_reduce"
-    add("--list", dest="model", choices=MODEL_NAMES, help=in_one)
+    add("--list", dest="model", choices=GRADIENT_SHAPES, help=in_one)
     ranks = "number of processes (default: usable cores, or GPUs; at least 2)"
-    add("--ranks", "-n", type=int, help=ranks)
+    add("--ranks", "-n", type=count("ranks"), help=ranks)
     dtypes = tuple(DTYPE_BYTES)
     add("--dtype", choices=dtypes, default="float32", metavar="TYPE", help=", ".join(dtypes))
     add("--op", dest="redop", choices=REDUCE_OPS, default="sum", help="reduce op")
@@ -93,8 +93,8 @@ def _options() -> argparse.ArgumentParser:
     add("--array", choices=DEVICE_ARRAYS["cpu"], help=arrays)
     add = options.add_argument_group("effort").add_argument
     iters = "timed calls per case (default: as many as fit in --time-s)"
-    add("--iters", type=int, help=iters)
-    add("--time-s", type=float, default=1.0, help="seconds per case and engine (default 1)")
+    add("--iters", type=count("calls"), help=iters)
+    add("--time-s", type=seconds, default=1.0, help="seconds per case and engine (default 1)")
     add = options.add_argument_group("peers and output").add_argument
     peers = f"{','.join(PEER_NAMES)}; mpi: every MPI; on GPUs: {','.join(CUDA_PEER_NAMES)}"
     add("--vs", metavar="PEERS", default="", help=f"peers to measure side by side: {peers}")

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.bench.models import GRADIENT_SHAPES
 from fastdist.cli.sizes import format_size
 
 DTYPE_BYTES = {
@@ -103,33 +103,27 @@ class Case:
         return f"{self.collective} {size.rstrip('KMG')} {unit}"
 
 
-def array_case(
+def array_cases(
     collective: str,
-    size_bytes: int,
+    sizes_bytes: Sequence[int],
     world_size: int,
     dtype: str = "float32",
     redop: str = "sum",
     array: str = "numpy",
-) -> Case:
-    """Return a case of one array of about `size_bytes`, at least one element per block."""
+) -> tuple[Case, ...]:
+    """Return a case of one array per distinct size, in order; one case for a barrier.
+
+    An array has about as many bytes, at least one element per block.
+    """
     redop = redop if COLLECTIVES[collective].reduces else ""
     if collective == "barrier":
-        return Case(collective, 0, 0, dtype, redop, array)
-    item_bytes = DTYPE_BYTES[dtype]
-    blocks = max(buffer_elements(collective, 1, ROOT, world_size))
-    count = max(1, size_bytes // item_bytes // blocks)
-    return Case(collective, count * blocks * item_bytes, count, dtype, redop, array)
-
-
-def array_cases(
-    collective: str, sizes_bytes: Sequence[int], world_size: int, **options: str
-) -> tuple[Case, ...]:
-    """Return a case per distinct size, by `array_case`, in order; one case for a barrier."""
-    cases = (array_case(collective, size, world_size, **options) for size in sizes_bytes)
-    return tuple(dict.fromkeys(cases))
+        return (Case(collective, 0, 0, dtype, redop, array),)
+    block_bytes = DTYPE_BYTES[dtype] * max(buffer_elements(collective, 1, ROOT, world_size))
+    counts = dict.fromkeys(max(1, size // block_bytes) for size in sizes_bytes)
+    return tuple(Case(collective, n * block_bytes, n, dtype, redop, array) for n in counts)
 
 
 def list_case(model: str, dtype: str, redop: str, array: str) -> Case:
     """Return a case of one fused all-reduce of a model's gradients."""
-    count = sum(math.prod(shape) for shape in gradient_shapes(model))
+    count = sum(math.prod(shape) for shape in GRADIENT_SHAPES[model])
     return Case("all_reduce", count * DTYPE_BYTES[dtype], count, dtype, redop, array, model)

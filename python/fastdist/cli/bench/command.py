@@ -8,8 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,10 +18,9 @@ import fastdist._core as _core
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case
 from fastdist.cli.bench.engine_ranks import EngineError
-from fastdist.cli.bench.gpu import Placement, place_ranks
 from fastdist.cli.bench.peers import Engine, fastdist_engine, find_peers, parse_peers
 from fastdist.cli.bench.plot import write_plot
-from fastdist.cli.bench.results import Report
+from fastdist.cli.bench.results import Placement, Report, place_ranks
 from fastdist.cli.bench.session import ROUNDS, Effort, Session
 from fastdist.cli.command import UsageError, check_plot
 from fastdist.cli.machine_facts import gpu_facts, machine_facts, usable_cores
@@ -77,7 +75,8 @@ def run_planned(
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """Make a plan of the options, and check that its files can be written."""
-    _check_numbers(options)
+    if options.ranks == 1 and options.collective == "send_recv":
+        raise ValueError("send_recv needs --ranks of at least 2, got 1")
     on_cpu = options.device == "cpu"
     ranks = options.ranks or max(2, usable_cores() if on_cpu else len(_core.cuda_devices()))
     cases = _cases(options, ranks)
@@ -98,16 +97,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
     machine = machine_facts() | ({} if on_cpu else gpu_facts())
     report = Report(ranks, machine, {}, missing, placement=placement)
     return Plan(report, cases, effort, [ours, *peers])
-
-
-def _check_numbers(options: argparse.Namespace) -> None:
-    for name, least in (("ranks", 1), ("iters", 1), ("time_s", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"expected {option} of at least {least}, got {value}")
-    if options.ranks == 1 and options.collective == "send_recv":
-        raise ValueError("send_recv needs --ranks of at least 2, got 1")
 
 
 def _cases(options: argparse.Namespace, ranks: int) -> tuple[Case, ...]:
@@ -166,9 +155,8 @@ def _files(options: argparse.Namespace) -> list[str]:
 def _run(options: argparse.Namespace, plan: Plan) -> Report:
     """Measure the cases while the table is printed, and write the files."""
     report, file = plan.report, sys.stderr if options.json == "-" else sys.stdout
-    width = width_of(file)
     with (
-        shown_progress(file, len(plan.cases) * plan.effort.rounds) as progress,
+        Progress(file, len(plan.cases) * plan.effort.rounds) as progress,
         Session(plan.engines, report.ranks, plan.effort, report.placement) as session,
     ):
         report.engines = session.versions
@@ -178,13 +166,14 @@ def _run(options: argparse.Namespace, plan: Plan) -> Report:
         title = f"{options.collective} of {options.model}" if options.model else options.collective
         progress.line(*text.heading(report, title))
         _, *peers = report.engines
-        progress.line(*text.column_lines(peers, report.placement is not None, width))
+        table = text.Table(peers, report.placement is not None, width_of(file))
+        progress.line(*table.header())
         noted: set[str] = set()
         for case in plan.cases:
             progress.update(case.label)
             row = session.measure(case, partial(progress.update, case.label, 1))
             report.rows.append(row)
-            progress.line(*text.row_lines(row, width))
+            progress.line(*table.row(row))
             progress.line(*(note for note in text.row_notes(row) if note not in noted))
             noted.update(text.row_notes(row))
         report.copy_gb_per_s = session.copy_gb_per_s
@@ -203,14 +192,37 @@ def _run(options: argparse.Namespace, plan: Plan) -> Report:
 
 
 class Progress:
-    """Prints lines, and below them the progress, in a bar of rich if there is one.
+    """Prints lines, and below them a bar of rich, in a terminal if rich is installed.
 
     The bar is drawn between measurements only, never by a thread that takes a core from them.
+    Without rich, a terminal gets a line per size on stderr instead.
     """
 
-    def __init__(self, file: TextIO, bar: Any = None) -> None:
+    def __init__(self, file: TextIO, steps: int) -> None:
+        """Prepare a bar of `steps` steps; `with` shows it."""
         self._file = file
-        self._bar = bar
+        self._bar: Any = None
+        if file.isatty() and importlib.util.find_spec("rich") is not None:
+            from rich import console, progress
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TimeRemainingColumn(),
+                console=console.Console(file=file),
+                auto_refresh=False,
+                transient=True,
+            )
+            self._task = self._bar.add_task("starting", total=steps)
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
     def line(self, *texts: str) -> None:
         """Print lines."""
@@ -224,30 +236,6 @@ class Progress:
     def update(self, label: str, steps: int = 0) -> None:
         """Show what is measured, and count finished steps."""
         if self._bar is not None:
-            task = self._bar.task_ids[0]
-            self._bar.update(task, description=label, advance=steps, refresh=True)
+            self._bar.update(self._task, description=label, advance=steps, refresh=True)
         elif self._file.isatty() and not steps:
             print(f"measuring {label} ...", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def shown_progress(file: TextIO, steps: int) -> Iterator[Progress]:
-    """Show a bar of `steps` steps below the lines, if `file` is a terminal and rich is installed.
-
-    Without rich, a terminal gets a line per size on stderr instead.
-    """
-    if not file.isatty() or importlib.util.find_spec("rich") is None:
-        yield Progress(file)
-        return
-    from rich import progress
-    from rich.console import Console
-
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    console = Console(file=file)
-    with progress.Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
-        bar.add_task("starting", total=steps)
-        yield Progress(file, bar)

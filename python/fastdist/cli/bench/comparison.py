@@ -8,12 +8,11 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.intervals import SAMPLES, Interval, median_interval, ratio_interval
+from fastdist.cli.bench.intervals import SAMPLES, median_interval, ratio_interval
 from fastdist.cli.command import UsageError
 from fastdist.processes.terminal import fitted, show
 
@@ -59,36 +58,35 @@ def _read(path: Path) -> RecordedRun:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """The change of one case."""
-
-    case: Case
-    percent: Interval  # of the old time
-    unstable: bool  # True if the time is unstable in either run
-
-    def __str__(self) -> str:
-        estimate, low, high = self.percent.estimate, self.percent.low, self.percent.high
-        if low > 0:
-            found = f"{estimate:.0f} % slower, 95 %: {low:.0f} to {high:.0f}"
-        elif high < 0:
-            found = f"{-estimate:.0f} % faster, 95 %: {-high:.0f} to {-low:.0f}"
-        else:
-            found = f"no change found, 95 %: {-low:.0f} % faster to {high:.0f} % slower"
-        return f"{self.case.title}: {found}{' (unstable)' if self.unstable else ''}"
+def compare(old: RecordedRun, new: RecordedRun) -> list[dict[str, Any]]:
+    """Compare fastdist's time in every case that both runs have; return what `--json` writes."""
+    return [
+        _change(case, samples["fastdist"], new.samples[case]["fastdist"])
+        for case, samples in old.samples.items()
+        if case in new.samples
+    ]
 
 
-def compare(old: RecordedRun, new: RecordedRun) -> list[Change]:
-    """Compare fastdist's time in every case that both runs have."""
-    changes = []
-    for case in old.samples:
-        if case in new.samples:
-            samples = [run.samples[case]["fastdist"] for run in (old, new)]
-            factor = ratio_interval(*samples)
-            percents = (100 * (x - 1) for x in (factor.estimate, factor.low, factor.high))
-            unstable = any(median_interval(times).is_unstable for times in samples)
-            changes.append(Change(case, Interval(*percents), unstable))
-    return changes
+def _change(case: Case, old_us: Sequence[float], new_us: Sequence[float]) -> dict[str, Any]:
+    """Return the change of a case in percent of the old time."""
+    factor = ratio_interval(old_us, new_us)
+    percents = (100 * (x - 1) for x in (factor.estimate, factor.low, factor.high))
+    estimate, low, high = (round(percent, 2) for percent in percents)
+    if low > 0:
+        found = f"{estimate:.0f} % slower, 95 %: {low:.0f} to {high:.0f}"
+    elif high < 0:
+        found = f"{-estimate:.0f} % faster, 95 %: {-high:.0f} to {-low:.0f}"
+    else:
+        found = f"no change found, 95 %: {-low:.0f} % faster to {high:.0f} % slower"
+    unstable = any(median_interval(samples).is_unstable for samples in (old_us, new_us))
+    return {
+        "case": case.title,
+        "percent": estimate,
+        "low": low,
+        "high": high,
+        "unstable": unstable,
+        "word": f"{case.title}: {found}{' (unstable)' if unstable else ''}",
+    }
 
 
 def control(old: RecordedRun, new: RecordedRun) -> dict[str, float]:
@@ -105,7 +103,7 @@ def control(old: RecordedRun, new: RecordedRun) -> dict[str, float]:
     return factors
 
 
-def _notes(old: RecordedRun, new: RecordedRun, changes: Sequence[Change]) -> Iterator[str]:
+def _notes(old: RecordedRun, new: RecordedRun, cases: int) -> Iterator[str]:
     """Yield what to keep in mind about the changes."""
     for run, other in ((old, new), (new, old)):
         if alone := [case.title for case in run.samples if case not in other.samples]:
@@ -114,31 +112,9 @@ def _notes(old: RecordedRun, new: RecordedRun, changes: Sequence[Change]) -> Ite
     if peers := [f"{name} {100 * (x - 1):+.0f} %" for name, x in control(old, new).items()]:
         yield f"the time of peers, which are the same programs: {', '.join(peers)}"
     yield (
-        f"without any change, chance alone would call up to {_CHANCE * len(changes):.1f} "
-        f"of {len(changes)} cases faster or slower, on average"
+        f"without any change, chance alone would call up to {_CHANCE * cases:.1f} "
+        f"of {cases} cases faster or slower, on average"
     )
-
-
-def _facts(
-    old: RecordedRun, new: RecordedRun, other_machine: str, changes: Sequence[Change]
-) -> dict[str, Any]:
-    return {
-        "old": old.facts,
-        "new": new.facts,
-        "other_machine": other_machine,
-        "control": {name: round(factor, 4) for name, factor in control(old, new).items()},
-        "changes": [
-            {
-                "case": change.case.title,
-                "percent": round(change.percent.estimate, 2),
-                "low": round(change.percent.low, 2),
-                "high": round(change.percent.high, 2),
-                "unstable": change.unstable,
-                "word": str(change),
-            }
-            for change in changes
-        ],
-    }
 
 
 def run_compare(options: argparse.Namespace) -> int:
@@ -164,7 +140,14 @@ def run_compare(options: argparse.Namespace) -> int:
     if not changes:
         raise UsageError(f"{names} have no case in common")
     if options.json:
-        show(json.dumps(_facts(old, new, other_machine, changes), indent=1) + "\n")
+        found = {
+            "old": old.facts,
+            "new": new.facts,
+            "other_machine": other_machine,
+            "control": {name: round(factor, 4) for name, factor in control(old, new).items()},
+            "changes": changes,
+        }
+        show(json.dumps(found, indent=1) + "\n")
     else:
         lines = [
             f"{word} {run.facts['version']}, {run.facts['when']} ({run.facts['file']})"
@@ -172,9 +155,9 @@ def run_compare(options: argparse.Namespace) -> int:
         ]
         if other_machine:
             lines.append(f"warning: other machine: {other_machine}")
-        lines += [*map(str, changes), *_notes(old, new, changes), ""]
+        lines += [*(change["word"] for change in changes), *_notes(old, new, len(changes)), ""]
         show(fitted("\n".join(lines), sys.stdout))
     if options.fail_slower is None:
         return 0
     limit = max(0.0, options.fail_slower)
-    return _FAILED if any(change.percent.low > limit for change in changes) else 0
+    return _FAILED if any(change["low"] > limit for change in changes) else 0

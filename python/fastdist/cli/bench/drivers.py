@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,6 @@ import numpy.typing as npt
 import fastdist  # registers the backend of torch.distributed
 import fastdist._core as _core
 from fastdist.cli.bench.cases import COLLECTIVES, DTYPE_BYTES, ROOT, Case
-from fastdist.cli.bench.gpu import gpu_of_rank
 from fastdist.cluster.launch import detect_launch
 from fastdist.collectives.engines import nccl_library
 
@@ -71,9 +69,12 @@ def torch_arrays(device: str = "cpu") -> ArrayLibrary:
 
 
 class Gpu:
-    """The GPU of this rank and a torch stream, both made current in this thread."""
+    """The GPU of this rank and a torch stream, both made current in this thread.
 
-    def __init__(self, device: int) -> None:
+    Ranks take GPUs in turn, and share GPUs if there are too few.
+    """
+
+    def __init__(self, rank: int) -> None:
         torch: Any = importlib.import_module("torch")
         if not torch.cuda.is_available():
             raise RuntimeError(
@@ -81,13 +82,13 @@ class Gpu:
                 f"{'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}; "
                 "install a torch for this machine's CUDA, see pytorch.org"
             )
+        self.device = device = rank % len(_core.cuda_devices())
         torch.cuda.set_device(device)
         self._cuda = torch.cuda
         self._stream = torch.cuda.Stream()  # the default one cannot be captured
         torch.cuda.set_stream(self._stream)
         self.event = partial(torch.cuda.Event, enable_timing=True)
         self.synchronize = torch.cuda.synchronize
-        self.device = device
         self.arrays = torch_arrays(f"cuda:{device}")
 
     def copy_call(self, nbytes: int) -> Call:
@@ -106,13 +107,17 @@ class Gpu:
         return replay
 
 
-@dataclass
-class Driver(ABC):
+@dataclass(slots=True)
+class Driver:
     """One rank's side of an engine.
 
     Attributes:
         barrier: The engine's own barrier; on GPUs a call that makes their streams meet.
         leave: Leaves the engine. Every rank must call.
+        arrays: Returns the arrays for this engine in a run where fastdist takes arrays of a kind.
+        bind: Binds the array that the collective passes, or a case's list, and the one that it
+            gets, None where there is none; the returned call does nothing else. Raises
+            `UnsupportedCaseError` if the engine lacks the operation, reduce op or dtype.
         gpu: `Gpu` on which the calls run, in the order of its stream; None for the CPU.
     """
 
@@ -121,43 +126,21 @@ class Driver(ABC):
     version: str
     barrier: Call
     leave: Call
+    arrays: Callable[[str], ArrayLibrary]
+    bind: Callable[[Case, Any, Array | None], Call]
     gpu: Any = None
 
-    @abstractmethod
-    def arrays(self, kind: str) -> ArrayLibrary:
-        """Return the arrays for this engine in a run where fastdist takes arrays of `kind`."""
 
-    @abstractmethod
-    def bind(self, case: Case, passes: Any, gets: Array | None) -> Call:
-        """Bind arrays to the collective; the returned call does nothing else.
-
-        `passes` is an array, a list for a case of a list, or None.
-
-        Raises:
-            UnsupportedCaseError: The engine lacks the operation, reduce op or dtype.
-        """
-
-    def ring_neighbors(self) -> tuple[int, int]:
-        """Return the ranks to which this rank of a `send_recv` sends, and from which it gets."""
-        return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-
-    def ring_call(
-        self,
-        send: Callable[[Array, int], object],
-        recv: Callable[[Array, int], object],
-        passes: Array,
-        gets: Array,
-    ) -> Call:
-        """Return `send_recv` by blocking calls; without a deadlock, as odd ranks receive first."""
-        to, source = self.ring_neighbors()
-        pair = [partial(send, passes, to), partial(recv, gets, source)]
-        first, second = reversed(pair) if self.rank % 2 else pair
-
-        def ring() -> None:
-            first()
-            second()
-
-        return ring
+def _ring_call(
+    rank: int,
+    world_size: int,
+    send: Callable[[int], object],
+    recv: Callable[[int], object],
+) -> Call:
+    """Return `send_recv` by blocking calls; without a deadlock, as odd ranks receive first."""
+    pair = [partial(send, (rank + 1) % world_size), partial(recv, (rank - 1) % world_size)]
+    first, second = reversed(pair) if rank % 2 else pair
+    return lambda: (first(), second())
 
 
 def bucketed(
@@ -198,36 +181,31 @@ def bucketed(
     return reduce
 
 
-class FastdistDriver(Driver):
-    """Calls go to the default communicator; on a GPU, in the order of torch's stream."""
+def open_fastdist(gpu: Any = None) -> Driver:
+    """Start fastdist's default communicator; on a GPU, it works in the order of torch's stream."""
+    comm = fastdist.init()
+    version, barrier = f"fastdist {fastdist.__version__}", comm.barrier
+    if gpu is not None:
+        version += f" with NCCL {nccl_library.load().version_text}"
+        barrier = partial(comm.all_reduce, gpu.arrays.make((1,), "int32"))
 
-    def __init__(self, gpu: Any = None) -> None:
-        self._comm = comm = fastdist.init()
-        version, barrier = f"fastdist {fastdist.__version__}", comm.barrier
-        if gpu is not None:
-            version += f" with NCCL {nccl_library.load().version_text}"
-            barrier = partial(comm.all_reduce, gpu.arrays.make((1,), "int32"))
-        super().__init__(comm.rank, comm.world_size, version, barrier, comm.close, gpu)
-
-    def arrays(self, kind: str) -> ArrayLibrary:
-        if self.gpu is not None:
-            library: ArrayLibrary = self.gpu.arrays
-        else:
-            library = torch_arrays() if kind == "torch" else numpy_arrays()
-        return replace(library, make=self._empty) if kind == "empty" else library
-
-    def _empty(self, shape: Sequence[int], dtype: str) -> Array:
-        if self.gpu is None:
-            return self._comm.empty(tuple(shape), dtype)
+    def empty(shape: Sequence[int], dtype: str) -> Array:
+        if gpu is None:
+            return comm.empty(tuple(shape), dtype)
         torch_dtype = getattr(importlib.import_module("torch"), dtype)
-        return self._comm.empty(tuple(shape), torch_dtype, f"cuda:{self.gpu.device}")
+        return comm.empty(tuple(shape), torch_dtype, f"cuda:{gpu.device}")
 
-    def bind(self, case: Case, passes: Any, gets: Array | None) -> Call:
-        comm = self._comm
+    def arrays(kind: str) -> ArrayLibrary:
+        on_cpu = torch_arrays if kind == "torch" else numpy_arrays
+        library = on_cpu() if gpu is None else gpu.arrays
+        return replace(library, make=empty) if kind == "empty" else library
+
+    def bind(case: Case, passes: Any, gets: Array | None) -> Call:
         if case.collective == "barrier":
             return comm.barrier
         if case.collective == "send_recv":
-            return self.ring_call(comm.send, comm.recv, passes, gets)
+            send, recv = partial(comm.send, passes), partial(comm.recv, gets)
+            return _ring_call(comm.rank, comm.world_size, send, recv)
         call = getattr(comm, case.collective)
         if case.collective in ("gather", "scatter"):
             return partial(call, passes, ROOT, out=gets)
@@ -236,54 +214,63 @@ class FastdistDriver(Driver):
         out = {} if gets is None else {"out": gets}
         return partial(call, passes, *redop, **out)
 
+    return Driver(comm.rank, comm.world_size, version, barrier, comm.close, arrays, bind, gpu)
+
 
 def _open_cuda() -> Driver:
     launch = detect_launch()
-    return FastdistDriver(Gpu(gpu_of_rank(0 if launch is None else launch.local_rank)))
+    return open_fastdist(Gpu(0 if launch is None else launch.local_rank))
 
 
-class TorchDriver(Driver):
-    """Calls go to torch's default process group; on a GPU, in the order of torch's stream.
+def _open_torch(backend: str, version: str) -> Driver:
+    """Start torch's default process group; on a GPU, it works in the order of torch's stream.
 
     On a GPU, buckets are copied while others are reduced, as in DDP, and `send_recv` is one batch,
     as torch recommends for NCCL.
     """
+    torch: Any = importlib.import_module("torch")
+    dist = torch.distributed
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # renamed collectives
+    version = version.format(torch.__version__.partition("+")[0])
+    gpu: Any = None
+    library, barrier = torch_arrays(), dist.barrier
+    if backend == "nccl":
+        major, minor, patch = torch.cuda.nccl.version()[:3]
+        version += f" with NCCL {major}.{minor}.{patch}"
+        if int(os.environ["WORLD_SIZE"]) > len(_core.cuda_devices()):
+            nccl_library.allow_sharing(10000 * major + 100 * minor + patch)  # as fastdist does
+        gpu = Gpu(int(os.environ["RANK"]))
+        library = gpu.arrays
+        barrier = partial(dist.all_reduce, library.make((1,), "int32"))
+    dist.init_process_group(backend, device_id=gpu and torch.device("cuda", gpu.device))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
 
-    def __init__(self, version: str, gpu: Any = None) -> None:
-        self._torch: Any = importlib.import_module("torch")
-        dist = self._torch.distributed
-        warnings.filterwarnings("ignore", category=FutureWarning)  # renamed collectives
-        self._library: ArrayLibrary = torch_arrays() if gpu is None else gpu.arrays
-        barrier = dist.barrier
-        if gpu is not None:
-            barrier = partial(dist.all_reduce, self._library.make((1,), "int32"))
-        leave = dist.destroy_process_group
-        super().__init__(dist.get_rank(), dist.get_world_size(), version, barrier, leave, gpu)
+    def blocks(array: Array | None) -> list[Array] | None:
+        return None if array is None else list(array.chunk(world_size))
 
-    def arrays(self, kind: str) -> ArrayLibrary:
-        return self._library
-
-    def bind(self, case: Case, passes: Any, gets: Array | None) -> Call:
-        dist, on_gpu = self._torch.distributed, self.gpu is not None
+    def bind(case: Case, passes: Any, gets: Array | None) -> Call:
         names = {"": "SUM", "mean": "AVG", "prod": "PRODUCT"}
         redop = getattr(dist.ReduceOp, names.get(case.redop, case.redop.upper()))
         if case.model:
-            begin = partial(dist.all_reduce, op=redop, async_op=on_gpu)
-            copy_all = self._torch._foreach_copy_
-            return bucketed(self._library, copy_all, passes, case.dtype, begin)
+            begin = partial(dist.all_reduce, op=redop, async_op=gpu is not None)
+            return bucketed(library, torch._foreach_copy_, passes, case.dtype, begin)
         if case.collective == "send_recv":
-            if not on_gpu:
-                return self.ring_call(dist.send, dist.recv, passes, gets)
-            to, source = self.ring_neighbors()
-            pair = [dist.P2POp(dist.isend, passes, to), dist.P2POp(dist.irecv, gets, source)]
+            if gpu is None:
+                send, recv = partial(dist.send, passes), partial(dist.recv, gets)
+                return _ring_call(rank, world_size, send, recv)
+            pair = [
+                dist.P2POp(dist.isend, passes, (rank + 1) % world_size),
+                dist.P2POp(dist.irecv, gets, (rank - 1) % world_size),
+            ]
             return lambda: [work.wait() for work in dist.batch_isend_irecv(pair)]
         calls: dict[str, tuple[Any, ...]] = {
             "all_reduce": (dist.all_reduce, passes, redop),
             "reduce": (dist.reduce, passes, ROOT, redop),
             "broadcast": (dist.broadcast, passes, ROOT),
             "all_gather": (dist.all_gather_into_tensor, gets, passes),
-            "gather": (dist.gather, passes, self._blocks(gets), ROOT),
-            "scatter": (dist.scatter, gets, self._blocks(passes), ROOT),
+            "gather": (dist.gather, passes, blocks(gets), ROOT),
+            "scatter": (dist.scatter, gets, blocks(passes), ROOT),
             "reduce_scatter": (dist.reduce_scatter_tensor, gets, passes, redop),
             "all_to_all": (dist.all_to_all_single, gets, passes),
             "barrier": (dist.barrier,),
@@ -291,69 +278,38 @@ class TorchDriver(Driver):
         call, *arguments = calls[case.collective]
         return partial(call, *arguments)
 
-    def _blocks(self, array: Array | None) -> list[Array] | None:
-        return None if array is None else list(array.chunk(self.world_size))
+    leave = dist.destroy_process_group
+    return Driver(rank, world_size, version, barrier, leave, lambda kind: library, bind, gpu)
 
 
-def _join(backend: str, version: str) -> Driver:
-    torch: Any = importlib.import_module("torch")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(backend)
-    return TorchDriver(version.format(torch.__version__.partition("+")[0]))
-
-
-def _open_nccl() -> Driver:
-    torch: Any = importlib.import_module("torch")
-    major, minor, patch = torch.cuda.nccl.version()[:3]
-    if int(os.environ["WORLD_SIZE"]) > len(_core.cuda_devices()):
-        nccl_library.allow_sharing(10000 * major + 100 * minor + patch)  # as fastdist's engine does
-    gpu = Gpu(gpu_of_rank(int(os.environ["RANK"])))
-    torch.distributed.init_process_group("nccl", device_id=torch.device("cuda", gpu.device))
-    version = f"torch.distributed {torch.__version__.partition('+')[0]}"
-    return TorchDriver(f"{version} with NCCL {major}.{minor}.{patch}", gpu)
-
-
-def _copy_all(to: Sequence[Array], source: Sequence[Array]) -> None:
-    for target, array in zip(to, source, strict=True):
-        target[...] = array
-
-
-class MpiDriver(Driver):
-    """Calls go to COMM_WORLD.
+def _open_mpi() -> Driver:
+    """Start MPI; calls go to COMM_WORLD.
 
     For torch tensors, users of mpi4py would pass `tensor.numpy()`, made once.
     """
+    mpi: Any = importlib.import_module("mpi4py.MPI")
+    comm, in_place = mpi.COMM_WORLD, mpi.IN_PLACE
+    vendor, numbers = mpi.get_vendor()
 
-    def __init__(self) -> None:
-        self._mpi: Any = importlib.import_module("mpi4py.MPI")
-        self._comm = comm = self._mpi.COMM_WORLD
-        vendor, numbers = self._mpi.get_vendor()
-        version = f"{vendor} {'.'.join(map(str, numbers))}"
-        super().__init__(comm.rank, comm.size, version, comm.Barrier, self._mpi.Finalize)
+    def copy_all(to: Sequence[Array], source: Sequence[Array]) -> None:
+        for target, array in zip(to, source, strict=True):
+            target[...] = array
 
-    def arrays(self, kind: str) -> ArrayLibrary:
-        return numpy_arrays()
-
-    def bind(self, case: Case, passes: Any, gets: Array | None) -> Call:
+    def bind(case: Case, passes: Any, gets: Array | None) -> Call:
         if COLLECTIVES[case.collective].reduces and case.dtype == "float16":
             raise UnsupportedCaseError("MPI has no 16-bit floating point numbers")
         if case.redop == "mean":
             raise UnsupportedCaseError("MPI has no mean")
-        comm, in_place = self._comm, self._mpi.IN_PLACE
-        redop = getattr(self._mpi, case.redop.upper() or "SUM")
+        redop = getattr(mpi, case.redop.upper() or "SUM")
         if case.model:
-            return bucketed(
-                numpy_arrays(),
-                _copy_all,
-                passes,
-                case.dtype,
-                lambda flat: comm.Allreduce(in_place, flat, redop),
-            )
+            begin = partial(comm.Allreduce, in_place, op=redop)
+            return bucketed(numpy_arrays(), copy_all, passes, case.dtype, begin)
         if case.dtype == "float16":
             passes, gets = (None if a is None else a.view(np.uint16) for a in (passes, gets))
         if case.collective == "send_recv":
-            return self.ring_call(comm.Send, comm.Recv, passes, gets)
-        reduced = (in_place, passes) if self.rank == ROOT else (passes, None)
+            send, recv = partial(comm.Send, passes), partial(comm.Recv, gets)
+            return _ring_call(comm.rank, comm.size, send, recv)
+        reduced = (in_place, passes) if comm.rank == ROOT else (passes, None)
         calls: dict[str, tuple[Any, ...]] = {
             "all_reduce": (comm.Allreduce, in_place, passes, redop),
             "reduce": (comm.Reduce, *reduced, redop, ROOT),
@@ -368,15 +324,26 @@ class MpiDriver(Driver):
         call, *arguments = calls[case.collective]
         return partial(call, *arguments)
 
+    version = f"{vendor} {'.'.join(map(str, numbers))}"
+    return Driver(
+        comm.rank,
+        comm.size,
+        version,
+        comm.Barrier,
+        mpi.Finalize,
+        lambda kind: numpy_arrays(),
+        bind,
+    )
+
 
 # Each starts an engine from the launcher's environment; every rank must call.
 DRIVERS: dict[str, Callable[[], Driver]] = {
-    "fastdist": FastdistDriver,
+    "fastdist": open_fastdist,
     "fastdist_cuda": _open_cuda,
     "fastdist_torch": partial(
-        _join, "fastdist", f"fastdist {fastdist.__version__} through torch.distributed"
+        _open_torch, "fastdist", f"fastdist {fastdist.__version__} through torch.distributed"
     ),
-    "gloo": partial(_join, "gloo", "gloo of torch {}"),
-    "mpi": MpiDriver,
-    "torch_nccl": _open_nccl,
+    "gloo": partial(_open_torch, "gloo", "gloo of torch {}"),
+    "mpi": _open_mpi,
+    "torch_nccl": partial(_open_torch, "nccl", "torch.distributed {}"),
 }

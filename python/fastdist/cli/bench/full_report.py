@@ -21,7 +21,7 @@ from typing import Any
 from fastdist._version import __version__
 from fastdist.cli.bench import intervals, results
 from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case
-from fastdist.cli.bench.command import Plan, Progress, run_planned, shown_progress
+from fastdist.cli.bench.command import Plan, Progress, run_planned
 from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import PEER_NAMES, cache_dir, fastdist_engine, find_peers
 from fastdist.cli.bench.plot import to_svg
@@ -59,9 +59,7 @@ def report_cases(ranks: int) -> tuple[Case, ...]:
 
 def _plan(options: argparse.Namespace) -> Plan:
     """Return what to measure; set the path of the page."""
-    ranks = max(2, usable_cores()) if options.ranks is None else options.ranks
-    if ranks < 2:
-        raise ValueError(f"expected --ranks of at least 2, got {ranks}")
+    ranks = options.ranks or max(2, usable_cores())
     out = options.out or cache_dir("reports") / f"{datetime.now(UTC):%Y-%m-%d-%H%M}.html"
     if out.suffix != ".html":
         raise ValueError(f"expected --out with the suffix .html, got {out}")
@@ -77,7 +75,7 @@ def _plan(options: argparse.Namespace) -> Plan:
 
 def _run(options: argparse.Namespace, plan: Plan) -> Report:
     began = time.monotonic()
-    with shown_progress(sys.stderr, PASSES * len(plan.cases)) as progress:
+    with Progress(sys.stderr, PASSES * len(plan.cases)) as progress:
         report = measure(plan, PASSES, progress)
     recorded = recorded_object(report, time.monotonic() - began)
     json_path = options.out.with_suffix(".json")

@@ -7,6 +7,8 @@ originals.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 Shape = tuple[int, ...]
 
 
@@ -31,29 +33,24 @@ def _resnet50() -> list[Shape]:
     return [*shapes, (1000, inputs), (1000,)]
 
 
-def _gpt2() -> list[Shape]:
-    """Return the shapes of GPT-2 small (Radford et al. 2019), whose output is the embedding."""
-    w = 768
-    norm: list[Shape] = [(w,), (w,)]
-    attention: list[Shape] = [(w, 3 * w), (3 * w,), (w, w), (w,)]
-    dense: list[Shape] = [(w, 4 * w), (4 * w,), (4 * w, w), (w,)]
-    return [(50257, w), (1024, w), *12 * (norm + attention + norm + dense), *norm]
+_NORM: list[Shape] = [(768,), (768,)]
+_SQUARE: list[Shape] = [(768, 768), (768,)]  # BERT's query, key, value, output, and pooler
+_WIDER: list[Shape] = [(768, 3072), (3072,), (3072, 768), (768,)]
+_BERT_WIDER: list[Shape] = [(3072, 768), (3072,), (768, 3072), (768,)]
 
-
-def _bert() -> list[Shape]:
-    """Return the shapes of bert-base-uncased (Devlin et al. 2018) with its pooler."""
-    w = 768
-    norm: list[Shape] = [(w,), (w,)]
-    square: list[Shape] = [(w, w), (w,)]  # query, key, value, output; the pooler
-    dense: list[Shape] = [(4 * w, w), (4 * w,), (w, 4 * w), (w,)]
-    embeddings: list[Shape] = [(30522, w), (512, w), (2, w)]
-    return [*embeddings, *norm, *12 * (4 * square + norm + dense + norm), *square]
-
-
-_MODELS = {"resnet50": _resnet50, "gpt2": _gpt2, "bert": _bert}
-MODEL_NAMES = tuple(_MODELS)
-
-
-def gradient_shapes(model: str) -> tuple[Shape, ...]:
-    """Return the shapes of a model's gradients, in the order of its parameters."""
-    return tuple(_MODELS[model]())
+# In the order of each model's parameters.
+GRADIENT_SHAPES: dict[str, Sequence[Shape]] = {
+    "resnet50": _resnet50(),
+    # GPT-2 small (Radford et al. 2019), whose output is the embedding.
+    "gpt2": [
+        *[(50257, 768), (1024, 768)],
+        *12 * [*_NORM, (768, 2304), (2304,), *_SQUARE, *_NORM, *_WIDER],
+        *_NORM,
+    ],
+    # bert-base-uncased (Devlin et al. 2018) with its pooler.
+    "bert": [
+        *[(30522, 768), (512, 768), (2, 768), *_NORM],
+        *12 * [*4 * _SQUARE, *_NORM, *_BERT_WIDER, *_NORM],
+        *_SQUARE,
+    ],
+}

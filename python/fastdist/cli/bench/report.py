@@ -8,18 +8,17 @@ from typing import Any
 
 from fastdist.cli.bench.results import Measurement, Report, Row
 
-# Width of each column.
-_COLUMNS = {"bytes": 11, "count": 11, "type": 9, "redop": 6, "p50": 10, "p99": 10, "algbw": 7}
-_COLUMNS |= {"busbw": 7, "wrong": 6, "floor": 6}
-_GPU_COLUMNS = {"host": 9, "graph": 10}  # additional columns on GPUs
-_UNITS = {"p50": "us", "p99": "us", "host": "us", "graph": "us", "floor": "%"}
-_SPEED_UNITS = {"algbw": "GB/s", "busbw": "GB/s"}
+Columns = dict[str, int]  # width by name
+Cells = dict[str, str]
+
+_COLUMNS: Columns = {"bytes": 11, "count": 11, "type": 9, "redop": 6, "p50": 10, "p99": 10}
+_COLUMNS |= {"algbw": 7, "busbw": 7, "wrong": 6, "floor": 6}
+_GPU_COLUMNS: Columns = {"host": 9, "graph": 10}  # additional columns on GPUs
+_PEER_COLUMNS: Columns = {"us": 12, "ratio": 7}
+_UNITS = dict.fromkeys(("p50", "p99", "host", "graph"), "us")
+_UNITS |= {"algbw": "GB/s", "busbw": "GB/s", "floor": "%"}
 # Columns that a narrow terminal does not show, in the order in which they are left out.
 _SPARE = ("count", "redop", "type")
-_PEER_WIDTH = 12
-_RATIO_WIDTH = 7
-
-Columns = dict[str, int]  # width by name
 
 
 def heading(report: Report, title: str) -> list[str]:
@@ -36,62 +35,57 @@ def heading(report: Report, title: str) -> list[str]:
     return [*lines, "#"]
 
 
-def column_lines(
-    others: Sequence[str], on_gpu: bool = False, width: int | None = None
-) -> list[str]:
-    """Return the lines of column names and units.
+class Table:
+    """The lines of a table, with the columns of its peers on the right, or below in a narrow one.
 
-    Peers are on the right, or below each row if the terminal's `width` is too small.
+    A narrow table leaves columns out.
     """
-    shown, peers, is_beside = _layout(others, on_gpu, width)
-    names = _aligned(shown, {name: name for name in shown})
-    units = _aligned(shown, _UNITS | _SPEED_UNITS)
-    parts = [_aligned(columns, {name: name for name in columns}) for columns in peers]
-    if not is_beside:
-        return [names, units, parts[0]]
-    for other, part in zip(others, parts, strict=True):
-        names += "  " + other.center(len(part) - 2)
-        units += part
-    return [names.rstrip(), units.rstrip()]
+
+    def __init__(
+        self, peers: Sequence[str], on_gpu: bool = False, width: int | None = None
+    ) -> None:
+        """Choose the columns that fit in `width`; None: a line may have any length."""
+        self._peers = peers
+        self._shown = _COLUMNS | (_GPU_COLUMNS if on_gpu else {})
+        for name in _SPARE:
+            if width is not None and sum(self._shown.values()) > width:
+                del self._shown[name]
+        host = {"host": _GPU_COLUMNS["host"]} if on_gpu else {}
+        self._peer = _PEER_COLUMNS | host
+        needed = sum(self._shown.values()) + len(peers) * sum(self._peer.values())
+        self._is_beside = not peers or width is None or needed <= width
+        if not self._is_beside:  # a peer's time is below fastdist's
+            before = sum(list(self._shown.values())[: list(self._shown).index("p50")])
+            p50 = self._shown["p50"]
+            self._peer = {"peer": before, "us": p50, "ratio": p50, **host}
+
+    def header(self) -> list[str]:
+        """Return the lines of column names and units."""
+        names = {name: name for name in self._shown | self._peer}
+        if not self._is_beside:
+            return [*self._lines(names, []), *self._lines(_UNITS, [names])]
+        peers = self._lines(names, [{"us": name} for name in self._peers])
+        return [*peers, *self._lines(_UNITS, [names] * len(self._peers))]
+
+    def row(self, row: Row) -> list[str]:
+        """Format a row: one line, or one more for each peer."""
+        peers = [
+            {
+                "peer": other.engine,
+                "us": "n/a" if other.unsupported else _time(other.p50_us),
+                "ratio": _times_as_fast(row, other),
+                "host": _time(other.host_us),
+            }
+            for other in row.others
+        ]
+        return self._lines(_cells(row), peers)
+
+    def _lines(self, cells: Cells, peers: Sequence[Cells]) -> list[str]:
+        lines = [_aligned(self._shown, cells), *(_aligned(self._peer, each) for each in peers)]
+        return [line.rstrip() for line in (["".join(lines)] if self._is_beside else lines)]
 
 
-def row_lines(row: Row, width: int | None = None) -> list[str]:
-    """Format a row of the table: one line, or one more for each peer as in `column_lines`."""
-    others = [other.engine for other in row.others]
-    shown, peers, is_beside = _layout(others, row.ours.host_us is not None, width)
-    lines = [_aligned(shown, _cells(row))]
-    for other, columns in zip(row.others, peers, strict=True):
-        cells = {"peer": other.engine, "ratio": _times_as_fast(row, other)}
-        cells |= {"us": "n/a" if other.unsupported else _time(other.p50_us)}
-        peer = _aligned(columns, cells | {"host": _time(other.host_us)})
-        if is_beside:
-            lines[0] += peer
-        else:
-            lines.append(peer)
-    return [line.rstrip() for line in lines]
-
-
-def _layout(
-    others: Sequence[str], on_gpu: bool, width: int | None
-) -> tuple[Columns, list[Columns], bool]:
-    """Return the columns that fit, the columns of each peer, and whether those fit beside."""
-    shown = _COLUMNS | (_GPU_COLUMNS if on_gpu else {})
-    for name in _SPARE:
-        if width is not None and sum(shown.values()) > width:
-            del shown[name]
-    host = {"host": _GPU_COLUMNS["host"]} if on_gpu else {}
-    times = (max(_PEER_WIDTH, 2 + len(name) - _RATIO_WIDTH) for name in others)
-    peers: list[Columns] = [{"us": time, "ratio": _RATIO_WIDTH, **host} for time in times]
-    needed = sum(sum(columns.values()) for columns in (shown, *peers))
-    if not others or width is None or needed <= width:
-        return shown, peers, True
-    # Below a row, a peer's time is below fastdist's.
-    before = sum(list(shown.values())[: list(shown).index("p50")])
-    below = {"peer": before, "us": shown["p50"], "ratio": shown["p50"], **host}
-    return shown, [below] * len(others), False
-
-
-def _aligned(columns: Columns, cells: dict[str, str]) -> str:
+def _aligned(columns: Columns, cells: Cells) -> str:
     return "".join(cells.get(name, "").rjust(width) for name, width in columns.items())
 
 

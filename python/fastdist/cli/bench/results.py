@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+import fastdist._core as _core
 from fastdist.cli.bench.cases import COLLECTIVES, DTYPE_BYTES, Case, buffer_elements
-from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.intervals import Interval, median_interval
 from fastdist.cli.machine_facts import usable_cores
 
@@ -83,6 +83,39 @@ class Row:
         """Return another engine's time divided by fastdist's, from the ratio of each pass."""
         pairs = zip(other.samples_us, self.ours.samples_us, strict=True)
         return median_interval([theirs / ours for theirs, ours in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The GPUs of a run on one machine."""
+
+    names: tuple[str, ...]  # of all GPUs
+    of_rank: tuple[int, ...]  # GPU of each rank
+
+    @property
+    def is_shared(self) -> bool:
+        """True if two ranks have the same GPU."""
+        return bool(self.sharing)
+
+    @property
+    def sharing(self) -> str:
+        """`2 ranks share GPU 0`, for every shared GPU; empty if each rank has its own GPU."""
+        counts = {gpu: self.of_rank.count(gpu) for gpu in sorted(set(self.of_rank))}
+        return ", ".join(f"{n} ranks share GPU {gpu}" for gpu, n in counts.items() if n > 1)
+
+    def __str__(self) -> str:
+        used = [self.names[gpu] for gpu in sorted(set(self.of_rank))]
+        kinds = ", ".join(f"{used.count(name)} x {name}" for name in dict.fromkeys(used))
+        return "; ".join(filter(None, (kinds, self.sharing)))
+
+
+def place_ranks(ranks: int) -> Placement:
+    """Return the GPUs of the ranks of a run, as `Gpu` chooses them."""
+    devices = _core.cuda_devices()
+    if not devices:
+        raise ValueError(f"no GPU: {_core.why_no_cuda()}")
+    of_rank = tuple(rank % len(devices) for rank in range(ranks))
+    return Placement(tuple(device.name for device in devices), of_rank)
 
 
 @dataclass(slots=True)

@@ -15,16 +15,15 @@ import signal
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.engine_ranks import EngineError, EngineRanks
-from fastdist.cli.bench.gpu import Placement
 from fastdist.cli.bench.peers import Engine
-from fastdist.cli.bench.results import Measurement, Row
+from fastdist.cli.bench.results import Measurement, Placement, Row
 from fastdist.cli.machine_facts import largest_cache_bytes, total_cache_bytes
 
 ROUNDS = 5
@@ -132,19 +131,26 @@ class Session:
         self.failures: list[EngineError] = []
 
     def __enter__(self) -> Session:
-        cores = sorted(os.sched_getaffinity(0))
         with contextlib.ExitStack() as stack:
             stack.push(self)  # until all have started
-            for engine in list(self._engines):
-                with self._may_fail(engine):
-                    engine.launch()
-            for engine in list(self._engines):
-                with self._may_fail(engine):
-                    engine.connect()
-                    if self._placement is None and self._ranks <= len(cores):
-                        engine.command("bind", cores=cores)
+            for start in (EngineRanks.launch, self._connect):
+                for engine in list(self._engines):
+                    try:
+                        start(engine)
+                    except EngineError as error:
+                        if engine is self._engines[0]:
+                            raise
+                        engine.kill()
+                        self._engines.remove(engine)
+                        self.failures.append(error)
             stack.pop_all()
         return self
+
+    def _connect(self, engine: EngineRanks) -> None:
+        engine.connect()
+        cores = sorted(os.sched_getaffinity(0))
+        if self._placement is None and self._ranks <= len(cores):
+            engine.command("bind", cores=cores)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
@@ -157,18 +163,6 @@ class Session:
                 engine.kill()
             shutil.rmtree(self._folder, ignore_errors=True)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    @contextlib.contextmanager
-    def _may_fail(self, engine: EngineRanks) -> Iterator[None]:
-        """Remove a peer that fails to start; raise if fastdist fails."""
-        try:
-            yield
-        except EngineError as error:
-            if engine is self._engines[0]:
-                raise
-            engine.kill()
-            self._engines.remove(engine)
-            self.failures.append(error)
 
     @property
     def versions(self) -> dict[str, str]:

@@ -2,13 +2,12 @@
 
 Rank r's input is a random sequence of small integers with period `_PERIOD`, a prime, so that a
 block in the wrong place, or from the wrong rank, differs from the expected result. Sums of the
-integers are exact in every dtype for dozens of ranks. Results are periodic too, so that one short
-table holds the expected result of any size.
+integers are exact in every dtype for dozens of ranks. Results are periodic too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,25 +16,23 @@ import numpy.typing as npt
 from fastdist.cli.bench.cases import ROOT
 from fastdist.cli.bench.drivers import Array, ArrayLibrary
 
-Table = npt.NDArray[Any]
-Piece = tuple[int, Table, int]  # elements of an array, their table, and the phase
+Period = npt.NDArray[Any]
 
 _PERIOD = 1009
-_BLOCK = 1 << 16
 
 
 class Inputs:
-    """The inputs of all ranks, in tables that repeat a period.
+    """One period of the inputs of all ranks.
 
     Attributes:
-        ranks: One table per rank.
-        reduced: The reduction of all tables.
+        ranks: The period of each rank.
+        reduced: The reduction of all.
         tolerance: Largest relative error of a right result.
     """
 
-    def __init__(self, periods: Sequence[Table], dtype: str, redop: str) -> None:
+    def __init__(self, periods: Sequence[Period], dtype: str, redop: str) -> None:
         readable = np.dtype("float32" if dtype == "bfloat16" else dtype)
-        self.ranks = [np.resize(each, _PERIOD + _BLOCK).astype(readable) for each in periods]
+        self.ranks = [np.resize(each, _PERIOD).astype(readable) for each in periods]
         is_float = readable.kind == "f"
         epsilon = float(np.finfo(readable).eps) if is_float else 0.0
         self.tolerance = 4 * (2.0**-7 if dtype == "bfloat16" else epsilon)
@@ -68,58 +65,46 @@ def filled_inputs(world_size: int, iteration: int, dtype: str, redop: str) -> In
     return Inputs([np.array([value]) for value in values], dtype, redop)
 
 
-def _blocks(pieces: Sequence[Piece], phase: int) -> Iterator[tuple[slice, Table]]:
-    """Yield the parts of an array of `pieces`, in a sequence from `phase`, and their content."""
-    begin = 0
-    for length, table, piece_phase in pieces:
-        for start in range(0, length, _BLOCK):
-            count = min(_BLOCK, length - start)
-            offset = (phase + piece_phase + start) % _PERIOD
-            yield slice(begin + start, begin + start + count), table[offset : offset + count]
-        begin += length
+def _part(period: Period, begin: int, length: int) -> Period:
+    return np.resize(np.roll(period, -begin), length)
 
 
 def write_input(library: ArrayLibrary, arrays: Sequence[Array], inputs: Inputs, rank: int) -> None:
     """Fill a list of arrays, one after the other, with this rank's input."""
-    phase = 0
+    begin = 0
     for flat in (array.reshape(-1) for array in arrays):
-        for part, block in _blocks([(len(flat), inputs.ranks[rank], 0)], phase):
-            library.write(flat[part], block)
-        phase += len(flat)
+        library.write(flat, _part(inputs.ranks[rank], begin, len(flat)))
+        begin += len(flat)
 
 
-def _pieces(collective: str, rank: int, inputs: Inputs, length: int) -> list[Piece]:
+def _expected(collective: str, rank: int, inputs: Inputs, begin: int, length: int) -> Period:
+    """Return `length` elements of a rank's result, of a list from element `begin` on."""
     block = length // len(inputs.ranks)
-    reduced, passed_by_root = inputs.reduced, inputs.ranks[ROOT]
-    gathered = [(block, table, 0) for table in inputs.ranks]
-    return {
-        "all_reduce": [(length, reduced, 0)],
-        "reduce": [(length, reduced, 0)],
-        "broadcast": [(length, passed_by_root, 0)],
-        "all_gather": gathered,
-        "gather": gathered,
-        "scatter": [(length, passed_by_root, rank * length)],
-        "reduce_scatter": [(length, reduced, rank * length)],
-        "all_to_all": [(block, table, rank * block) for table in inputs.ranks],
-        "send_recv": [(length, inputs.ranks[rank - 1], 0)],
+    if collective in ("all_gather", "gather", "all_to_all"):
+        first = rank * block if collective == "all_to_all" else 0
+        return np.concatenate([_part(period, first, block) for period in inputs.ranks])
+    period, first = {
+        "all_reduce": (inputs.reduced, begin),
+        "reduce": (inputs.reduced, 0),
+        "broadcast": (inputs.ranks[ROOT], 0),
+        "scatter": (inputs.ranks[ROOT], rank * length),
+        "reduce_scatter": (inputs.reduced, rank * length),
+        "send_recv": (inputs.ranks[rank - 1], 0),
     }[collective]
+    return _part(period, first, length)
 
 
 def count_wrong(
     library: ArrayLibrary, arrays: Sequence[Array], collective: str, rank: int, inputs: Inputs
 ) -> int:
     """Count the wrong elements of a rank's results, of one array or of a list."""
-    wrong = phase = 0
+    wrong = begin = 0
     for flat in (array.reshape(-1) for array in arrays):
-        for part, expected in _blocks(_pieces(collective, rank, inputs, len(flat)), phase):
-            got = library.read(flat[part])
-            if np.array_equal(got, expected):  # several times as fast as the tolerance
-                continue
-            if inputs.tolerance:
-                error = np.abs(got - expected, dtype=np.float64)
-                is_right = error <= inputs.tolerance * np.abs(expected)
-            else:
-                is_right = got == expected
+        got = library.read(flat)
+        expected = _expected(collective, rank, inputs, begin, len(flat))
+        if not np.array_equal(got, expected):  # several times as fast as the tolerance
+            error = np.abs(got - expected, dtype=np.float64)
+            is_right = error <= inputs.tolerance * np.abs(expected)
             wrong += int(np.count_nonzero(~is_right))
-        phase += len(flat)
+        begin += len(flat)
     return wrong

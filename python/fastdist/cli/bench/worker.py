@@ -32,7 +32,7 @@ import fastdist._core as _core
 from fastdist.cli.bench import verify
 from fastdist.cli.bench.cases import COLLECTIVES, ROOT, Case, buffer_elements
 from fastdist.cli.bench.drivers import DRIVERS, Array, Call, Driver, UnsupportedCaseError
-from fastdist.cli.bench.models import gradient_shapes
+from fastdist.cli.bench.models import GRADIENT_SHAPES
 from fastdist.cluster.launch import detect_launch
 
 _SPREAD_NS = 10_000_000
@@ -145,15 +145,13 @@ class Worker:
         self._case, self._library = case, driver.arrays(case.array)
         make, dtype = self._library.make, case.dtype
         if case.model:
-            self._passes = [make(shape, dtype) for shape in gradient_shapes(case.model)]
-            self._call = driver.bind(case, self._passes, None)
+            shapes = [GRADIENT_SHAPES[case.model], []]
         else:
             elements = buffer_elements(case.collective, case.count, driver.rank, driver.world_size)
-            self._passes, self._gets = (
-                [make((count,), dtype)] if count else [] for count in elements
-            )
-            passes, gets = (next(iter(arrays), None) for arrays in (self._passes, self._gets))
-            self._call = driver.bind(case, passes, gets)
+            shapes = [[(count,)] if count else [] for count in elements]
+        self._passes, self._gets = ([make(shape, dtype) for shape in each] for each in shapes)
+        passes = self._passes if case.model else next(iter(self._passes), None)
+        self._call = driver.bind(case, passes, next(iter(self._gets), None))
         self._fillers = [self._library.filler(array) for array in self._passes]
         self._fill(1)
         self._call()  # engines connect in the first call, which cannot be captured

@@ -177,7 +177,7 @@ class TestRanks:
         (("--nnodes", "1:1", "--workers", 1, "--ps", 1), "--nnodes starts ranks"),
         (("--nnodes", "3:1", "-n", 1), "expected MIN:MAX, with MIN at most MAX, got '3:1'"),
         (("--nnodes", "1:3"), "--nnodes MIN:MAX needs --node-rank"),
-        (("--min", 0, "--max", 2), "expected a number of ranks of at least 1, got '0'"),
+        (("--min", 0, "--max", 2), "expected a number of ranks from 1 to 999999, got '0'"),
         (("--min", 1, "--max", 2, "--env", "RANK=1"), "--env RANK: ranks of an elastic job change"),
     ],
 )

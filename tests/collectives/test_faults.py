@@ -443,6 +443,18 @@ def test_stranger_at_the_socket_is_ignored(job: str) -> None:
     assert finish(first)[1] == "met\n"
 
 
+def test_a_first_rank_that_has_stopped(job: str) -> None:
+    first = start(0, 2, job, MEET)
+    wait_for_listener(first)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        _, output = finish(start(1, 2, job, MEET, **SOON))
+    finally:
+        first.kill()
+        first.communicate()
+    assert "did not find rank 0 within 1 s: the process that listens on its socket does" in output
+
+
 def wait_for_listener(process: subprocess.Popen[str]) -> str:
     """The address of a rank 0, once it listens."""
     deadline = time.monotonic() + 20

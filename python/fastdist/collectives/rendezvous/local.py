@@ -322,6 +322,7 @@ def _arrive(rendezvous: _Rendezvous, own_fd: int) -> socket.socket:
                 problem = "its socket belongs to another user"
                 continue
             rendezvous.arm(connection)
+            problem = "the process that listens on its socket does not answer"
             with contextlib.suppress(OSError):
                 rendezvous.send_fds(connection, [own_fd], hello)
                 if connection.recv(1) == _ARRIVED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -14,7 +14,8 @@ from fastdist.collectives.communicator import Communicator
 from fastdist.replicas.context import ReplicaContext, state
 from fastdist.replicas.cross_replica import reduce_values
 from fastdist.replicas.per_replica import select
-from fastdist.replicas.scatter import ScatterOp, check_op, scatter, to_rows
+
+_ScatterOp = Literal["add", "sub", "mul", "div", "min", "max", "update"]
 
 
 class VariableSynchronization(enum.Enum):
@@ -235,30 +236,33 @@ class Variable(nn.Module):
             given = self._aggregated(given, context)
         self._put(given, sign)
 
-    def _scatter(self, op: ScatterOp, indices: Any, updates: Any) -> None:
+    def _scatter(self, op: _ScatterOp, indices: Any, updates: Any) -> None:
         if self.synchronization is VariableSynchronization.ON_READ:
             raise ValueError(
                 f"scatter_{op} needs a variable with synchronization ON_WRITE, got "
                 f"{self.synchronization}"
             )
-        check_op(op, self._value)
+        is_complex = self._value.is_complex()
+        is_exact = not (is_complex or self._value.is_floating_point())
+        if (op == "div" and is_exact) or (op in ("min", "max") and is_complex):
+            raise TypeError(f"scatter_{op} is not defined for a variable of {self._value.dtype}")
         owner, context = _owner_of(self), state.replica
         if owner is not None:
             owner.refresh()
 
             def put(local: int, component: Variable) -> None:
                 given = select((indices, updates), local)
-                scatter(component._value, op, *to_rows(component._value, *given))
+                _change(component._value, op, *_to_rows(component._value, *given))
 
             owner.write(self, put)
             return
-        rows, values = to_rows(self._value, indices, updates)
+        rows, values = _to_rows(self._value, indices, updates)
         if context is not None and context.num_replicas_in_sync > 1:
             rows, values = self._aggregated_rows(op, rows, values, context)
-        scatter(self._value, op, rows, values)
+        _change(self._value, op, rows, values)
 
     def _aggregated_rows(
-        self, op: ScatterOp, rows: torch.Tensor, values: torch.Tensor, context: ReplicaContext
+        self, op: _ScatterOp, rows: torch.Tensor, values: torch.Tensor, context: ReplicaContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.aggregation is VariableAggregation.NONE:
             return rows, values
@@ -383,3 +387,59 @@ def local_components(roots: Sequence[nn.Module]) -> set[int]:
 def _owner_of(variable: Variable) -> Owner | None:
     """Return the strategy to read and write through; None to use this replica's tensor only."""
     return None if state.replica is not None else variable.__dict__.get(_OWNER)
+
+
+def _to_rows(target: torch.Tensor, indices: Any, updates: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check indices and updates of a tensor's rows (tf.IndexedSlices).
+
+    Returns:
+        indices, int64 [n], and updates, [n, *target.shape[1:]], of the target's dtype and device.
+    """
+    rows = as_tensor(indices).detach()
+    values = as_tensor(updates).detach()
+    if target.dim() == 0:
+        raise ValueError("scatter: the variable is a scalar, which has no rows")
+    if rows.dim() != 1:
+        raise ValueError(f"scatter: indices must have shape [n], got {tuple(rows.shape)}")
+    if rows.numel() == 0:
+        rows = rows.long()  # an empty list has torch's default dtype
+    if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype == torch.bool:
+        raise TypeError(f"scatter: indices must be integers, got {rows.dtype}")
+    if not torch.can_cast(values.dtype, target.dtype):
+        raise TypeError(f"scatter: a variable of {target.dtype} cannot hold {values.dtype}")
+    if target.device.type != "xla" and rows.numel():
+        low, high = int(rows.min()), int(rows.max())
+        if low < 0 or high >= len(target):
+            raise IndexError(
+                f"scatter: index {low if low < 0 else high} of a variable that has "
+                f"{len(target)} rows"
+            )
+    shape = (len(rows), *target.shape[1:])
+    try:
+        values = values.to(target).broadcast_to(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"scatter: updates must have shape {shape}, got {tuple(values.shape)}"
+        ) from None
+    return rows.to(target.device, torch.int64), values
+
+
+@torch.no_grad()
+def _change(target: torch.Tensor, op: _ScatterOp, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Change rows of a tensor in place; "update" takes the last of updates with equal indices."""
+    if op in ("add", "sub"):
+        target.index_add_(0, rows, values, alpha=1 if op == "add" else -1)
+        return
+    wide = rows.reshape(-1, *[1] * (target.dim() - 1)).expand_as(values)
+    if op == "mul":
+        target.scatter_reduce_(0, wide, values, "prod")
+    elif op == "div":
+        target.div_(torch.ones_like(target).scatter_reduce_(0, wide, values, "prod"))
+    elif op in ("min", "max"):
+        target.scatter_reduce_(0, wide, values, f"a{op}")
+    else:
+        numbers = torch.arange(1, len(rows) + 1, device=rows.device)
+        last = rows.new_zeros(len(target)).scatter_reduce_(0, rows, numbers, "amax")
+        given = torch.cat([target[:1], values])[last]  # row 0 stands for rows that stay
+        stays = (last == 0).reshape(-1, *[1] * (target.dim() - 1))
+        target.copy_(torch.where(stays, target, given))

@@ -71,15 +71,6 @@ class _Steps:
         yield f"{_OTHER_STEPS}: a hash of all", self.code, _SAME_STEPS
 
 
-@dataclass(slots=True)
-class _Record:
-    """The values that one replica compares with those of the others."""
-
-    run: tuple[int, int]  # its number, and that of the backward in it
-    facts: list[_Fact]
-    elements: list[Element]
-
-
 class StepRecord:
     """The record of one replica."""
 
@@ -208,13 +199,15 @@ class StepRecord:
     def explain(self, weights: tuple[float, ...] | None) -> None:
         """Compare the records of all replicas themselves. Every replica must call."""
         assert self._workers is not None
-        facts = [*_facts_of(weights, self._origin), *self._sent.facts()]
-        elements = [] if self.sample is None else self.sample.elements()
-        own = _Record((self._run, self._backward), facts, elements)
-        records = self._workers.all_gather_object(own, timeout=_EXPLAINED_S)
-        _require_same_runs([record.run for record in records])
-        _require_same([record.facts for record in records])
-        self._require_same_values(records)
+        own_facts = [*_facts_of(weights, self._origin), *self._sent.facts()]
+        sampled = [] if self.sample is None else self.sample.elements()
+        own = (self._run, self._backward), own_facts, sampled
+        runs, facts, elements = zip(
+            *self._workers.all_gather_object(own, timeout=_EXPLAINED_S), strict=True
+        )
+        _require_same_runs(runs)
+        _require_same(facts)
+        self._require_same_values(elements)
 
     def compare_data(self) -> None:
         """Compare the data of an epoch whose runs have no backward. Every replica must call."""
@@ -227,15 +220,13 @@ class StepRecord:
         if not (found == found[0]).all():
             _require_same(workers.all_gather_object(list(_facts_of(None, origin))))
 
-    def _require_same_values(self, records: Sequence[_Record]) -> None:
-        for other in range(1, len(records)):
-            found = first_difference(
-                records[0].elements, records[other].elements, is_exact=self.is_exact
-            )
+    def _require_same_values(self, everyone: Sequence[Sequence[Element]]) -> None:
+        for other, elements in enumerate(everyone[1:], 1):
+            found = first_difference(everyone[0], elements, is_exact=self.is_exact)
             if found is None:
                 continue
             mine, theirs = found
-            values = [_value_of(record, mine) for record in records]
+            values = [_value_of(each, mine) for each in everyone]
             alone = [i for i, value in enumerate(values) if values.count(value) == 1]
             is_clear = len(values) > 2 and len(alone) == 1 and len(set(values)) == 2
             who = f", where replica {alone[0]} alone differs" if is_clear else ""
@@ -254,12 +245,13 @@ def _versions(refs: Sequence[weakref.ref[torch.nn.Parameter]]) -> list[int]:
     return [p._version for ref in refs if (p := ref()) is not None and p.requires_grad]
 
 
-def _value_of(record: _Record, like: Element) -> float | None:
+def _value_of(elements: Sequence[Element], like: Element) -> float | None:
     place = like.place, like.key, like.index
-    return next((e.value for e in record.elements if (e.place, e.key, e.index) == place), None)
+    return next((e.value for e in elements if (e.place, e.key, e.index) == place), None)
 
 
 def _require_same_runs(at: Sequence[tuple[int, int]]) -> None:
+    """Compare the numbers of runs, and of the backwards in them."""
     if len(set(at)) == 1:
         return
     ahead, behind = at.index(max(at)), at.index(min(at))

@@ -43,7 +43,12 @@ def compute_average_loss(
     if sample_weight is not None:
         losses = losses * sample_weight
     if global_batch_size is None:
-        global_batch_size = _global_batch_size(losses)
+        replica = state.replica
+        global_batch_size = losses.shape[0] if losses.dim() else 1
+        if replica is not None and replica.examples is not None:
+            global_batch_size = sum(replica.examples)
+        elif replica is not None:
+            global_batch_size *= replica.num_replicas_in_sync
     if global_batch_size <= 0:
         raise ValueError(f"global_batch_size must be positive, got {global_batch_size}")
     return losses.sum() / global_batch_size
@@ -184,16 +189,6 @@ def _require_plain(name: str, layer: _BatchNorm) -> None:
         raise UnsupportedError(
             f"SyncBatchNorm.convert: {place} {kind.__module__}.{kind.__qualname__}, {reason}"
         )
-
-
-def _global_batch_size(losses: torch.Tensor) -> int:
-    own = losses.shape[0] if losses.dim() else 1
-    replica = state.replica
-    if replica is None:
-        return own
-    if replica.examples is not None:
-        return sum(replica.examples)
-    return own * replica.num_replicas_in_sync
 
 
 __all__ = [

@@ -141,10 +141,6 @@ def _communicator() -> Communicator | None:
     return None if state.replica is None else state.replica.communicator
 
 
-def _alone() -> contextlib.AbstractContextManager[None]:
-    return replaced(_thread, "alone", True)
-
-
 def _everywhere(metric: Any, call: Callable[[], Any]) -> Any:
     """Call on every replica, in `run`, and return the result of this process's replica."""
     results = []
@@ -194,7 +190,7 @@ def _metric_class(plain: Any) -> type:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             context = state.replica
             if context is None:
-                with _alone():
+                with replaced(_thread, "alone", True):
                     return super().forward(*args, **kwargs)
             if self.dist_sync_on_step or not _has_no_examples():
                 return super().forward(*args, **kwargs)
@@ -247,7 +243,7 @@ def _metric_class(plain: Any) -> type:
             super()._load_from_state_dict(state_dict, prefix, *args)
             _keep_lists(self)
             if is_held and 0 not in self.__dict__[_STRATEGY].local_replica_ids:
-                with _alone():
+                with replaced(_thread, "alone", True):
                     self.reset()
 
     return _like(plain, Adopted)

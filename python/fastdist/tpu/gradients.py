@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from fastdist.collectives.communicator import Communicator
 from fastdist.tpu.adopted import AdoptedModules
@@ -42,7 +41,11 @@ class TracedGradients:
         self._padding = padding
         self._thread = threading.get_ident()
         self._plain: Callable[..., Any] = vars(torch.autograd)[_ENGINE]
-        self._buffers = _buffer_sync(self._adopted.roots)
+        described = [
+            BufferedModule.of(place, module)
+            for place, module in enumerate(buffered_modules(self._adopted.roots))
+        ]
+        self._buffers = BufferSync(described, len(described))
         try:
             with replaced(torch.autograd, _ENGINE, self._run_backward):
                 yield
@@ -91,9 +94,3 @@ class TracedGradients:
         for buffer, mean in zip(buffers, reduced[len(gradients) :], strict=True):
             buffer.data = mean
         return reduced[: len(gradients)]
-
-
-def _buffer_sync(roots: Sequence[nn.Module]) -> BufferSync:
-    modules = buffered_modules(roots)
-    described = [BufferedModule.of(place, module) for place, module in enumerate(modules)]
-    return BufferSync(described, len(modules))

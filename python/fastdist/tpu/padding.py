@@ -228,10 +228,6 @@ def _permuted(axis: int, dims: int, args: Any, kwargs: Any) -> int | None:
     return [int(d) % dims for d in order].index(axis)
 
 
-def _turned(axis: int, dims: int, args: Any, kwargs: Any) -> int | None:
-    return 1 - axis if dims == 2 else None
-
-
 def _unsqueezed(axis: int, dims: int, args: Any, kwargs: Any) -> int | None:
     at = (*args[1:2], *kwargs.values())[0] % dims
     return axis + 1 if at <= axis else axis
@@ -240,7 +236,7 @@ def _unsqueezed(axis: int, dims: int, args: Any, kwargs: Any) -> int | None:
 _MOVERS: dict[str, Callable[[int, int, Any, Any], int | None]] = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _swapped),
     "permute": _permuted,
-    "t": _turned,
+    "t": lambda axis, dims, args, kwargs: 1 - axis if dims == 2 else None,
     "unsqueeze": _unsqueezed,
 }
 # Results of these functions do not depend on examples.

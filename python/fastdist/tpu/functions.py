@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastdist.errors import UnsupportedError
 from fastdist.tpu.mesh import Mesh
-from fastdist.tpu.padding import Padding
+from fastdist.tpu.padding import Padding, Place
 
 _MAKERS = ("rand", "randn", "randint", "randperm", "normal")
 
@@ -263,10 +263,7 @@ def _batch_norm(
 
 
 def _normalized(
-    padding: Padding | None,
-    value: torch.Tensor,
-    place: tuple[int, int] | None,
-    given: dict[str, Any],
+    padding: Padding | None, value: torch.Tensor, place: Place | None, given: dict[str, Any]
 ) -> torch.Tensor:
     axes = [axis for axis in range(value.dim()) if axis != 1]
     shape = (1, -1, *(1,) * (value.dim() - 2))

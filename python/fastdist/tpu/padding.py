@@ -22,6 +22,9 @@ import torch.nn.functional as F
 
 from fastdist.errors import UnsupportedError
 
+Place = tuple[int, int]  # the axis of examples, and the number of rows of each
+_Function = Callable[..., Any]  # of torch
+
 
 class Padding:
     """The padding of a batch, as traced values of the running replica.
@@ -48,12 +51,12 @@ class Padding:
         """Record the axis of examples of a tensor; each example has `repeats` rows."""
         self._known[id(tensor)] = weakref.ref(tensor), axis, repeats
 
-    def place_in(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+    def place_in(self, tensor: torch.Tensor) -> Place | None:
         """Return the axis of examples and the rows per example, or None if there is no axis."""
         known = self._known.get(id(tensor))
         return None if known is None or known[0]() is not tensor else known[1:]
 
-    def call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: _Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch, without the padding."""
         source = next((t for t in tensors_in((args, kwargs)) if self.place_in(t) is not None), None)
         if source is None:
@@ -84,7 +87,7 @@ class Padding:
         return result
 
     def _axis_after(
-        self, name: str, result: torch.Tensor, place: tuple[int, int], args: Any, kwargs: Any
+        self, name: str, result: torch.Tensor, place: Place, args: Any, kwargs: Any
     ) -> tuple[int | None, int]:
         axis, repeats = place
         mover = _MOVERS.get(name)
@@ -101,7 +104,7 @@ class Padding:
             return 0, result.shape[0] // self.rows
         return None, 1
 
-    def mask_for(self, tensor: torch.Tensor, place: tuple[int, int]) -> torch.Tensor:
+    def mask_for(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
         """Return the mask of examples, in a shape that broadcasts to the tensor's."""
         axis, repeats = place
         mask = self.mask if repeats == 1 else self.mask.repeat_interleave(repeats)
@@ -125,12 +128,7 @@ def tensors_in(structure: Any) -> list[torch.Tensor]:
 
 
 def _sum_or_mean(
-    padding: Padding,
-    func: Callable[..., Any],
-    source: torch.Tensor,
-    place: tuple[int, int],
-    args: Any,
-    kwargs: Any,
+    padding: Padding, func: _Function, source: torch.Tensor, place: Place, args: Any, kwargs: Any
 ) -> Any:
     given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
     value = given.get("input", source)
@@ -154,12 +152,7 @@ def _sum_or_mean(
 
 
 def _loss(
-    padding: Padding,
-    func: Callable[..., Any],
-    source: torch.Tensor,
-    place: tuple[int, int],
-    args: Any,
-    kwargs: Any,
+    padding: Padding, func: _Function, source: torch.Tensor, place: Place, args: Any, kwargs: Any
 ) -> torch.Tensor:
     bound = inspect.signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -198,7 +191,7 @@ def _loss(
     return mean
 
 
-_Handler = Callable[[Padding, Callable[..., Any], torch.Tensor, tuple[int, int], Any, Any], Any]
+_Handler = Callable[[Padding, _Function, torch.Tensor, Place, Any, Any], Any]
 _LOSSES = (
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),

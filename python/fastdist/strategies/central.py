@@ -161,10 +161,7 @@ class CentralParameters:
         return result
 
     def _step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        plain: Callable[..., Any],
-        replicas: Communicator,
+        self, optimizer: torch.optim.Optimizer, plain: Callable[..., Any], replicas: Communicator
     ) -> None:
         replicas.barrier()  # no replica computes with the parameters after this
         settings: Any = None

@@ -126,11 +126,7 @@ class TPUStrategy(Strategy):
     # --- running --------------------------------------------------------------------------------
 
     def _run(
-        self,
-        fn: Callable[..., Any],
-        given: Any,
-        batch: PerReplica[Any] | None,
-        weight: Weight,
+        self, fn: Callable[..., Any], given: Any, batch: PerReplica[Any] | None, weight: Weight
     ) -> Any:
         if weight is not None:
             self._weigh(None, weight)

@@ -30,11 +30,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.autograd.variable import Variable
 
 from fastdist.collectives.types import Work
-from fastdist.errors import (
-    CollectiveMismatchError,
-    FastdistError,
-    LostRankError,
-)
+from fastdist.errors import CollectiveMismatchError, FastdistError, LostRankError
 from fastdist.recorder.phases import Phase, enter
 from fastdist.replicas.context import state
 from fastdist.replicas.per_replica import shares

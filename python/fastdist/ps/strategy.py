@@ -166,7 +166,6 @@ class ParameterServerStrategy(ReplicatedStrategy):
             own = every[resolver.task_id % len(every)]
         super().__init__(
             own if is_worker and own is not None else torch.device("cpu"),
-            serve=None if is_worker else self._put_on_servers,
             refuses_run=None if is_worker else _NO_REPLICAS,
         )
         self.is_chief = not is_worker
@@ -219,8 +218,9 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     # --- the chief's ----------------------------------------------------------------------------
 
-    def _put_on_servers(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
-        if not roots and not made:
+    def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
+        super()._adopt(roots, made)
+        if not self.is_chief or not (roots or made):
             return
         optimizers = tuple(thing for thing in made if isinstance(thing, torch.optim.Optimizer))
         others = tuple(thing for thing in made if not isinstance(thing, torch.optim.Optimizer))

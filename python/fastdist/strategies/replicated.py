@@ -55,7 +55,6 @@ class ReplicatedStrategy(Strategy):
         world: the communicator of all replicas, one per rank; None if this is the only replica.
         central: the owner of the only copy of all parameters; None if every replica has a copy.
         options: communication options.
-        serve: a method that gets what was made in a scope, after this replica has adopted it.
         refuses_run: the message of `run` in a process that has no replica.
     """
 
@@ -66,7 +65,6 @@ class ReplicatedStrategy(Strategy):
         *,
         central: CentralParameters | None = None,
         options: CommunicationOptions | None = None,
-        serve: Callable[[Sequence[nn.Module], Sequence[Any]], None] | None = None,
         refuses_run: str | None = None,
     ) -> None:
         rank, replicas = (0, 1) if world is None else (world.rank, world.world_size)
@@ -78,7 +76,6 @@ class ReplicatedStrategy(Strategy):
         self.is_elastic = world is not None and elastic_member() is not None
         if self.is_elastic:
             self._require_first(replicas, central)
-        self._serve = None if serve is None else weakref.WeakMethod(serve)
         self._refuses_run = refuses_run
         self.central = central
         everyone = world if replicas > 1 else None
@@ -89,15 +86,11 @@ class ReplicatedStrategy(Strategy):
         self._members.connect()
         require_intact_files()
 
-    @final
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         with self.communicator():
             if self.num_replicas_in_sync > 1 or self.is_elastic:
                 adopt_metrics(roots, self)
             self._members.adopt(roots, made)
-        serve = None if self._serve is None else self._serve()
-        if serve is not None:
-            serve(roots, made)
 
     def adopt_new(self) -> None:
         """Adopt what the open scope has made so far, on any replica. Every replica must call."""

@@ -31,14 +31,10 @@ _MAKERS = ("rand", "randn", "randint", "randperm", "normal")
 
 
 class ReplicaFunctions(TorchFunctionMode):
-    """Intercepts torch's functions while a run is traced.
+    """Intercepts torch's functions while a run is traced."""
 
-    `is_alone` tells that there is one replica, whose values can be read.
-    """
-
-    def __init__(self, mesh: Mesh, padding: Padding | None, is_alone: bool) -> None:
+    def __init__(self, mesh: Mesh, padding: Padding | None) -> None:
         super().__init__()
-        self._is_alone = is_alone
         self.is_suspended = False  # in cross-replica context
         self._mesh = mesh
         self._padding = padding
@@ -75,7 +71,7 @@ class ReplicaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_suspended:
             return func(*args, **kwargs)
-        if self._is_alone:
+        if self._mesh.size == 1:  # its values can be read
             return self._traced(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in ("__repr__", "__format__"):

@@ -94,7 +94,7 @@ class TracedRuns:
         try:
             padding = self._padding(padded)
             if self._communicator is not None or padded or self._adopted.has_batch_norm:
-                self._functions = ReplicaFunctions(self._mesh, padding, self._communicator is None)
+                self._functions = ReplicaFunctions(self._mesh, padding)
             args, kwargs = placed
             if self._mesh.size > 1 or padded:
                 args, kwargs = map_structure(lambda leaf: self._entered(leaf, padding), placed)

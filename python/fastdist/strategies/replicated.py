@@ -81,7 +81,10 @@ class ReplicatedStrategy(Strategy):
         everyone = world if replicas > 1 else None
         self._members = AdoptedModules(device, everyone, self.options, central)
         if replicas > 1 or self.is_elastic:
-            _leave_at_exit(self)
+            if not _connected_strategies:
+                atexit.unregister(_leave_all)
+                atexit.register(_leave_all)
+            _connected_strategies.add(self)
         self._is_running = False
         self._members.connect()
         require_intact_files()
@@ -322,14 +325,6 @@ def _values_of(value: Any) -> tuple[Any, ...]:
 _connected_strategies: weakref.WeakSet[ReplicatedStrategy] = weakref.WeakSet()
 
 
-def _leave_at_exit(strategy: ReplicatedStrategy) -> None:
-    """Leave at exit, so that waiting replicas fail before this process is gone."""
-    if not _connected_strategies:
-        atexit.unregister(_leave_all)
-        atexit.register(_leave_all)
-    _connected_strategies.add(strategy)
-
-
 def replicas_of(modules: Iterable[nn.Module]) -> ReplicatedStrategy | None:
     """Return the strategy of several replicas that the first adopted module belongs to."""
     tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
@@ -341,5 +336,6 @@ def replicas_of(modules: Iterable[nn.Module]) -> ReplicatedStrategy | None:
 
 
 def _leave_all() -> None:
+    """Leave at exit, so that waiting replicas fail before this process is gone."""
     for strategy in list(_connected_strategies):
         strategy._members.leave()

@@ -211,11 +211,7 @@ class TPUStrategy(Strategy):
         return map_structure(fetched, given)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return the values of this host's replicas, in order; results of `run` are on the CPU.
-
-        Args:
-            value: a result of `run`, or a `fastdist.Variable` of this strategy.
-        """
+        """Return the values of this host's replicas, in order; results of `run` are on the CPU."""
         if isinstance(value, Variable):
             return tuple(self._adopted.values(value))
         if is_stacked(value):

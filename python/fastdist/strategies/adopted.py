@@ -101,7 +101,6 @@ class AdoptedModules:
         self._buffer_places = 0
         self._accumulation = Accumulation()
         self._buffers = BufferSync([], 0)
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._in_order: list[weakref.ref[torch.optim.Optimizer]] = []
         self._steps = OptimizerSteps(
             options.gradient_reduction,
@@ -138,7 +137,7 @@ class AdoptedModules:
         ]
         self._adopted += len(added)
         optimizers = [thing for thing in made if isinstance(thing, torch.optim.Optimizer)]
-        new = [optimizer for optimizer in optimizers if optimizer not in self._optimizers]
+        new = [optimizer for optimizer in optimizers if optimizer not in self._steps.optimizers]
         self._models += added
         self._compare(added)
         if self._options.shard_optimizer:
@@ -149,7 +148,7 @@ class AdoptedModules:
             elif self._options.shard_optimizer:
                 ShardedStep(optimizer, _weakly(self.connect), self._options.overlap)
         self._in_order += map(weakref.ref, new)
-        self._optimizers.update(optimizers)
+        self._steps.optimizers.update(optimizers)
         self._use_communicators()
         own(roots, self)
 
@@ -263,7 +262,7 @@ class AdoptedModules:
                 record.digests.watch(reduced, communicators.replicas, record.is_exact)
         refs = (reduced.ref for model in self._models for reduced in model.parameters)
         parameters = [parameter for ref in refs if (parameter := ref()) is not None]
-        self._steps.watch(self._optimizers, parameters, self.sync)
+        self._steps.watch(parameters, self.sync)
 
     def move(self, world: Communicator | None) -> None:
         """Belong to other replicas from now on; what is under way is dropped."""

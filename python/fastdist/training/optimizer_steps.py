@@ -37,11 +37,11 @@ class OptimizerSteps:
     def __init__(
         self, reduction: GradientReduction, *, is_sharded: bool, has_one_copy: bool
     ) -> None:
+        self.optimizers = weakref.WeakSet[torch.optim.Optimizer]()  # of the strategy
         self.record = StepRecord()  # to be compared with other replicas
         self._is_sharded = is_sharded
         self._reduction = reduction
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # including replaced ones
-        self._known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._foreign = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
         self._runs = 0
         self._has_begun = False
@@ -76,14 +76,8 @@ class OptimizerSteps:
         with replaced(self, "_common", common):
             yield
 
-    def watch(
-        self,
-        optimizers: weakref.WeakSet[torch.optim.Optimizer],
-        parameters: Iterable[torch.Tensor],
-        sync: GradientSync | None,
-    ) -> None:
-        """Set the strategy's optimizers, the parameters only they may change, and its sync."""
-        self._known = optimizers
+    def watch(self, parameters: Iterable[torch.Tensor], sync: GradientSync | None) -> None:
+        """Set the parameters that only the optimizers may change, and the strategy's sync."""
         alive = {key: ref for key, ref in self._parameters.items() if ref() is not None}
         self._parameters = alive | {id(p): weakref.ref(p) for p in parameters}
         self._sync = sync
@@ -93,7 +87,7 @@ class OptimizerSteps:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         context = state.replica
-        if optimizer not in self._known:
+        if optimizer not in self.optimizers:
             if (context is not None and self._common is not None) or self._has_one_copy:
                 self._require_foreign(optimizer)
             return None
@@ -117,7 +111,7 @@ class OptimizerSteps:
     @_disable_dynamo
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         enter(Phase.USER if state.replica is None else Phase.FORWARD)
-        if optimizer in self._known and state.replica is not None:
+        if optimizer in self.optimizers and state.replica is not None:
             self._draw_alike(-1)
 
     def _draw_alike(self, change: int) -> None:

@@ -87,7 +87,12 @@ class SyncBatchNorm(_BatchNorm):
         replica = state.replica
         if not self.training or replica is None or replica.num_replicas_in_sync == 1:
             return super().forward(input)
-        self._require_several(input, replica)
+        is_one = replica.examples is not None and sum(replica.examples) == 1
+        if is_one and input.shape[0] <= 1 and math.prod(input.shape[2:]) == 1:  # as torch's layer
+            raise ValueError(
+                "SyncBatchNorm: expected more than 1 value per channel when training, got 1 in the "
+                "global batch; leave such a batch out by drop_remainder=True"
+            )
         mean, variance, count = self._statistics(input, replica)
         if self.track_running_stats:
             self._update_running(mean, variance, count)
@@ -101,17 +106,6 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions, got shape {tuple(input.shape)}")
-
-    @staticmethod
-    def _require_several(input: torch.Tensor, replica: ReplicaContext) -> None:
-        """Refuse one value per channel in the global batch, as torch's layer does."""
-        examples = replica.examples
-        is_one = examples is not None and sum(examples) == 1
-        if is_one and input.shape[0] <= 1 and math.prod(input.shape[2:]) == 1:
-            raise ValueError(
-                "SyncBatchNorm: expected more than 1 value per channel when training, got 1 in the "
-                "global batch; leave such a batch out by drop_remainder=True"
-            )
 
     def _statistics(self, input: torch.Tensor, replica: ReplicaContext) -> Any:
         """Return mean and variance per channel, and the number of examples.

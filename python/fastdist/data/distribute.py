@@ -15,13 +15,13 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, TensorDatas
 from fastdist.data.batches import arrays_in, collate
 from fastdist.data.distributed import DistributedDataset
 from fastdist.data.input_context import InputContext, InputLayout
-from fastdist.data.loading import LoaderOptions
 from fastdist.data.order import IndexOrder, RangeOrder, SampledOrder
 from fastdist.data.pipelines import (
     ArrayPipeline,
     Cutter,
     ExamplePipeline,
     FunctionPipeline,
+    LoaderOptions,
     Pipeline,
     StreamPipeline,
 )

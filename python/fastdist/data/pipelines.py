@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from fastdist.data.batches import Collate, arrays_in, count_examples, divided, emptied
 from fastdist.data.drawing import epoch_seed, streams_by_position, with_own_draws
-from fastdist.data.loading import LoaderOptions, load
 from fastdist.data.order import IndexOrder, RangeOrder, fingerprint
 from fastdist.data.sharding import Cut
 from fastdist.data.streams import IterableStream
@@ -49,6 +48,15 @@ class Part:
     examples: tuple[int, ...]  # of each replica among which the batch was divided
     token: int = 0  # equal on all workers that cut the same global batch
     data: int = 0  # the `data` of `Origin`
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    """The settings of a DataLoader in all epochs."""
+
+    seed: tuple[int, ...]  # of the random streams, with the epoch
+    num_workers: int  # loader processes
+    further: dict[str, Any]  # other arguments of the DataLoader
 
 
 class ArrayPipeline:
@@ -132,7 +140,7 @@ class ExamplePipeline:
     def open(self, epoch: int, skip: int) -> Iterator[Part]:
         """Return the parts; examples of skipped parts are not loaded."""
         plans = self._plans(epoch, skip)
-        return load(self._dataset, self._options, epoch, sampler=plans)
+        return _load(self._dataset, self._options, epoch, sampler=plans)
 
     def spare(self) -> Batches | None:
         """Make batches of size zero from the first example of the first epoch."""
@@ -209,7 +217,7 @@ class StreamPipeline:
                 "drop_last": self.drop_remainder,
                 "collate_fn": functools.partial(_cut_batch, self.cut, self.collate, refused),
             }
-        start = functools.partial(load, self.stream, self.options, epoch, **batching)
+        start = functools.partial(_load, self.stream, self.options, epoch, **batching)
         if self.options.num_workers:
             parts = start()
         else:
@@ -265,6 +273,29 @@ class FunctionPipeline:
 
 
 Pipeline = ArrayPipeline | ExamplePipeline | StreamPipeline | FunctionPipeline
+
+
+def _load(dataset: Any, options: LoaderOptions, epoch: int, **batching: Any) -> Iterator[Any]:
+    """Iterate over one epoch by a DataLoader; its processes start during this call.
+
+    Without a batch_size in `batching`, the items of the dataset are returned unchanged.
+    """
+    # With the global generator, the loader's draws would change the random numbers of the training
+    # step.
+    arguments: dict[str, Any] = {"batch_size": None, "collate_fn": _as_it_is, **batching}
+    return iter(
+        DataLoader(
+            dataset,
+            generator=torch.Generator().manual_seed(epoch_seed(options.seed, epoch)),
+            num_workers=options.num_workers,
+            **options.further,
+            **arguments,
+        )
+    )
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

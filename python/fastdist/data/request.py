@@ -131,7 +131,6 @@ def _take_apart(loader: DataLoader[Any], request: Request) -> Request:
 
 
 def _with_sampler(loader: DataLoader[Any], request: Request) -> Request:
-    sampler: Any = loader.sampler
     given: Any = loader.batch_sampler
     if given is not None and type(given) is not BatchSampler:
         if request.global_batch_size is not None or request.shuffle:
@@ -142,11 +141,15 @@ def _with_sampler(loader: DataLoader[Any], request: Request) -> Request:
         _refuse_distributed(given)
         _refuse_distributed(getattr(given, "sampler", None))
         return dataclasses.replace(request, batch_sampler=given)
-    if given is not None:
-        sampler = given.sampler
+    sampler: Any = loader.sampler if given is None else given.sampler
     if type(sampler) is SequentialSampler:
         return request
-    if _is_permutation(sampler):
+    is_permutation = (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+    if is_permutation:
         return dataclasses.replace(request, shuffle=True)
     _refuse_distributed(sampler)
     if request.shuffle:
@@ -154,14 +157,6 @@ def _with_sampler(loader: DataLoader[Any], request: Request) -> Request:
             f"the DataLoader has its own {type(sampler).__name__}; shuffle=True contradicts it"
         )
     return dataclasses.replace(request, sampler=sampler)
-
-
-def _is_permutation(sampler: Any) -> bool:
-    return (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    )
 
 
 def _refuse_distributed(sampler: Any) -> None:

@@ -102,12 +102,9 @@ class DistributedDataset(Generic[B]):
         continues the epoch, or starts the next one if no batch remains.
         """
         last = self._position
-        if last.is_over:
-            position = _Position(last.epoch + 1, 0, begun=True)
-        else:
-            position = _Position(last.epoch, last.step, begun=True)
-        self._position = position
-        return self._iterate(position, skip_empty=last.left and not last.is_over)
+        epoch, step = (last.epoch + 1, 0) if last.is_over else (last.epoch, last.step)
+        self._position = _Position(epoch, step, begun=True)
+        return self._iterate(self._position, skip_empty=last.left and not last.is_over)
 
     def __len__(self) -> int:
         """Return the steps per epoch.

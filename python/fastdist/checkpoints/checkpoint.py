@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from fastdist.checkpoints import files
 from fastdist.checkpoints.agreement import Ranks, broadcast_result, run_on_all
 from fastdist.checkpoints.encoding import Encoder, decode
 from fastdist.checkpoints.files import PartFiles
-from fastdist.checkpoints.keepers import keeper_of
 from fastdist.checkpoints.matching import require_match, require_same_tensors
 from fastdist.collectives.communicator import Communicator
 from fastdist.recorder.phases import Phase, phase
@@ -25,6 +25,7 @@ from fastdist.training.digests import StepDigests
 from fastdist.training.metrics import note_updates, with_metric_states
 
 _RANDOM = "random_generator"
+_keepers: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 # Returns a part's tensors on the CPU, in memory that does not change while they are written.
 Stage = Callable[[str, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
@@ -287,6 +288,23 @@ def _share(
             workers.broadcast([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
         shared[name] = decode(part.encoded, tensors), part.class_name
     return shared
+
+
+def keep(parts: Iterable[nn.Module | torch.optim.Optimizer], keeper: Any) -> None:
+    """Record what keeps the values of modules and optimizers, such as parameter servers.
+
+    Its methods `write_files`, `check_files` and `read_files` take a checkpoint's directory.
+    """
+    for part in parts:
+        _keepers[part] = weakref.ref(keeper)
+
+
+def keeper_of(part: Any) -> Any:
+    """Return the keeper of a part's values; None if the part has them itself."""
+    if not isinstance(part, nn.Module | torch.optim.Optimizer):
+        return None
+    known = _keepers.get(part)
+    return None if known is None else known()
 
 
 def copy_to_cpu(name: str, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from fastdist._config import settings
+from fastdist.checkpoints.checkpoint import keep
 from fastdist.checkpoints.files import read_index
-from fastdist.checkpoints.keepers import keep
 from fastdist.cluster import ClusterResolver, ClusterSpec, TFConfigClusterResolver
 from fastdist.collectives.hints import refuse_keywords
 from fastdist.errors import (

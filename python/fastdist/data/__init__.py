@@ -7,9 +7,4 @@ from fastdist.data.input_context import InputContext
 from fastdist.data.sharding import AutoShardPolicy
 from fastdist.data.streams import Files
 
-__all__ = [
-    "AutoShardPolicy",
-    "DistributedDataset",
-    "Files",
-    "InputContext",
-]
+__all__ = ["AutoShardPolicy", "DistributedDataset", "Files", "InputContext"]

@@ -18,11 +18,7 @@ from fastdist.keras.callback_list import flat, overrides
 from fastdist.keras.internals import KerasSaveable, TrackedDict, TrackedList
 from fastdist.keras.layers import separate_random_numbers
 from fastdist.keras.methods import Trainer, refuse, require_parts
-from fastdist.keras.served_optimizers import (
-    ServedApply,
-    require_served,
-    served_optimizer,
-)
+from fastdist.keras.served_optimizers import ServedApply, require_served, served_optimizer
 from fastdist.keras.served_steps import ScheduledSteps
 from fastdist.ps.coordinator.cluster_coordinator import ClusterCoordinator
 from fastdist.ps.coordinator.shipping import Reduction, reducers

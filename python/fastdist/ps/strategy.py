@@ -47,12 +47,7 @@ from fastdist.ps.model.model import ServedModel
 from fastdist.ps.model.plan import Bundle, define_bundle, plan
 from fastdist.ps.model.steps import ServedSteps
 from fastdist.ps.server.server import Server
-from fastdist.ps.worker_host import (
-    ServedWorker,
-    adopt_on_worker,
-    this_strategy,
-    worker_of,
-)
+from fastdist.ps.worker_host import ServedWorker, adopt_on_worker, this_strategy, worker_of
 from fastdist.recorder.place import check_private
 from fastdist.recorder.recording import record_task
 from fastdist.recorder.ring import SERVER

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fastdist.checkpoints.checkpoint import Checkpoint
 from fastdist.checkpoints.elastic import Elastic
-from fastdist.checkpoints.manager import CheckpointManager
+from fastdist.checkpoints.manager import CheckpointManager, checkpoints_iterator
 from fastdist.checkpoints.preemption import PreemptionCheckpointHandler
-from fastdist.checkpoints.watching import checkpoints_iterator
 
 __all__ = [
     "Checkpoint",

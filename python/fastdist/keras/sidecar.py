@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeVar
 import keras
 
 from fastdist.checkpoints.agreement import Ranks, broadcast_result
-from fastdist.checkpoints.manager import CheckpointManager, number_of
-from fastdist.checkpoints.watching import checkpoints_after
+from fastdist.checkpoints.manager import CheckpointManager, checkpoints_after, number_of
 from fastdist.keras.fit_state import KerasCheckpoint
 
 T = TypeVar("T")

@@ -78,8 +78,7 @@ def scaled(tensor: torch.Tensor, factor: Any) -> torch.Tensor:
     if factor is None:
         return tensor
     with torch.no_grad():
-        made: torch.Tensor = tensor * factor
-        return made
+        return torch.mul(tensor, factor)
 
 
 def all_reduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any, timeout_s: float) -> None:
@@ -89,9 +88,7 @@ def all_reduce_sparse(comm: Communicator, tensor: torch.Tensor, op: Any, timeout
             f"sparse tensors can only be summed, in the COO layout; got {tensor.layout} and {op}"
         )
     own = tensor.detach().coalesce()
-    count = torch.tensor([own._nnz()])
-    counts = comm.all_gather(count, timeout=timeout_s).tolist()
-    splits = [int(n) for n in counts]
+    splits = comm.all_gather(torch.tensor([own._nnz()]), timeout=timeout_s).tolist()
     # One row per element: indices and values are gathered along axis 0.
     indices = comm.all_gather(own.indices().T.contiguous(), splits=splits, timeout=timeout_s)
     values = comm.all_gather(own.values().contiguous(), splits=splits, timeout=timeout_s)

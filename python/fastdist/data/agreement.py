@@ -56,10 +56,9 @@ def own_data(
             empty = tuple(map(emptied, part.batches, part.sizes))
         elif empty is None:
             empty = _attempt(layout, none, spare)
-        if part is not None:
-            answers = _exchange(layout, (_MORE, *part.sizes))
-        else:
-            answers = _exchange(layout, (_NOTHING if empty is None else _DONE, *none))
+        state = _NOTHING if empty is None else _DONE if part is None else _MORE
+        sizes = none if part is None else part.sizes
+        answers = _exchange(layout, (state, *sizes))
         if all(answer[0] != _MORE for answer in answers):
             return
         without = [worker for worker, answer in enumerate(answers) if answer[0] == _NOTHING]
@@ -70,10 +69,7 @@ def own_data(
                 "one example"
             )
         examples = tuple(size for answer in answers for size in answer[1:])
-        if part is not None:
-            yield Part(part.batches, part.sizes, examples)
-        else:
-            yield Part(empty, none, examples)
+        yield Part(empty if part is None else part.batches, sizes, examples)
 
 
 def _attempt(layout: InputLayout, zeros: tuple[int, ...], read: Callable[[], T]) -> T:

@@ -25,8 +25,7 @@ _HINT = (
     "; make the group on all its ranks at the same time, by init_process_group or new_group with "
     'backend "fastdist" and the same ranks'
 )
-Met = tuple[Communicator, int]
-"""A communicator, and the number of its ranks on this machine."""
+Met = tuple[Communicator, int]  # with the number of its ranks on this machine
 
 
 def tcp_store_of(store: Any) -> Any:

@@ -9,8 +9,7 @@ import torch
 
 from fastdist.recorder.signatures import DTYPES
 
-Finish = Callable[[], None] | None
-"""Copies results to the caller's tensors when the call has ended."""
+Finish = Callable[[], None] | None  # copies results to the caller's tensors after the call
 
 _DTYPES = frozenset(getattr(torch, name) for name in DTYPES)
 

@@ -21,12 +21,9 @@ from fastdist.ps.coordinator.remote_value import RemoteTraceback, identity
 
 T = TypeVar("T")
 
-Token = tuple[int, int | None]
-"""The number of a definition, and of one of its parts; None for the whole."""
-Reduction = tuple[Any, ...]
-"""As `__reduce__` returns it."""
-Part = tuple[str, Any]
-"""A description for users, and the object."""
+Token = tuple[int, int | None]  # the number of a definition, and of a part; None for the whole
+Reduction = tuple[Any, ...]  # as `__reduce__` returns it
+Part = tuple[str, Any]  # a description for users, and the object
 
 # Any other error comes from the pickled objects.
 _PICKLING_ERRORS = (TypeError, AttributeError, RecursionError, pickle.PicklingError)

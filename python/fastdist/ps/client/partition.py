@@ -25,9 +25,6 @@ class Partitioner(Protocol):
 class FixedShards:
     """A fixed number of pieces, at most one per row (FixedShardsPartitioner).
 
-    Attributes:
-        num_shards: pieces.
-
     Examples:
         >>> from fastdist import ps
         >>> ps.FixedShards(2)((10, 4), 4)

@@ -16,10 +16,7 @@ _SHORT_S = 1e-3
 
 
 class WorkerLink:
-    """A connection to a worker, and what has been sent over it.
-
-    A worker ignores messages that arrive before the HELLO of a new connection.
-    """
+    """A connection to a worker, and what has been sent over it."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection

@@ -106,14 +106,8 @@ def _take_apart(loader: DataLoader[Any], request: Request) -> Request:
             f"replicas together; got global_batch_size={given} too: give one, or the same twice"
         )
     num_workers = request.num_workers or loader.num_workers
-    loading: dict[str, Any] = {}
-    if num_workers:
-        loading = {
-            "timeout": loader.timeout,
-            "worker_init_fn": loader.worker_init_fn,
-            "prefetch_factor": loader.prefetch_factor,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
+    names = ("timeout", "worker_init_fn", "prefetch_factor", "multiprocessing_context")
+    loading = {name: getattr(loader, name) for name in names} if num_workers else {}
     taken = dataclasses.replace(
         request,
         source=loader.dataset,

@@ -113,12 +113,8 @@ def _are_columns(nodes: Sequence[Any], sizes: Sequence[int]) -> bool:
         return False
     arrays = [(array, size) for n, size in zip(nodes, sizes, strict=True) for array in arrays_in(n)]
     batched = all(array.ndim and len(array) == size for array, size in arrays)
-    alike = len({_kind_of(item) for item, _ in items}) == 1
-    return not arrays or (alike and not batched)
-
-
-def _kind_of(item: Any) -> tuple[Any, ...]:
-    return (type(item), getattr(item, "dtype", None), getattr(item, "ndim", None))
+    kinds = {(type(i), getattr(i, "dtype", None), getattr(i, "ndim", None)) for i, _ in items}
+    return not arrays or (len(kinds) == 1 and not batched)
 
 
 def arrays_in(node: Any) -> list[Any]:

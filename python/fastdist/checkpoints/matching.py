@@ -33,17 +33,14 @@ def require_same_tensors(name: str, own: Mapping[str, Any], saved: Any) -> None:
     """Check that a module whose state_dict is `own` can take a saved one."""
     if not isinstance(saved, Mapping):
         raise ValueError(f"{name}: expected the state of a module, got {type(saved).__name__}")
-    missing = [f"{key} {_shape(own[key])}" for key in own if key not in saved]
-    unknown = [f"{key} {_shape(saved[key])}" for key in saved if key not in own]
-    others = [
-        f"{key}: {_shape(own[key])} here, {_shape(saved[key])} saved"
-        for key in own
-        if key in saved and _differ(own[key], saved[key])
-    ]
     found = {
-        "not in the checkpoint": missing,
-        "not in the model": unknown,
-        "of another shape": others,
+        "not in the checkpoint": [f"{key} {_shape(own[key])}" for key in own if key not in saved],
+        "not in the model": [f"{key} {_shape(saved[key])}" for key in saved if key not in own],
+        "of another shape": [
+            f"{key}: {_shape(own[key])} here, {_shape(saved[key])} saved"
+            for key in own
+            if key in saved and _differ(own[key], saved[key])
+        ],
     }
     if lines := [f"{what}: {_listed(names)}" for what, names in found.items() if names]:
         raise ValueError(f"{name}: the checkpoint is of another model; " + "; ".join(lines))

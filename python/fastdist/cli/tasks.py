@@ -11,12 +11,7 @@ from dataclasses import dataclass, replace
 from fastdist._config import FOLDER_VARIABLE, SECRET_VARIABLE, SECRET_VARIABLES, VARIABLE_PREFIX
 from fastdist.cli.command import UsageError
 from fastdist.cluster.address import join_address, reserve_port
-from fastdist.cluster.launch import (
-    LAUNCHER_VARIABLE,
-    ROSTER_VARIABLE,
-    rank_variables,
-    without_rank,
-)
+from fastdist.cluster.launch import LAUNCHER_VARIABLE, ROSTER_VARIABLE, rank_variables, without_rank
 from fastdist.cluster.roster import RosterPlace
 from fastdist.cluster.tf_config import VARIABLE as TF_CONFIG
 from fastdist.cluster.tf_config import served_tasks, tf_configs

@@ -5,13 +5,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from fastdist.cluster.environ import (
-    Environ,
-    count,
-    first_set,
-    index_of_size,
-    master_address,
-)
+from fastdist.cluster.environ import Environ, count, first_set, index_of_size, master_address
 from fastdist.cluster.resolver import SimpleClusterResolver, divide_among_jobs
 from fastdist.cluster.spec import MOST_TASKS
 from fastdist.errors import ClusterConfigError

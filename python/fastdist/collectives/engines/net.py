@@ -15,12 +15,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.collectives.engines.engine import CompiledEngine, Engine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.rendezvous.connections import (
-    Address,
-    connect_ranks,
-    listen_at,
-    port_of,
-)
+from fastdist.collectives.rendezvous.connections import Address, connect_ranks, listen_at, port_of
 from fastdist.errors import ClusterConfigError, LostRankError, PeerFailureError, UnsupportedError
 from fastdist.recorder.machines import Machine
 

@@ -106,7 +106,9 @@ def _addresses(environ: Environ, rank: int, size: int, port_base: int) -> list[s
         )
     tasks_on = [each for each, repeated in runs for _ in range(repeated)]
     distribution = environ.get("SLURM_DISTRIBUTION", "block")
-    places = _places(tasks_on, is_cyclic=distribution.startswith("cyclic"))
+    places = [(node, number) for node, most in enumerate(tasks_on) for number in range(most)]
+    if distribution.startswith("cyclic"):
+        places.sort(key=lambda place: place[::-1])  # by their numbers, then by node
     own = (count(environ, "SLURM_NODEID"), count(environ, "SLURM_LOCALID"))
     if places[rank] != own:
         raise ClusterConfigError(
@@ -123,15 +125,6 @@ def _hosts(environ: Environ) -> list[str]:
         return expand_hostlist(environ.get(variable, ""))
     except ValueError as error:
         raise ClusterConfigError(f"{variable}: {error}") from None
-
-
-def _places(tasks_on: list[int], *, is_cyclic: bool) -> list[tuple[int, int]]:
-    """Return (node, number on the node) of each task: node by node, or cyclically."""
-    blocks = [[(node, number) for number in range(tasks)] for node, tasks in enumerate(tasks_on)]
-    if not is_cyclic:
-        return list(itertools.chain.from_iterable(blocks))
-    rounds = itertools.zip_longest(*blocks)
-    return [place for places in rounds for place in places if place is not None]
 
 
 # More nodes than any cluster has; a wrong digit must not fill the memory.

@@ -65,8 +65,8 @@ class KubernetesClusterResolver(SimpleClusterResolver):
         cluster: dict[str, list[str]] = {job: [] for job in job_to_label_mapping}
         for job, selectors in job_to_label_mapping.items():
             for selector in selectors:
-                pods = list_pods(label_selector=selector).items
-                cluster[job] += [_address_of(pod, selector, port) for pod in _in_order(pods)]
+                pods = sorted(list_pods(label_selector=selector).items, key=_name_parts)
+                cluster[job] += [_address_of(pod, selector, port) for pod in pods]
         super().__init__(ClusterSpec(cluster), task_type, task_id)
 
 
@@ -86,14 +86,10 @@ def _default_client() -> Any:
     return client.CoreV1Api()
 
 
-def _in_order(pods: Sequence[Any]) -> list[Any]:
-    """Sort by name, "pod-2" before "pod-10"."""
-
-    def key(pod: Any) -> list[str | int]:
-        parts = re.split(r"([0-9]+)", pod.metadata.name)
-        return [int(part) if part.isdigit() else part for part in parts]
-
-    return sorted(pods, key=key)
+def _name_parts(pod: Any) -> list[str | int]:
+    """Split a pod's name, so that "pod-2" comes before "pod-10"."""
+    parts = re.split(r"([0-9]+)", pod.metadata.name)
+    return [int(part) if part.isdigit() else part for part in parts]
 
 
 def _address_of(pod: Any, selector: str, port: int) -> str:

@@ -147,10 +147,11 @@ class _Meeting:
         while self._missing():
             ready = self._poll.poll(1000 * _CHECK_S)
             for fd, _ in ready:
+                handshakes = self._ours if fd in self._ours else self._strangers
                 if fd == self._listener.fileno():
                     self._accept()
-                else:
-                    self._advance(fd)
+                elif fd in handshakes and next(handshakes[fd][1], True):
+                    del handshakes[fd]
             now = time.monotonic()
             if now < next_check and ready:
                 continue
@@ -277,12 +278,6 @@ class _Meeting:
             self._close(self._strangers.pop(fd)[0])
 
     # --- as both --------------------------------------------------------------------------------
-
-    def _advance(self, fd: int) -> None:
-        """Go on with a handshake whose socket is ready."""
-        handshakes = self._ours if fd in self._ours else self._strangers
-        if fd in handshakes and next(handshakes[fd][1], True):
-            del handshakes[fd]
 
     def _close(self, connection: socket.socket) -> None:
         self._poll.unregister(connection)

@@ -56,14 +56,11 @@ class HostEngine(CompiledEngine):
         offsets = [block.offset for block in blocks]
         ranks = list(range(size))
         key = f"threads of {os.getpid()}/{next(_groups_of_threads)}"
-        return [
-            cls(
-                _core.HostCommunicator(machine, ranks, rank, offsets, blocks[rank], tuning),
-                key,
-                in_threads=True,
-            )
-            for rank in ranks
-        ]
+        made = (
+            _core.HostCommunicator(machine, ranks, rank, offsets, block, tuning)
+            for rank, block in enumerate(blocks)
+        )
+        return [cls(host, key, in_threads=True) for host in made]
 
     def subset(self, groups: Sequence[Sequence[int]], timeout_s: float) -> HostEngine | None:
         """Make another engine over the same memory."""

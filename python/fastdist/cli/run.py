@@ -595,11 +595,8 @@ def _tasks(
     machines = None
     if arguments.nnodes > 1:
         host, port = arguments.rdzv
-        try:
-            if roster is not None and not _keeps_roster(arguments):
-                host = own_address(host, port)
-        except OSError as error:
-            raise UsageError(str(error)) from None
+        if roster is not None and not _keeps_roster(arguments):
+            host = own_address(host, port)
         machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
     if roster is not None:
         most = arguments.max if machines is None else arguments.ranks

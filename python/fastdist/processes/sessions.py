@@ -39,7 +39,15 @@ class Sessions:
         **options: Any,
     ) -> Process:
         """Start a process; takes the arguments of `fastdist.processes.process.start`."""
-        self._guardian = self._guardian or _start_guardian()
+        if self._guardian is None:
+            self._guardian = subprocess.Popen(
+                [sys.executable, "-I", "-S", guardian.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+            )
         process = start(name, command, environment, receivers, start_new_session=True, **options)
         self._tell_guardian(process.popen.pid)
         self.processes.append(process)
@@ -83,17 +91,6 @@ class Sessions:
         assert self._guardian.stdin is not None
         with suppress(OSError):  # somebody has killed the guardian; the job continues without it
             self._guardian.stdin.write(guardian.GROUP.pack(group))
-
-
-def _start_guardian() -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", guardian.__file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        bufsize=0,
-        start_new_session=True,
-    )
 
 
 def _live_groups() -> set[int]:

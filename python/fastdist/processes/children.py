@@ -42,7 +42,13 @@ class Children:
         Raises:
             StartError: a process could not be started; the others have been killed.
         """
-        _keep_exit_codes(names[0], command[0])
+        # The kernel drops exit codes where a parent has set that SIGCHLD is ignored.
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            try:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            except ValueError:
+                reason = "SIGCHLD is ignored, and only the main thread can change that"
+                raise StartError(names[0], command[0], reason) from None
         started: Future[None] = Future()
 
         def serve() -> None:
@@ -116,14 +122,3 @@ def _descriptor(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except OSError:
         return None
-
-
-def _keep_exit_codes(name: str, program: str) -> None:
-    """Do not ignore SIGCHLD, which a parent may have set: the kernel would drop exit codes."""
-    if signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN:
-        return
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    except ValueError:
-        reason = "SIGCHLD is ignored, and only the main thread can change that"
-        raise StartError(name, program, reason) from None

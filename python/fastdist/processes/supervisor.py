@@ -162,7 +162,11 @@ class _Supervisor:
 
     def _start(self, number: int) -> Process:
         task = self._job.tasks[number]
-        lines = [self._make_lines(number, sink) for sink in (self._stdout, self._stderr)]
+        prefix = f"[{task.label}] ".encode() if self._job.prefix else b""
+        lines = [
+            Lines(sink, prefix, adds_last_newline=bool(prefix) or len(self._job.tasks) > 1)
+            for sink in (self._stdout, self._stderr)
+        ]
         stdin: int | None = subprocess.DEVNULL
         if task.command is not None:
             stdin = subprocess.PIPE
@@ -176,13 +180,6 @@ class _Supervisor:
                 process.popen.stdin.write(task.stdin)
         self._lines.update(zip(process.streams, lines, strict=True))
         return process
-
-    def _make_lines(self, number: int, sink: Sink) -> Lines:
-        prefix = b""
-        if self._job.prefix:
-            prefix = f"[{self._job.tasks[number].label}] ".encode()
-        alone = len(self._job.tasks) == 1 and not self._job.prefix
-        return Lines(sink, prefix, adds_last_newline=not alone)
 
     # The loop
 

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import fastdist._core as _core
 from fastdist.link.addresses import listen, tune
 from fastdist.link.peer import is_own_user, peer_user
-from fastdist.link.room import Room
 from fastdist.link.secret import connection_key
-from fastdist.link.stream import HEARTBEATS, Stream, Upload
+from fastdist.link.stream import HEARTBEATS, Room, Stream, Upload
 from fastdist.link.wake import Wake
 
 T = TypeVar("T")
@@ -59,7 +58,7 @@ class Listener:
         self._key = connection_key(address)
         self._socket, self.address = listen(address)
         self._max_frame_bytes = max_frame_bytes
-        self._room: Room[Stream] = Room(max_arriving_bytes)
+        self._room = Room(max_arriving_bytes)
         self._trickled_at = 0.0
         self._breaks_if_stuck = breaks_if_stuck
         self._on_drop = on_drop

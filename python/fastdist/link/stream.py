@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdist.link.room import Room
-
 if TYPE_CHECKING:
     from fastdist.link.sealing import Cipher
 
@@ -67,6 +65,40 @@ class Upload:
         self.parts = deque(memoryview(bytes(part)) for part in self.parts)
 
 
+class Room:
+    """Limits the memory for messages that are arriving at a listener.
+
+    Beyond the limit, messages wait in their order. A message larger than it arrives alone.
+    """
+
+    def __init__(self, nbytes: float) -> None:
+        self.inside: dict[Stream, int] = {}  # sizes of the messages that connections are receiving
+        self.waiting: dict[Stream, int] = {}  # and of those that will be received, in order
+        self._free = nbytes
+
+    def enter(self, who: Stream, nbytes: int) -> bool:
+        """Take memory for a message; return False if it must wait."""
+        self.waiting[who] = nbytes
+        return len(self.waiting) == 1 and self.let_in() is not None
+
+    def let_in(self) -> Stream | None:
+        """Take memory, if there is enough, for the message that has waited the longest.
+
+        Returns its connection; None if no message is let in.
+        """
+        who = next(iter(self.waiting), None)
+        if who is None or (self.inside and self.waiting[who] > self._free):
+            return None
+        self.inside[who] = self.waiting.pop(who)
+        self._free -= self.inside[who]
+        return who
+
+    def leave(self, who: Stream) -> None:
+        """Release a connection's memory, or its place among those that wait."""
+        self.waiting.pop(who, None)
+        self._free += self.inside.pop(who, 0)
+
+
 class Stream:
     """Messages of several frames over a socket that never blocks.
 
@@ -95,7 +127,7 @@ class Stream:
         purpose: int = MESSAGES,
         max_frame_bytes: float = math.inf,
         place: Place | None = None,
-        room: Room[Stream] | None = None,
+        room: Room | None = None,
     ) -> None:
         self.socket = connected
         self._process = os.getpid()

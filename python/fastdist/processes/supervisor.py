@@ -195,16 +195,13 @@ class _Supervisor:
         # Signals first: they report the end of processes, whose order matters.
         for key, _ in sorted(events, key=lambda event: event[0].fd != self._signals):
             key.data()
-        self._run_timers()
-        return bool(events)
-
-    def _run_timers(self) -> None:
         now_s = time.monotonic()
         for act in [act for act, at_s in self._timers.items() if now_s >= at_s]:
             if self._timers.pop(act, None) is not None:  # else one before has cancelled it
                 act()
         if self._stopped_at_s is None and (self._stdout.error or self._stderr.error):
             self._terminate()
+        return bool(events)
 
     def _watch_files(self) -> None:
         """Watch sinks that do not keep up instead of their streams, so that processes wait."""

@@ -29,17 +29,16 @@ from fastdist.cli.tasks import (
     take_variables,
 )
 from fastdist.cluster.address import join_address, own_address, reserved_ports, split_address
+from fastdist.cluster.crew import note
 from fastdist.cluster.roster import Roster
 from fastdist.errors import ClusterConfigError
 from fastdist.processes.job import GRACE_S, Elastic, Job, Task
 from fastdist.processes.process import StartError
 from fastdist.processes.supervisor import Outcome, supervise
-from fastdist.processes.terminal import note
 
 if TYPE_CHECKING:
     from fastdist.cluster.branch import Branch
 
-_NAME = "fastdist run"
 _SPARE = str(Path(cluster.__file__).with_name("spare.py"))
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _MAX_RESTARTS = 3
@@ -233,7 +232,7 @@ def _run_with_restarts(arguments: argparse.Namespace) -> Outcome:
         outcome = run_once(arguments)
         if not outcome.has_failed:
             return outcome
-        note(f"fastdist run: restarting all ranks (restart {restart} of {most})")
+        note(f"restarting all ranks (restart {restart} of {most})")
     return run_once(arguments)
 
 
@@ -269,7 +268,7 @@ def _run_here(arguments: argparse.Namespace) -> Outcome:
             prefix=arguments.prefix,
             ends_with_stdin=arguments.ends_with_stdin,
         )
-        with _traced(arguments), slow_ranks_told(_NAME):
+        with _traced(arguments), slow_ranks_told():
             outcome = supervise(job)
         if isinstance(roster, Roster) and outcome.exit_code == 0:
             with suppress(KeyboardInterrupt):
@@ -333,7 +332,7 @@ def _own_roster(arguments: argparse.Namespace, address: str | None = None) -> Ro
 
 
 def _give_up(why: str) -> None:
-    note(f"{_NAME}: {why}")
+    note(why)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -344,7 +343,7 @@ def _note_first(pid: int, status: int) -> None:
 
     note_end(pid, status)
     if status < 0 and (why := obituary(pid)):
-        note(f"{_NAME}: {why}")
+        note(why)
 
 
 @contextmanager
@@ -373,9 +372,9 @@ def _traced(arguments: argparse.Namespace) -> Iterator[None]:
         ranks = collector.stop()
         try:
             write_trace(path, ranks)
-            note(f"fastdist run: wrote {path}; see it by: fastdist trace {path}")
+            note(f"wrote {path}; see it by: fastdist trace {path}")
         except OSError as error:
-            note(f"fastdist run: cannot write {path}: {error.strerror}")
+            note(f"cannot write {path}: {error.strerror}")
 
 
 def _run_on_hosts(arguments: argparse.Namespace) -> Outcome:
@@ -491,8 +490,8 @@ def _say_if_nothing_is_recorded(path: Path, every: int) -> None:
     with suppress(OSError, ValueError):
         if path.is_file() and len(path.read_text().splitlines()) == 1:
             note(
-                f"{_NAME}: --record {path}: no step was recorded; strategies record each "
-                f"{every}th run in which an optimizer steps (--record-every)"
+                f"--record {path}: no step was recorded; strategies record each {every}th run in "
+                "which an optimizer steps (--record-every)"
             )
 
 
@@ -545,8 +544,8 @@ def _say_what_comes_first(arguments: argparse.Namespace) -> None:
         if option in _STARTS and value.isdigit():
             program = f"-m {target}" if arguments.is_module else target
             note(
-                f"fastdist run: {option} {value} goes to {target}; options of fastdist run come "
-                f"first: fastdist run {option} {value} {program}"
+                f"{option} {value} goes to {target}; options of fastdist run come first: "
+                f"fastdist run {option} {value} {program}"
             )
             return
 

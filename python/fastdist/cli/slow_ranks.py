@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fastdist.processes.terminal import note
+from fastdist.cluster.crew import note
 
 _AFTER_S = 60.0  # the first steps are slower than the others
 _LOOK_S = 5.0
@@ -15,10 +15,10 @@ _LEAST_COST = 0.05  # of the time
 
 
 @contextmanager
-def slow_ranks_told(launcher: str) -> Iterator[None]:
+def slow_ranks_told() -> Iterator[None]:
     """Look at the job inside after a minute; write to stderr if one rank is slow."""
     has_ended = threading.Event()
-    thread = threading.Thread(target=_look, args=(launcher, has_ended), daemon=True)
+    thread = threading.Thread(target=_look, args=(has_ended,), daemon=True)
     thread.start()
     try:
         yield
@@ -27,7 +27,7 @@ def slow_ranks_told(launcher: str) -> Iterator[None]:
         thread.join()
 
 
-def _look(launcher: str, has_ended: threading.Event) -> None:
+def _look(has_ended: threading.Event) -> None:
     if has_ended.wait(_AFTER_S):
         return
     # numpy takes longer to import than the launcher to start.
@@ -41,4 +41,4 @@ def _look(launcher: str, has_ended: threading.Event) -> None:
     if job_ended or late is None or late.share < _LEAST_SHARE:
         return
     if late.cost_s * late.count > _LEAST_COST * _LOOK_S:
-        note(f"{launcher}: {late}; fastdist run --trace shows more")
+        note(f"{late}; fastdist run --trace shows more")

@@ -33,11 +33,11 @@ from functools import partial
 from typing import Any
 
 from fastdist._config import settings
+from fastdist.cluster.crew import note
 from fastdist.cluster.rank_door import RankDoor
 from fastdist.cluster.roster import SILENT_S
 from fastdist.link.connections import Connections
 from fastdist.link.secret import job_secret
-from fastdist.processes.terminal import note
 
 _BEAT_S = 1.0
 _POLL_S = 0.1
@@ -183,10 +183,7 @@ class Branch:
         self._is_connected = False
         if not self._has_finished and not self._has_given_up:
             if self._met:
-                note(
-                    f"fastdist run: no word from the launcher at {self._place}; the ranks here "
-                    "begin anew"
-                )
+                note(f"no word from the launcher at {self._place}; the ranks here begin anew")
             for number in self._met:
                 self._door.kill(number)
         self._met.clear()

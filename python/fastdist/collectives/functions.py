@@ -21,10 +21,7 @@ class _DefaultCommunicator:
         def call(*args: Any, **kwargs: Any) -> Any:
             return getattr(default_communicator(), name)(*args, **kwargs)
 
-        signature = inspect.signature(method)
-        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=list(signature.parameters.values())[1:]
-        )
+        call.__signature__ = inspect.signature(method.__get__(self))  # type: ignore[attr-defined]
         return call
 
 

@@ -308,16 +308,12 @@ def _roster(arguments: argparse.Namespace) -> "Roster | Branch":
     if arguments.nnodes == 1:
         return _own_roster(arguments)
     host, port = arguments.rdzv
-    if _keeps_roster(arguments):
+    # Where --hosts has started this launcher, `_run_elastic_hosts` keeps the roster.
+    if arguments.node_rank == 0 and not arguments.ends_with_stdin:
         return _own_roster(arguments, f"tcp://*:{port}")
     from fastdist.cluster.branch import Branch  # and numpy
 
     return Branch(f"tcp://{join_address(host, port)}", arguments.ranks, _give_up)
-
-
-def _keeps_roster(arguments: argparse.Namespace) -> bool:
-    """Return True on the first machine, unless `_run_elastic_hosts` keeps the roster."""
-    return arguments.node_rank == 0 and not arguments.ends_with_stdin
 
 
 def _own_roster(arguments: argparse.Namespace, address: str | None = None) -> Roster:
@@ -594,7 +590,7 @@ def _tasks(
     machines = None
     if arguments.nnodes > 1:
         host, port = arguments.rdzv
-        if roster is not None and not _keeps_roster(arguments):
+        if not isinstance(roster, Roster | None):
             host = own_address(host, port)
         machines = Machines(arguments.nnodes, arguments.node_rank, host, port, launcher)
     if roster is not None:

@@ -71,7 +71,12 @@ def agree(
         key = str(everyone[0][1])
         for other, (machine, _, version) in enumerate(everyone):
             machines.append(numbers.setdefault(machine, len(numbers)))
-            _require_version(other, version)
+            if version != __version__:
+                raise ClusterConfigError(
+                    "rendezvous: all ranks must have the same version of fastdist: this rank has "
+                    f"{__version__}, rank {other} has {str(version)[:40]!r}",
+                    (other,),
+                )
         if everyone[rank] != own:
             raise ValueError("a stranger writes on the board")
     except (TypeError, ValueError):
@@ -100,15 +105,6 @@ def agree(
     addresses = [(ip, port) for ip, port, _ in arrivals]
     launchers = [launcher for _, _, launcher in arrivals]
     return Rendezvous(rank, machines, key, addresses, listener, launchers)
-
-
-def _require_version(rank: int, version: object) -> None:
-    if version != __version__:
-        raise ClusterConfigError(
-            "rendezvous: all ranks must have the same version of fastdist: this rank has "
-            f"{__version__}, rank {rank} has {str(version)[:40]!r}",
-            (rank,),
-        )
 
 
 def _arrival(text: str, rank: int) -> tuple[str, int, str]:

@@ -15,9 +15,8 @@ import fastdist
 import pytest
 from fastdist.cli import doctor
 from fastdist.cli.command import run_command
-from fastdist.cli.doctor import sections
-from fastdist.cli.doctor.report import is_well, to_json
-from fastdist.cli.doctor.sections import Fact, format_bytes
+from fastdist.cli.doctor import report
+from fastdist.cli.doctor.report import Fact, format_bytes, is_well, to_json
 from fastdist.processes import cgroups
 
 TITLES = ["fastdist", "machine", "memory", "libraries", "launcher", "engines", "check"]
@@ -140,13 +139,13 @@ def test_cgroup_limits(
     monkeypatch.setattr(cgroups, "_MOUNT", mount)
     assert cgroups.cpu_limit() == cpus
     assert cgroups.memory_limit_bytes() == memory
-    assert fact(sections.machine_section(), "cpu_quota").value == cpus
-    assert fact(sections.memory_section(), "cgroup_limit").value == memory
+    assert fact(report.machine_section(), "cpu_quota").value == cpus
+    assert fact(report.memory_section(), "cgroup_limit").value == memory
 
 
 def test_address_space_limit_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
-    section = sections.memory_section()
+    section = report.memory_section()
     assert fact(section, "address_space_limit").is_bad
     assert "ulimit -v" in fact(section, "address_space_limit").text
     assert not is_well({"": section})
@@ -159,7 +158,7 @@ def test_missing_libraries_come_with_their_commands(monkeypatch: pytest.MonkeyPa
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", only_numpy)
-    section = sections.libraries_section()
+    section = report.libraries_section()
     assert fact(section, "numpy").text == "2.0"
     assert fact(section, "torch").value is None
     for name in ("torch", "cryptography", "matplotlib"):
@@ -175,8 +174,8 @@ def test_wrong_result_or_error_fails_the_check(monkeypatch: pytest.MonkeyPatch) 
     def wrong_group(size: int, *, timeout: float) -> list[Wrong]:
         return [Wrong(c.engine, timeout) for c in fastdist.local_group(size, timeout=timeout)]
 
-    monkeypatch.setattr(sections, "local_group", wrong_group)
-    section = sections.check_section()
+    monkeypatch.setattr(report, "local_group", wrong_group)
+    section = report.check_section()
     assert not is_well({"": section})
     assert "expected [3.0, 30.0] on each rank, got [[0.0, 0.0], [0.0, 0.0]]" in section[0].text
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import fastdist._core as _core
 import pytest
-from fastdist.cli.doctor.sections import build_section
+from fastdist.cli.doctor.report import build_section
 from fastdist.collectives.engines import nccl_library
 from paths import ROOT
 

@@ -23,7 +23,6 @@ from fastdist.collectives.rendezvous.connections import (
     STREAM,
     connect_ranks,
     listen_at,
-    port_of,
 )
 from fastdist.errors import CollectiveTimeoutError, PeerFailureError
 
@@ -39,7 +38,7 @@ class World:
     def __init__(self, machines: Sequence[int]) -> None:
         self.machines = machines
         self.listeners = [listen_at(LOCAL) for _ in machines]
-        self.addresses = [(LOCAL, port_of(each)) for each in self.listeners]
+        self.addresses = [each.getsockname() for each in self.listeners]
 
     def connect(
         self,

@@ -15,7 +15,7 @@ import pytest
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import NetEngine, Rendezvous
-from fastdist.collectives.rendezvous.connections import listen_at, port_of
+from fastdist.collectives.rendezvous.connections import listen_at
 from fastdist.errors import CollectiveMismatchError, PeerFailureError
 from ranks import ProcessRanks, ThreadRanks
 from test_net import LOCAL, TIMEOUT_S
@@ -134,7 +134,7 @@ def two_across_machines(comm: Communicator) -> list[Communicator]:
 
 def across_machines(comm: Communicator, key: str) -> Communicator:
     listener = listen_at(LOCAL)
-    addresses = comm.all_gather_object((LOCAL, port_of(listener)))
+    addresses = comm.all_gather_object(listener.getsockname())
     machines = range(comm.world_size)
     (inner,) = HostEngine.of_threads(1)
     found = Rendezvous(comm.rank, machines, key, addresses, listener)
@@ -217,7 +217,7 @@ def test_a_wait_that_is_about_to_fail_is_part_of_no_deadlock(wait: Call) -> None
 def of_two_machines(comm: Communicator) -> Communicator:
     """Join the ranks of two machines, {0, 1} and {2, 3}."""
     listener = listen_at(LOCAL)
-    addresses = comm.all_gather_object((LOCAL, port_of(listener)))
+    addresses = comm.all_gather_object(listener.getsockname())
     inner = comm.engine.subset([[0, 1], [2, 3]], TIMEOUT_S)
     found = Rendezvous(comm.rank, [0, 0, 1, 1], "job", addresses, listener)
     return Communicator(NetEngine(found, inner, TIMEOUT_S), TIMEOUT_S)

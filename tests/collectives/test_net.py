@@ -21,7 +21,7 @@ from contract import CommunicatorContract
 from fastdist import Communicator
 from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import NetEngine, Rendezvous
-from fastdist.collectives.rendezvous.connections import listen_at, port_of
+from fastdist.collectives.rendezvous.connections import listen_at
 from fastdist.errors import (
     ClusterConfigError,
     CollectiveMismatchError,
@@ -52,7 +52,7 @@ class MachineThreads:
             for rank, engine in zip(place, HostEngine.of_threads(len(place)), strict=True)
         }
         listeners = [listen_at(LOCAL) for _ in range(self.size)]
-        addresses = [(LOCAL, port_of(listener)) for listener in listeners]
+        addresses = [listener.getsockname() for listener in listeners]
         key = f"test{next(_names)}"
 
         def make(rank: int) -> NetEngine:
@@ -307,7 +307,7 @@ def test_the_last_calls_are_up_to_date() -> None:
 def test_ranks_that_cannot_connect() -> None:
     """Whatever keeps ranks from the first communicator is an error of the cluster."""
     listeners = [listen_at(LOCAL) for _ in range(2)]
-    addresses = [(LOCAL, port_of(listener)) for listener in listeners]
+    addresses = [listener.getsockname() for listener in listeners]
 
     def connect(rank: int) -> str:
         (inner,) = HostEngine.of_threads(1)

@@ -15,7 +15,7 @@ import numpy as np
 import fastdist._core as _core
 from fastdist.collectives.engines.engine import CompiledEngine, Engine
 from fastdist.collectives.engines.host import HostEngine
-from fastdist.collectives.rendezvous.connections import Address, connect_ranks, listen_at, port_of
+from fastdist.collectives.rendezvous.connections import Address, connect_ranks, listen_at
 from fastdist.errors import ClusterConfigError, LostRankError, PeerFailureError, UnsupportedError
 from fastdist.recorder.machines import Machine
 
@@ -144,7 +144,7 @@ class NetEngine(CompiledEngine):
         inner = self._inner.subset([ranks for ranks in local if ranks], timeout_s)
         with listen_at(self._ips[self.rank]) as listener:
             ports = np.empty(self.size, np.int64)
-            self.calls(timeout_s).all_gather(np.array([port_of(listener)]), out=ports)
+            self.calls(timeout_s).all_gather(np.array([listener.getsockname()[1]]), out=ports)
             group = next((group for group in groups if self.rank in group), None)
             if group is None:
                 return None

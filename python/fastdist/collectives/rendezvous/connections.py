@@ -69,12 +69,6 @@ def listen_at(ip: str) -> socket.socket:
     return listener
 
 
-def port_of(listener: socket.socket) -> int:
-    """Return the port at which a socket listens."""
-    port: int = listener.getsockname()[1]
-    return port
-
-
 def connect_ranks(
     listener: socket.socket,
     rank: int,

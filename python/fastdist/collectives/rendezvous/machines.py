@@ -29,7 +29,7 @@ from fastdist.collectives.engines.host import HostEngine
 from fastdist.collectives.engines.net import NetEngine, Rendezvous, ranks_of
 from fastdist.collectives.rendezvous.agent import agree_on_name
 from fastdist.collectives.rendezvous.board import Bootstrap, StoreBoard, refuse_other_job
-from fastdist.collectives.rendezvous.connections import listen_at, port_of
+from fastdist.collectives.rendezvous.connections import listen_at
 from fastdist.collectives.rendezvous.local import run_checks
 from fastdist.collectives.rendezvous.store import open_store, telling_loss, with_prefix
 from fastdist.errors import ClusterConfigError
@@ -94,7 +94,7 @@ def agree(
         raise ClusterConfigError(f"rendezvous: {error}") from None
     try:
         launcher = os.environ.get(LAUNCHER_VARIABLE, "")
-        text = json.dumps([listener.getsockname()[0], port_of(listener), launcher])
+        text = json.dumps([*listener.getsockname()[:2], launcher])
         packed = exchange(board.allgather, secret, rank, f"arrival/{said}", text)
         arrivals = [_arrival(text, other) for other, text in enumerate(packed)]
     except BaseException:

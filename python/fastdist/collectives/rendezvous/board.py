@@ -18,14 +18,11 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05  # between two looks into a st
 class Bootstrap(Protocol):
     """The interface of an mpi4py communicator that a rendezvous uses."""
 
-    def Get_rank(self) -> int:  # noqa: D102
-        ...
+    def Get_rank(self) -> int: ...  # noqa: D102
 
-    def Get_size(self) -> int:  # noqa: D102
-        ...
+    def Get_size(self) -> int: ...  # noqa: D102
 
-    def allgather(self, obj: Any) -> list[Any]:  # noqa: D102
-        ...
+    def allgather(self, obj: Any) -> list[Any]: ...  # noqa: D102
 
 
 class StoreBoard:

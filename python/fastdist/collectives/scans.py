@@ -30,13 +30,7 @@ _NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")  # computed in
 
 
 def scan(
-    comm: Ranks,
-    array: Array,
-    op: str,
-    out: Array | None,
-    timeout: float | None,
-    *,
-    exclusive: bool,
+    comm: Ranks, array: Array, op: str, out: Array | None, timeout: float | None, *, exclusive: bool
 ) -> Array:
     """Reduce the arrays of the ranks up to this one, or up to the one before if `exclusive`."""
     if op not in _FUNCTIONS:

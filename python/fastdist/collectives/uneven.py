@@ -180,11 +180,7 @@ def reduce_scatter(
 
 
 def exchange_counts(
-    comm: Ranks,
-    arrays: Arrays,
-    splits: Sequence[int],
-    out: Arrays | None,
-    timeout: float | None,
+    comm: Ranks, arrays: Arrays, splits: Sequence[int], out: Arrays | None, timeout: float | None
 ) -> tuple[Arrays, list[int]]:
     """Prepare an all_to_all that sends `splits[i]` rows to rank i. Every rank must call.
 

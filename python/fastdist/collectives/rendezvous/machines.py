@@ -178,12 +178,7 @@ def _free_address(host: str | None) -> str:
 
 
 def agree_in_store(
-    rank: int,
-    size: int,
-    coordinator: str,
-    prefix: str,
-    timeout_s: float,
-    has_agent: bool = False,
+    rank: int, size: int, coordinator: str, prefix: str, timeout_s: float, has_agent: bool = False
 ) -> Rendezvous:
     """Find all ranks and their machines in torch's TCPStore. Every rank must call.
 

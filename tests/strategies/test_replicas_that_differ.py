@@ -138,6 +138,28 @@ def test_replicas_that_drift_apart(run: Run, how: str) -> None:
     run(case)
 
 
+def test_settings_of_optimizers_in_tensors_that_differ_little(run: Run) -> None:
+    def case(strategy: Strategy) -> None:
+        last = strategy.num_replicas_in_sync - 1
+        own = strategy.local_replica_ids[0]
+        with strategy.scope():
+            model = nn.Linear(3, 1)
+            betas = torch.tensor(0.9 + 1e-6 * (own == last)), torch.tensor(0.999)
+            optimizer = torch.optim.Adam(model.parameters(), betas=betas)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+
+        strategy.run(step)
+        with pytest.raises(FastdistError, match="different optimizer steps") as caught:
+            strategy.run(step)
+        assert caught.value.ranks == (last,)
+
+    run(case)
+
+
 def test_batches_of_other_sizes(run: Run) -> None:
     def case(strategy: Strategy) -> None:
         with strategy.scope():

@@ -320,4 +320,6 @@ def _plain(value: Any) -> Any:
     """Return a value whose repr is equal on all replicas; None for a value on a device."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 and value.device.type == "cpu" else None
-    return value if isinstance(value, (int, float, str, tuple, list)) else None
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (int, float, str)) else None

@@ -194,6 +194,27 @@ def test_packed_sequences() -> None:
         list(distribute_dataset(loader, alone(2)))
 
 
+def test_packed_sequences_of_workers_with_their_own_data() -> None:
+    def attempt(layout: InputLayout, longer: int) -> list[int]:
+        examples = Counting(8 + 4 * (layout.worker < longer))
+        policy = AutoShardPolicy.OFF
+        batches = distribute_dataset(
+            examples, layout, global_batch_size=4, auto_shard_policy=policy, collate_fn=packed
+        )
+        return [len(batch.values[0].sorted_indices) for batch in batches]
+
+    assert on_workers(layouts(2), lambda layout: attempt(layout, 0)) == [[2] * 4] * 2
+
+    def fail(layout: InputLayout) -> BaseException:
+        with pytest.raises(ValueError, match="empty") as caught:
+            attempt(layout, 1)
+        return caught.value
+
+    longer, ended = on_workers(layouts(2), fail)
+    assert "the data of workers [1] is empty while other workers have examples" in str(longer)
+    assert "a PackedSequence cannot be empty" in str(ended)
+
+
 ARRAY = torch.arange(12.0)
 SHUFFLED = Counting(12)
 

@@ -49,27 +49,38 @@ def own_data(
     zero; None if the source has no example to copy the shapes from.
     """
     none = (0,) * len(layout.local_replicas)
+    last: Part | None = None
     empty: Batches | None = None
+    refusal: ValueError | None = None  # of batches without examples
     while True:
         part = _attempt(layout, none, lambda: next(parts, None))
-        if empty is None and part is not None:
-            empty = tuple(map(emptied, part.batches, part.sizes))
-        elif empty is None:
+        if part is not None:
+            last = part
+        elif empty is None and last is None:
             empty = _attempt(layout, none, spare)
-        state = _NOTHING if empty is None else _DONE if part is None else _MORE
+        elif empty is None and last is not None:
+            try:
+                empty = tuple(map(emptied, last.batches, last.sizes))
+            except ValueError as error:
+                refusal = error
+        state = _MORE if part is not None else _NOTHING if empty is None else _DONE
         sizes = none if part is None else part.sizes
         answers = _exchange(layout, (state, *sizes))
         if all(answer[0] != _MORE for answer in answers):
             return
+        if refusal is not None:
+            raise refusal
         without = [worker for worker, answer in enumerate(answers) if answer[0] == _NOTHING]
-        if without or empty is None:
+        if without:
             raise ValueError(
                 f"the data of workers {without} is empty while other workers have examples: "
                 "the shapes of a batch of size zero are unknown; give every worker at least "
                 "one example"
             )
         examples = tuple(size for answer in answers for size in answer[1:])
-        yield Part(empty if part is None else part.batches, sizes, examples)
+        batches = empty if part is None else part.batches
+        assert batches is not None
+        yield Part(batches, sizes, examples)
 
 
 def _attempt(layout: InputLayout, zeros: tuple[int, ...], read: Callable[[], T]) -> T:

@@ -215,8 +215,10 @@ class ParameterServerStrategy(ReplicatedStrategy):
 
     def _adopt(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         super()._adopt(roots, made)
-        if not self.is_chief or not (roots or made):
-            return
+        if self.is_chief and (roots or made):
+            self._put_on_servers(roots, made)
+
+    def _put_on_servers(self, roots: Sequence[nn.Module], made: Sequence[Any]) -> None:
         optimizers = tuple(thing for thing in made if isinstance(thing, torch.optim.Optimizer))
         others = tuple(thing for thing in made if not isinstance(thing, torch.optim.Optimizer))
         prefix = f"{len(self._models)}/"

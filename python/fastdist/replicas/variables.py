@@ -252,14 +252,14 @@ class Variable(nn.Module):
 
             def put(local: int, component: Variable) -> None:
                 given = select((indices, updates), local)
-                _change(component._value, op, *_to_rows(component._value, *given))
+                _scatter_rows(component._value, op, *_to_rows(component._value, *given))
 
             owner.write(self, put)
             return
         rows, values = _to_rows(self._value, indices, updates)
         if context is not None and context.num_replicas_in_sync > 1:
             rows, values = self._aggregated_rows(op, rows, values, context)
-        _change(self._value, op, rows, values)
+        _scatter_rows(self._value, op, rows, values)
 
     def _aggregated_rows(
         self, op: _ScatterOp, rows: torch.Tensor, values: torch.Tensor, context: ReplicaContext
@@ -425,7 +425,9 @@ def _to_rows(target: torch.Tensor, indices: Any, updates: Any) -> tuple[torch.Te
 
 
 @torch.no_grad()
-def _change(target: torch.Tensor, op: _ScatterOp, rows: torch.Tensor, values: torch.Tensor) -> None:
+def _scatter_rows(
+    target: torch.Tensor, op: _ScatterOp, rows: torch.Tensor, values: torch.Tensor
+) -> None:
     """Change rows of a tensor in place; "update" takes the last of updates with equal indices."""
     if op in ("add", "sub"):
         target.index_add_(0, rows, values, alpha=1 if op == "add" else -1)

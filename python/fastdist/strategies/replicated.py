@@ -84,7 +84,7 @@ class ReplicatedStrategy(Strategy):
             if not _connected_strategies:
                 atexit.unregister(_leave_all)
                 atexit.register(_leave_all)
-            _connected_strategies.add(self)
+            _connected_strategies.add(self)  # leaves at exit
         self._is_running = False
         self._members.connect()
         require_intact_files()

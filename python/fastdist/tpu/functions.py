@@ -71,7 +71,7 @@ class ReplicaFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.is_suspended:
             return func(*args, **kwargs)
-        if self._mesh.size == 1:  # its values can be read
+        if self._mesh.size == 1:  # one replica: values can be read
             return self._traced(func, args, kwargs)
         name = getattr(func, "__name__", "")
         if name in ("__repr__", "__format__"):

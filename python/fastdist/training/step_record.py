@@ -201,7 +201,7 @@ class StepRecord:
         assert self._workers is not None
         own_facts = [*_facts_of(weights, self._origin), *self._sent.facts()]
         sampled = [] if self.sample is None else self.sample.elements()
-        own = (self._run, self._backward), own_facts, sampled
+        own = ((self._run, self._backward), own_facts, sampled)
         runs, facts, elements = zip(
             *self._workers.all_gather_object(own, timeout=_EXPLAINED_S), strict=True
         )

@@ -392,7 +392,7 @@ def _run_elastic_hosts(arguments: argparse.Namespace) -> Outcome:
     with closing(_own_roster(arguments, f"tcp://*:{port}")) as roster:
         try:
             own = given or own_address(hosts[0].rpartition("@")[2], _SSH_PORT)
-        except (ClusterConfigError, OSError) as error:
+        except ClusterConfigError as error:
             raise UsageError(f"{error}; --rdzv says where machines reach this one") from None
         most = max(2, len(hosts))  # 1:1 would not be elastic
         shares = [len(range(number, arguments.max, len(hosts))) for number in range(len(hosts))]

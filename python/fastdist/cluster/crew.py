@@ -12,7 +12,7 @@ LAST_CALL_S = 30.0
 
 
 def note(text: str) -> None:
-    """Write a line of the launcher to stderr."""
+    """Write a line of the launcher to stderr, after "fastdist run: "."""
     from fastdist.processes.terminal import note  # ranks, which import this module, need it not
 
     note(f"fastdist run: {text}")

@@ -124,7 +124,11 @@ class ClusterSpec:
         return ("chief", 0) if self.num_tasks("chief") else ("worker", 0)
 
     def require_task(self, job: str, index: int) -> None:
-        """Raise ClusterConfigError if the cluster has no such task."""
+        """Check that the cluster has a task.
+
+        Raises:
+            ClusterConfigError: the cluster has no such task.
+        """
         tasks = self.num_tasks(job)
         if not tasks:
             raise ClusterConfigError(f"job {job!r} has no tasks in {self}")
@@ -134,7 +138,11 @@ class ClusterSpec:
             )
 
     def require_parameter_servers(self) -> None:
-        """Raise ClusterConfigError if there is no parameter server, no worker or no chief."""
+        """Check that the cluster has the tasks that training with parameter servers needs.
+
+        Raises:
+            ClusterConfigError: the cluster has no parameter server, no worker or no chief.
+        """
         for job in ("ps", "worker", "chief"):
             if not self.num_tasks(job):
                 raise ClusterConfigError(

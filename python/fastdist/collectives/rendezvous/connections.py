@@ -144,7 +144,7 @@ class _Meeting:
                 handshakes = self._ours if fd in self._ours else self._strangers
                 if fd == self._listener.fileno():
                     self._accept()
-                elif fd in handshakes and next(handshakes[fd][1], True):
+                elif fd in handshakes and next(handshakes[fd][1], True):  # it has ended
                     del handshakes[fd]
             now = time.monotonic()
             if now < next_check and ready:

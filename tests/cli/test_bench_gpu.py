@@ -90,10 +90,8 @@ def test_an_installed_peer_is_started_by_fastdist_run() -> None:
 
 
 def test_ranks_that_share_gpus_are_labelled() -> None:
-    assert not ALONE.is_shared
-    assert not APART.is_shared
+    assert ALONE.sharing == APART.sharing == ""
     assert str(APART) == "2 x H"
-    assert SHARED.is_shared
     assert SHARED.sharing == "2 ranks share GPU 0"
     assert str(SHARED) == "2 x H; 2 ranks share GPU 0"
     assert str(Placement(("A", "B"), (1, 1))) == "1 x B; 2 ranks share GPU 1"
@@ -276,7 +274,7 @@ def test_host_and_graph_have_columns_of_their_own() -> None:
     row = gpu_row((TORCH, Measurement("second", unsupported="has no such thing")))
     table = text.Table(["torch", "second"], on_gpu=True)
     names, units = table.header()
-    (line,) = table.row(row)
+    line, *notes = table.row(row)
     assert names.split()[-5:] == ["floor", "host", "graph", "torch", "second"]
     cells = (
         "1048576 262144 float32 sum 10.00 20.00 104.86 104.86 0 50 2.00 9.00 30.00 3.00x 8.00 n/a -"
@@ -286,7 +284,7 @@ def test_host_and_graph_have_columns_of_their_own() -> None:
         end = names.index(name) + len(name)
         assert line[:end].endswith(cell.strip())
     assert len(units) == len(line)
-    assert list(text.row_notes(row)) == ["# torch: not captured: x", "# second: has no such thing"]
+    assert notes == ["# torch: not captured: x", "# second: has no such thing"]
 
 
 def test_the_tables_fit_a_narrow_terminal() -> None:

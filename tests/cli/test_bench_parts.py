@@ -298,7 +298,7 @@ def test_columns_stand_under_their_names() -> None:
     row = row_of(10.0, others)
     table = text.Table(["gloo", "mpich"])
     names, units = table.header()
-    (line,) = table.row(row)
+    line, note = table.row(row)
     assert names.split() == [
         *("bytes", "count", "type", "redop", "p50", "p99", "algbw", "busbw", "wrong", "floor"),
         "gloo",
@@ -308,7 +308,8 @@ def test_columns_stand_under_their_names() -> None:
     assert " ".join(line.split()) == cells
     assert line.index("10.00") + len("10.00") == names.index("p50") + len("p50")
     assert len(units) >= len(line)
-    assert list(text.row_notes(row)) == ["# mpich: has no such thing"]
+    assert note == "# mpich: has no such thing"
+    assert table.row(row) == [line]
 
 
 def test_a_narrow_terminal_gets_fewer_columns_and_peers_below() -> None:
@@ -316,7 +317,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_peers_below() -> None:
     row = row_of(10.0, others)
     table = text.Table(["gloo", "mpich"], width=80)
     names, _, peers = table.header()
-    ours, *below = table.row(row)
+    ours, *below, _ = table.row(row)
     assert names.split()[:3] == ["bytes", "type", "redop"]
     assert ours.split()[:3] == ["1048576", "float32", "sum"]
     assert peers.split() == ["peer", "us", "ratio"]
@@ -381,6 +382,9 @@ def test_a_wide_spread_and_few_calls_are_warned_of(monkeypatch: pytest.MonkeyPat
         f"# warning: {wide_warning}",
         f"# warning: {few}",
     ]
+    wrong = replace(quiet, others=(Measurement("gloo", 30.0, wrong=2),))
+    told = "# warning: WRONG RESULTS: gloo got 2 elements of all_reduce 1 MiB wrong"
+    assert text.footing(report_of(wrong))[-1] == told
 
 
 @pytest.mark.parametrize(

@@ -168,14 +168,11 @@ def _run(options: argparse.Namespace, plan: Plan) -> Report:
         _, *peers = report.engines
         table = text.Table(peers, report.placement is not None, width_of(file))
         progress.line(*table.header())
-        noted: set[str] = set()
         for case in plan.cases:
             progress.update(case.label)
             row = session.measure(case, partial(progress.update, case.label, 1))
             report.rows.append(row)
             progress.line(*table.row(row))
-            progress.line(*(note for note in text.row_notes(row) if note not in noted))
-            noted.update(text.row_notes(row))
         report.copy_gb_per_s = session.copy_gb_per_s
         progress.line(*text.footing(report))
     if options.json:

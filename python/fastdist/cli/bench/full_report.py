@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace, plan: Plan) -> Report:
     options.out.write_text(page(report, recorded), encoding="utf-8")
     lines = list(peer_sentences(report))
     lines += [f"{name} is not installed: {how}" for name, how in report.missing.items()]
-    lines += [*_cautions(report), f"wrote {options.out} and {json_path}", ""]
+    lines += [*report.cautions, f"wrote {options.out} and {json_path}", ""]
     file = sys.stderr if options.json else sys.stdout
     show(fitted("\n".join(lines), file), file)
     if options.json:
@@ -177,24 +177,8 @@ def page(report: Report, recorded: dict[str, Any]) -> str:
         report=report,
         recorded=recorded,
         rows=rows,
-        cautions=_cautions(report),
         sentences=list(peer_sentences(report)),
         curves=to_svg(replace(report, rows=curves)),
         data=json.dumps(recorded).replace("</", "<\\/"),  # no end of the script element
         unstable_width=intervals.UNSTABLE_WIDTH,
     )
-
-
-def _cautions(report: Report) -> list[str]:
-    cautions = [f"{name} failed and is left out: {why}" for name, why in report.failed.items()]
-    cautions += [
-        f"WRONG RESULTS: {measured.engine} got {measured.wrong} elements of {row.case.title} wrong"
-        for row in report.rows
-        for measured in row.measurements
-        if measured.wrong
-    ]
-    if unstable := [row.case.title for row in report.rows if row.ours.interval.is_unstable]:
-        cautions.append(
-            f"{len(unstable)} of {len(report.rows)} cases are unstable: {', '.join(unstable)}"
-        )
-    return cautions + report.warnings

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from fastdist.cli.bench.results import Measurement, Report, Row
 
-Columns = dict[str, int]  # width by name
-Cells = dict[str, str]
+Column = tuple[int, str, Callable[..., object]]  # width, unit, and cell of a row
 
-_COLUMNS: Columns = {"bytes": 11, "count": 11, "type": 9, "redop": 6, "p50": 10, "p99": 10}
-_COLUMNS |= {"algbw": 7, "busbw": 7, "wrong": 6, "floor": 6}
-_GPU_COLUMNS: Columns = {"host": 9, "graph": 10}  # additional columns on GPUs
-_PEER_COLUMNS: Columns = {"us": 12, "ratio": 7}
-_UNITS = dict.fromkeys(("p50", "p99", "host", "graph"), "us")
-_UNITS |= {"algbw": "GB/s", "busbw": "GB/s", "floor": "%"}
+_COLUMNS: dict[str, Column] = {
+    "bytes": (11, "", lambda row: row.case.bytes),
+    "count": (11, "", lambda row: row.case.count),
+    "type": (9, "", lambda row: row.case.dtype),
+    "redop": (6, "", lambda row: row.case.redop or "none"),
+    "p50": (10, "us", lambda row: _time(row.ours.p50_us)),
+    "p99": (10, "us", lambda row: _time(row.ours.p99_us)),
+    "algbw": (7, "GB/s", lambda row: _speed(row.algbw(row.ours.p50_us))),
+    "busbw": (7, "GB/s", lambda row: _speed(row.busbw(row.ours.p50_us))),
+    "wrong": (6, "", lambda row: row.ours.wrong),
+    "floor": (6, "%", lambda row: f"{row.floor_percent:.0f}" if row.has_floor else "-"),
+    "host": (9, "us", lambda row: _time(row.ours.host_us)),
+    "graph": (10, "us", lambda row: _time(row.ours.graph_us)),
+}
+# Of a row and one of its peers.
+_PEER_COLUMNS: dict[str, Column] = {
+    "us": (12, "", lambda _, other: "n/a" if other.unsupported else _time(other.p50_us)),
+    "ratio": (7, "", lambda row, other: _times_as_fast(row, other)),
+    "host": (9, "", lambda _, other: _time(other.host_us)),
+}
+_ONLY_ON_GPUS = ("host", "graph")
 # Columns that a narrow terminal does not show, in the order in which they are left out.
 _SPARE = ("count", "redop", "type")
 
@@ -46,66 +60,56 @@ class Table:
     ) -> None:
         """Choose the columns that fit in `width`; None: a line may have any length."""
         self._peers = peers
-        self._shown = _COLUMNS | (_GPU_COLUMNS if on_gpu else {})
+        self._ours, self._peer = (
+            {name: each[name] for name in each if on_gpu or name not in _ONLY_ON_GPUS}
+            for each in (_COLUMNS, _PEER_COLUMNS)
+        )
         for name in _SPARE:
-            if width is not None and sum(self._shown.values()) > width:
-                del self._shown[name]
-        host = {"host": _GPU_COLUMNS["host"]} if on_gpu else {}
-        self._peer = _PEER_COLUMNS | host
-        needed = sum(self._shown.values()) + len(peers) * sum(self._peer.values())
-        self._is_beside = not peers or width is None or needed <= width
+            if width is not None and len(_line(self._ours, self._ours)) > width:
+                del self._ours[name]
+        ours, peer = (_line(each, each) for each in (self._ours, self._peer))
+        self._is_beside = not peers or width is None or len(ours + len(peers) * peer) <= width
         if not self._is_beside:  # a peer's time is below fastdist's
-            before = sum(list(self._shown.values())[: list(self._shown).index("p50")])
-            p50 = self._shown["p50"]
-            self._peer = {"peer": before, "us": p50, "ratio": p50, **host}
+            before = ours.index("p50") + len("p50") - _PEER_COLUMNS["us"][0]
+            self._peer = {"peer": (before, "", lambda _, other: other.engine)} | self._peer
+        self._noted: set[str] = set()
 
     def header(self) -> list[str]:
         """Return the lines of column names and units."""
-        names = {name: name for name in self._shown | self._peer}
+        names, heads = (_line(each, each) for each in (self._ours, self._peer))
+        units = _line(self._ours, (unit for _, unit, _ in self._ours.values()))
         if not self._is_beside:
-            return [*self._lines(names, []), *self._lines(_UNITS, [names])]
-        peers = self._lines(names, [{"us": name} for name in self._peers])
-        return [*peers, *self._lines(_UNITS, [names] * len(self._peers))]
+            return [names, units, heads]
+        us = _PEER_COLUMNS["us"][0]
+        above = "".join(name.rjust(us).ljust(len(heads)) for name in self._peers)
+        return [f"{names}{above}".rstrip(), units + len(self._peers) * heads]
 
     def row(self, row: Row) -> list[str]:
-        """Format a row: one line, or one more for each peer."""
-        peers = [
-            {
-                "peer": other.engine,
-                "us": "n/a" if other.unsupported else _time(other.p50_us),
-                "ratio": _times_as_fast(row, other),
-                "host": _time(other.host_us),
-            }
-            for other in row.others
-        ]
-        return self._lines(_cells(row), peers)
+        """Format a row: one line, or one more for each peer; and reasons for missing figures.
 
-    def _lines(self, cells: Cells, peers: Sequence[Cells]) -> list[str]:
-        lines = [_aligned(self._shown, cells), *(_aligned(self._peer, each) for each in peers)]
-        return [line.rstrip() for line in (["".join(lines)] if self._is_beside else lines)]
-
-
-def _aligned(columns: Columns, cells: Cells) -> str:
-    return "".join(cells.get(name, "").rjust(width) for name, width in columns.items())
+        A reason is given once in a table.
+        """
+        lines = [_line(self._ours, (cell(row) for _, _, cell in self._ours.values()))]
+        for other in row.others:
+            cells = (cell(row, other) for _, _, cell in self._peer.values())
+            lines.append(_line(self._peer, cells))
+        if self._is_beside:
+            lines = ["".join(lines)]
+        for measured in row.measurements:
+            note = f"# {measured.engine}: {measured.no_graph or measured.unsupported}"
+            if not note.endswith(": ") and note not in self._noted:
+                lines.append(note)
+                self._noted.add(note)
+        return [line.rstrip() for line in lines]
 
 
-def _cells(row: Row) -> dict[str, str]:
-    case, ours = row.case, row.ours
-    moves = case.bytes > 0
-    return {
-        "bytes": str(case.bytes),
-        "count": str(case.count),
-        "type": case.dtype,
-        "redop": case.redop or "none",
-        "p50": _time(ours.p50_us),
-        "p99": _time(ours.p99_us),
-        "algbw": f"{row.algbw(ours.p50_us):.2f}" if moves else "-",
-        "busbw": f"{row.busbw(ours.p50_us):.2f}" if moves else "-",
-        "wrong": str(ours.wrong),
-        "floor": f"{row.floor_percent:.0f}" if row.has_floor else "-",
-        "host": _time(ours.host_us),
-        "graph": _time(ours.graph_us),
-    }
+def _line(columns: Mapping[str, Column], cells: Iterable[object]) -> str:
+    widths = (width for width, _, _ in columns.values())
+    return "".join(str(cell).rjust(width) for cell, width in zip(cells, widths, strict=True))
+
+
+def _speed(gb_per_s: float) -> str:
+    return f"{gb_per_s:.2f}" if gb_per_s else "-"
 
 
 def _time(us: float | None) -> str:
@@ -122,40 +126,32 @@ def _times_as_fast(row: Row, other: Measurement) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
 
 
-def row_notes(row: Row) -> Iterator[str]:
-    """Yield reasons for missing figures, and engines with wrong results."""
-    for measured in row.measurements:
-        if reason := measured.no_graph or measured.unsupported:
-            yield f"# {measured.engine}: {reason}"
-        if measured.wrong and measured is not row.ours:
-            yield f"# {row.case.label}: {measured.engine} got {measured.wrong} elements wrong"
-
-
 def footing(report: Report) -> list[str]:
     """Return the lines below the table: floor, units, warnings."""
-    placement = report.placement
+    on_gpu, sharing = report.placement is not None, report.placement and report.placement.sharing
+    is_apart = on_gpu and not sharing
     moved = f"{report.copy_gb_per_s:.1f} GB/s (read and written)"
-    copies = f"# {report.ranks} ranks copying at once move {moved}"
-    lines = ["#"]
-    if placement is not None and not placement.is_shared:
-        lines += [copies, "# floor -: each rank has a GPU of its own"]
-    else:
-        if placement is not None:
-            lines.append(f"# {placement.sharing}: not comparable with one rank per GPU")
-        lines.append(f"{copies}; floor: % of the speed at this bandwidth")
-    if any(row.fits_caches for row in report.rows):
-        lines.append("# floor -: the caches hold the buffers of all ranks")
-    if any(row.others for row in report.rows):
-        lines.append("# ratio: the peer's time divided by fastdist's")
-    if placement is not None:
-        lines.append("# p50, p99: work on the GPU, between events; host: time until a call returns")
-        lines.append("# graph: replay of a CUDA graph with the call; -: no graph")
-    if report.wrong:
-        lines.append(f"# WRONG RESULTS: {report.wrong} elements")
-    return lines + [f"# warning: {warning}" for warning in report.warnings]
+    copies = f"{report.ranks} ranks copying at once move {moved}"
+    notes = [
+        (sharing, f"{sharing}: not comparable with one rank per GPU"),
+        (not is_apart, f"{copies}; floor: % of the speed at this bandwidth"),
+        (is_apart, copies),
+        (is_apart, "floor -: each rank has a GPU of its own"),
+        (
+            any(row.fits_caches for row in report.rows),
+            "floor -: the caches hold the buffers of all ranks",
+        ),
+        (any(row.others for row in report.rows), "ratio: the peer's time divided by fastdist's"),
+        (on_gpu, "p50, p99: work on the GPU, between events; host: time until a call returns"),
+        (on_gpu, "graph: replay of a CUDA graph with the call; -: no graph"),
+        *((True, f"warning: {warning}") for warning in report.warnings),
+    ]
+    return ["#", *(f"# {line}" for applies, line in notes if applies)]
 
 
 def _figures(row: Row, measured: Measurement) -> dict[str, Any]:
+    if measured.unsupported:
+        return {"unsupported": measured.unsupported}
     figures: dict[str, Any] = {
         "p50_us": round(measured.p50_us, 3),
         "p99_us": round(measured.p99_us, 3),
@@ -170,15 +166,8 @@ def _figures(row: Row, measured: Measurement) -> dict[str, Any]:
         for name in ("host_us", "host_p99_us", "graph_us"):
             us = getattr(measured, name)
             figures[name] = None if us is None else round(us, 3)
-    return figures
-
-
-def _peer_figures(row: Row, other: Measurement) -> dict[str, Any]:
-    if other.unsupported:
-        return {"unsupported": other.unsupported}
-    figures = _figures(row, other)
     for name, of in (("times_as_fast", "p50_us"), ("host_times_as_fast", "host_us")):
-        if ratio := row.times_as_fast(other, of):
+        if measured is not row.ours and (ratio := row.times_as_fast(measured, of)):
             figures[name] = round(ratio, 3)
     return figures
 
@@ -190,7 +179,7 @@ def row_object(row: Row) -> dict[str, Any]:
         **_figures(row, row.ours),
         "floor_us": round(row.floor_us, 3),
         "floor_percent": round(row.floor_percent, 1) if row.has_floor else None,
-        "peers": {other.engine: _peer_figures(row, other) for other in row.others},
+        "peers": {other.engine: _figures(row, other) for other in row.others},
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,7 +37,7 @@ class Measurement:
     @property
     def interval(self) -> Interval:
         """The interval of `p50_us` in a report."""
-        return median_interval(self.samples_us)
+        return median_interval(self.samples_us or (self.p50_us,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +93,6 @@ class Placement:
     of_rank: tuple[int, ...]  # GPU of each rank
 
     @property
-    def is_shared(self) -> bool:
-        """True if two ranks have the same GPU."""
-        return bool(self.sharing)
-
-    @property
     def sharing(self) -> str:
         """`2 ranks share GPU 0`, for every shared GPU; empty if each rank has its own GPU."""
         counts = {gpu: self.of_rank.count(gpu) for gpu in sorted(set(self.of_rank))}
@@ -142,26 +137,36 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings if the machine was busy during the run, or timed calls were few."""
-        warnings = []
-        if wide := self._titles(lambda ours: ours.p99_us > _WIDE_SPREAD * ours.p50_us):
-            why = "something else, such as another program, took a core during calls"
-            if self.ranks > (cores := usable_cores()):
-                why = f"{self.ranks} ranks take turns on {cores} cores"
-            warnings.append(
-                f"busy machine: p99 is more than {_WIDE_SPREAD:g} times p50 at {wide}; {why}"
-            )
-        if few := self._titles(lambda ours: ours.iterations < _FEW_CALLS):
-            warnings.append(
-                f"too few calls: fewer than {_FEW_CALLS} at {few}; --time-s or --iters gives more"
-            )
+        """Wrong results, unstable cases, and warnings of a busy machine and of few calls."""
+        warnings = [
+            f"WRONG RESULTS: {found.engine} got {found.wrong} elements of {row.case.title} wrong"
+            for row in self.rows
+            for found in row.measurements
+            if found.wrong
+        ]
+        if unstable := [row.case.title for row in self.rows if row.ours.interval.is_unstable]:
+            share = f"{len(unstable)} of {len(self.rows)} cases"
+            warnings.append(f"{share} are unstable: {', '.join(unstable)}")
+        why_wide = "something else, such as another program, took a core during calls"
+        if self.ranks > (cores := usable_cores()):
+            why_wide = f"{self.ranks} ranks take turns on {cores} cores"
+        wide = [row for row in self.rows if row.ours.p99_us > _WIDE_SPREAD * row.ours.p50_us]
+        few = [row for row in self.rows if row.ours.iterations < _FEW_CALLS]
+        for rows, what, why in (
+            (wide, f"busy machine: p99 is more than {_WIDE_SPREAD:g} times p50", why_wide),
+            (few, f"too few calls: fewer than {_FEW_CALLS}", "--time-s or --iters gives more"),
+        ):
+            titles = ", ".join(row.case.title for row in rows)
+            where = "all of them" if len(rows) == len(self.rows) > 1 else titles
+            if rows:
+                warnings.append(f"{what} at {where}; {why}")
         return warnings
 
-    def _titles(self, applies: Callable[[Measurement], bool]) -> str:
-        rows = [row for row in self.rows if applies(row.ours)]
-        if len(rows) == len(self.rows) > 1:
-            return "all of them"
-        return ", ".join(dict.fromkeys(row.case.title for row in rows))
+    @property
+    def cautions(self) -> list[str]:
+        """Failed peers and the warnings."""
+        failed = [f"{name} failed and is left out: {why}" for name, why in self.failed.items()]
+        return failed + self.warnings
 
     @property
     def wrong(self) -> int:

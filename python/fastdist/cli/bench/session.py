@@ -198,7 +198,7 @@ class Session:
             on_round()
         self._copies_ns += copies_ns
         floor_us = 0.0
-        if self._placement is None or self._placement.is_shared:
+        if self._placement is None or self._placement.sharing:
             bandwidth = self._bandwidth(copies_ns or self._copies_ns)
             floor_us = results.floor_us(case, self._ranks, bandwidth)
         ours, *others = (contender.measurement() for contender in contenders)

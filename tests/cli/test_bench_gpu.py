@@ -20,7 +20,7 @@ from fastdist.cli.bench.peers import Engine, find_peers
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Measurement, Placement, Report, Row, median_us
 from fastdist.cli.bench.session import Effort, Session
-from fastdist.cli.bench.worker import LEAD_BYTES, Batches, Worker
+from fastdist.cli.bench.worker import Batches, Worker
 from fastdist.cli.main import main
 from paths import ROOT, TESTS
 from stream_device import StreamDevice
@@ -106,30 +106,30 @@ def stream() -> StreamDevice:
 
 
 def test_work_is_timed_apart_from_the_host(stream: StreamDevice) -> None:
-    batches = Batches(stream, stream.copy_call(LEAD_BYTES), 4)
+    batches = Batches(stream)
 
     def call() -> None:
         stream.enqueue(lambda: time.sleep(0.001))
         time.sleep(0.005)  # the host takes longer than the stream
 
-    batches.work_ns([lambda: None] * 4, call)  # finds out how long a lead it takes
-    work = batches.work_ns([lambda: None] * 10, call)
+    batches.times_ns([lambda: None] * 4, call, 4)  # finds out how long a lead it takes
+    work, _ = batches.times_ns([lambda: None] * 10, call, 4)
     assert len(work) == 10
     assert sorted(work)[3] >= 1e6
     assert min(work) < 5e6
-    host = batches.host_ns(lambda: None, call, 6)
+    _, host = batches.times_ns([lambda: None] * 6, call, 4)
     assert len(host) == 6
     assert sorted(host)[3] >= 5e6
 
 
 def test_what_prepares_a_call_is_not_in_its_time(stream: StreamDevice) -> None:
-    batches = Batches(stream, stream.copy_call(LEAD_BYTES), 4)
+    batches = Batches(stream)
     prepared: list[int] = []
 
     def prepare(number: int) -> Any:
         return lambda: stream.enqueue(lambda: (time.sleep(0.005), prepared.append(number)))
 
-    work = batches.work_ns([prepare(n) for n in range(6)], lambda: stream.enqueue(int))
+    work, _ = batches.times_ns([prepare(n) for n in range(6)], lambda: stream.enqueue(int), 4)
     assert prepared == list(range(6))
     assert min(work) < 5e6
 
@@ -194,7 +194,7 @@ def test_a_call_that_is_not_captured_is_measured_without_a_graph(stream: StreamD
     worker = Worker(driver)
     reasons = worker.prepare(array_cases("all_reduce", (64,), 1, array="torch")[0])
     assert reasons == ("", "not captured: RuntimeError: cannot be captured")
-    assert "graph" not in worker.time(3)
+    assert worker.time(3)["graph"] == []
     assert worker.check() == 0
 
 
@@ -202,7 +202,7 @@ def test_a_corrupted_list_on_a_stream_is_found_out(stream: StreamDevice) -> None
     worker = Worker(OneRankOnAStream(stream, 2))
     worker.prepare(list_case("resnet50", "int8", "sum", "torch"))
     worker.drop_graph()
-    assert "graph" not in worker.time(2)
+    assert worker.time(2)["graph"] == []
     assert worker.check() == 4
 
 

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
-from fastdist.cli.bench.drivers import ArrayLibrary, numpy_arrays
+from fastdist.cli.bench.drivers import NUMPY_ARRAYS, ArrayLibrary
 
 Step = Callable[[], object]
 
@@ -101,10 +101,10 @@ class StreamDevice:
         return replay
 
     def _library(self) -> ArrayLibrary:
-        plain = numpy_arrays()
+        plain = NUMPY_ARRAYS
 
-        def filler(array: Any) -> Callable[[float], object]:
-            return lambda value: self.enqueue(lambda: array.fill(value))
+        def fill(array: Any, value: float) -> None:
+            self.enqueue(lambda: array.fill(value))
 
         def write(flat: Any, block: Any) -> None:
             self.synchronize()
@@ -114,4 +114,4 @@ class StreamDevice:
             self.synchronize()
             return plain.read(flat)
 
-        return ArrayLibrary(plain.make, filler, write, read)
+        return ArrayLibrary(plain.make, fill, write, read)

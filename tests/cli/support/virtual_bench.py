@@ -65,7 +65,7 @@ class VirtualGpu:
         self._current.__enter__()  # until the process ends
         self.arrays = ArrayLibrary(
             make=self._make,
-            filler=lambda array: array.fill,
+            fill=lambda array, value: array.fill(value),
             write=lambda flat, block: flat.set(block),
             read=lambda flat: flat.numpy(),
         )

@@ -36,20 +36,18 @@ class ArrayLibrary:
     """Makes, fills and reads one library's arrays."""
 
     make: Callable[[Sequence[int], str], Array]  # uninitialized, of a shape and a dtype name
-    filler: Callable[[Array], Callable[[float], object]]  # the method that sets every element
+    fill: Callable[[Array, float], object]  # sets every element
     write: Callable[[Array, Block], object]  # copies a block into a flat array of its size
     read: Callable[[Array], Block]  # a flat array's elements; float32 if numpy lacks the dtype
 
 
-def numpy_arrays() -> ArrayLibrary:
-    """Return the library of numpy arrays."""
+def _numpy_array(shape: Sequence[int], dtype: str) -> Array:
+    if dtype == "bfloat16":
+        raise UnsupportedCaseError("numpy has no bfloat16")
+    return np.empty(tuple(shape), dtype)
 
-    def make(shape: Sequence[int], dtype: str) -> Array:
-        if dtype == "bfloat16":
-            raise UnsupportedCaseError("numpy has no bfloat16")
-        return np.empty(tuple(shape), dtype)
 
-    return ArrayLibrary(make, lambda array: array.fill, np.copyto, lambda flat: flat)
+NUMPY_ARRAYS = ArrayLibrary(_numpy_array, np.ndarray.fill, np.copyto, lambda flat: flat)
 
 
 def torch_arrays(device: str = "cpu") -> ArrayLibrary:
@@ -62,7 +60,7 @@ def torch_arrays(device: str = "cpu") -> ArrayLibrary:
 
     return ArrayLibrary(
         make=lambda shape, dtype: torch.empty(shape, dtype=getattr(torch, dtype), device=device),
-        filler=lambda array: array.fill_,
+        fill=torch.Tensor.fill_,
         write=lambda flat, block: flat.copy_(torch.from_numpy(block)),
         read=read,
     )
@@ -134,11 +132,14 @@ class Driver:
 def _ring_call(
     rank: int,
     world_size: int,
-    send: Callable[[int], object],
-    recv: Callable[[int], object],
+    send: Callable[[Array, int], object],
+    passes: Array,
+    recv: Callable[[Array, int], object],
+    gets: Array,
 ) -> Call:
     """Return `send_recv` by blocking calls; without a deadlock, as odd ranks receive first."""
-    pair = [partial(send, (rank + 1) % world_size), partial(recv, (rank - 1) % world_size)]
+    to, source = (rank + 1) % world_size, (rank - 1) % world_size
+    pair = [partial(send, passes, to), partial(recv, gets, source)]
     first, second = reversed(pair) if rank % 2 else pair
     return lambda: (first(), second())
 
@@ -196,7 +197,7 @@ def open_fastdist(gpu: Any = None) -> Driver:
         return comm.empty(tuple(shape), torch_dtype, f"cuda:{gpu.device}")
 
     def arrays(kind: str) -> ArrayLibrary:
-        on_cpu = torch_arrays if kind == "torch" else numpy_arrays
+        on_cpu = torch_arrays if kind == "torch" else lambda: NUMPY_ARRAYS
         library = on_cpu() if gpu is None else gpu.arrays
         return replace(library, make=empty) if kind == "empty" else library
 
@@ -204,8 +205,7 @@ def open_fastdist(gpu: Any = None) -> Driver:
         if case.collective == "barrier":
             return comm.barrier
         if case.collective == "send_recv":
-            send, recv = partial(comm.send, passes), partial(comm.recv, gets)
-            return _ring_call(comm.rank, comm.world_size, send, recv)
+            return _ring_call(comm.rank, comm.world_size, comm.send, passes, comm.recv, gets)
         call = getattr(comm, case.collective)
         if case.collective in ("gather", "scatter"):
             return partial(call, passes, ROOT, out=gets)
@@ -257,8 +257,7 @@ def _open_torch(backend: str, version: str) -> Driver:
             return bucketed(library, torch._foreach_copy_, passes, case.dtype, begin)
         if case.collective == "send_recv":
             if gpu is None:
-                send, recv = partial(dist.send, passes), partial(dist.recv, gets)
-                return _ring_call(rank, world_size, send, recv)
+                return _ring_call(rank, world_size, dist.send, passes, dist.recv, gets)
             pair = [
                 dist.P2POp(dist.isend, passes, (rank + 1) % world_size),
                 dist.P2POp(dist.irecv, gets, (rank - 1) % world_size),
@@ -275,8 +274,7 @@ def _open_torch(backend: str, version: str) -> Driver:
             "all_to_all": (dist.all_to_all_single, gets, passes),
             "barrier": (dist.barrier,),
         }
-        call, *arguments = calls[case.collective]
-        return partial(call, *arguments)
+        return partial(*calls[case.collective])
 
     leave = dist.destroy_process_group
     return Driver(rank, world_size, version, barrier, leave, lambda kind: library, bind, gpu)
@@ -289,6 +287,7 @@ def _open_mpi() -> Driver:
     """
     mpi: Any = importlib.import_module("mpi4py.MPI")
     comm, in_place = mpi.COMM_WORLD, mpi.IN_PLACE
+    rank, size = comm.rank, comm.size
     vendor, numbers = mpi.get_vendor()
 
     def copy_all(to: Sequence[Array], source: Sequence[Array]) -> None:
@@ -303,13 +302,12 @@ def _open_mpi() -> Driver:
         redop = getattr(mpi, case.redop.upper() or "SUM")
         if case.model:
             begin = partial(comm.Allreduce, in_place, op=redop)
-            return bucketed(numpy_arrays(), copy_all, passes, case.dtype, begin)
+            return bucketed(NUMPY_ARRAYS, copy_all, passes, case.dtype, begin)
         if case.dtype == "float16":
             passes, gets = (None if a is None else a.view(np.uint16) for a in (passes, gets))
         if case.collective == "send_recv":
-            send, recv = partial(comm.Send, passes), partial(comm.Recv, gets)
-            return _ring_call(comm.rank, comm.size, send, recv)
-        reduced = (in_place, passes) if comm.rank == ROOT else (passes, None)
+            return _ring_call(rank, size, comm.Send, passes, comm.Recv, gets)
+        reduced = (in_place, passes) if rank == ROOT else (passes, None)
         calls: dict[str, tuple[Any, ...]] = {
             "all_reduce": (comm.Allreduce, in_place, passes, redop),
             "reduce": (comm.Reduce, *reduced, redop, ROOT),
@@ -321,19 +319,10 @@ def _open_mpi() -> Driver:
             "all_to_all": (comm.Alltoall, passes, gets),
             "barrier": (comm.Barrier,),
         }
-        call, *arguments = calls[case.collective]
-        return partial(call, *arguments)
+        return partial(*calls[case.collective])
 
     version = f"{vendor} {'.'.join(map(str, numbers))}"
-    return Driver(
-        comm.rank,
-        comm.size,
-        version,
-        comm.Barrier,
-        mpi.Finalize,
-        lambda kind: numpy_arrays(),
-        bind,
-    )
+    return Driver(rank, size, version, comm.Barrier, mpi.Finalize, lambda kind: NUMPY_ARRAYS, bind)
 
 
 # Each starts an engine from the launcher's environment; every rank must call.

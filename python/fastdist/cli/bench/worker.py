@@ -8,7 +8,7 @@ A call on a GPU enqueues work and returns. Three times are measured separately:
 
 - the time of the work, between two events. The stream is kept busy until all calls of a batch are
   enqueued, so that the GPU never waits for the host between the two events;
-- the time of the host, until the call returns, with the stream busy throughout;
+- the time of the host, until the call returns, of calls in a row with the stream busy throughout;
 - the time of a replay of a graph with the call, between two events.
 
 Before each timed call this rank writes its data, and the streams of all ranks wait for each other.
@@ -19,8 +19,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from multiprocessing.connection import Client
 from time import perf_counter_ns
@@ -38,75 +37,54 @@ from fastdist.cluster.launch import detect_launch
 _SPREAD_NS = 10_000_000
 # The calls of a batch, with the fills of their arrays, fit into the queue of a device.
 _MOST_IN_BATCH = 32
+_LEAD_BYTES = 64 << 20
 _FIRST_LEAD, _MOST_LEAD = 32, 500  # copies, which also take places in the device's queue
 
-LEAD_BYTES = 64 << 20
+TimesNs = tuple[list[int], list[int]]  # of the work of calls, and until they returned
 
 
 class Batches:
-    """Times calls on one GPU, in batches of at most `most`.
+    """Times calls on one GPU, in batches. Copies keep the stream busy while the host enqueues."""
 
-    `lead` enqueues a copy. Copies keep the stream busy while the host enqueues a batch.
-    """
-
-    def __init__(self, gpu: Any, lead: Call, most: int) -> None:
+    def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
-        self._most = most
-        self._lead = lead
+        self._lead: Call = gpu.copy_call(_LEAD_BYTES)
         self._copies = _FIRST_LEAD
-        self._events = [(gpu.event(), gpu.event()) for _ in range(most)]
+        self._events = [(gpu.event(), gpu.event()) for _ in range(_MOST_IN_BATCH)]
         self._behind = gpu.event()
 
-    def work_ns(self, prepare: Sequence[Call], call: Call) -> list[int]:
-        """Return the time of each call's work in ns; a call of `prepare` precedes each call."""
-        times_ns: list[int] = []
-        for first in range(0, len(prepare), self._most):
-            batch = list(zip(prepare[first : first + self._most], self._events, strict=False))
-            with self._batch():
-                for before, (start, end) in batch:
-                    before()
-                    start.record()
-                    call()
-                    end.record()
-            times_ns += [int(start.elapsed_time(end) * 1e6) for _, (start, end) in batch]
-        return times_ns
-
-    def host_ns(self, prepare: Call, call: Call, number: int) -> list[int]:
-        """Return the time until each call returns in ns; `prepare` precedes each batch."""
-        times_ns: list[int] = []
-        while len(times_ns) < number:
-            with self._batch():
-                prepare()
-                for _ in range(min(self._most, number - len(times_ns))):
-                    called = perf_counter_ns()
-                    call()
-                    times_ns.append(perf_counter_ns() - called)
-        return times_ns
-
-    @contextmanager
-    def _batch(self) -> Iterator[None]:
-        """Keep the stream busy while calls are enqueued inside; then wait for them.
-
-        The next lead is longer if this lead was too short.
-        """
-        for _ in range(self._copies):
-            self._lead()
-        self._behind.record()
-        yield
-        if self._behind.query():
-            self._copies = min(_MOST_LEAD, 2 * self._copies)
-        self._gpu.synchronize()
+    def times_ns(self, prepare: Sequence[Call], call: Call, most: int = _MOST_IN_BATCH) -> TimesNs:
+        """Time calls, in batches of at most `most`; a call of `prepare` precedes each call."""
+        work_ns: list[int] = []
+        host_ns: list[int] = []
+        for first in range(0, len(prepare), most):
+            batch = list(zip(prepare[first : first + most], self._events, strict=False))
+            for _ in range(self._copies):
+                self._lead()
+            self._behind.record()
+            for before, (start, end) in batch:
+                before()
+                start.record()
+                called = perf_counter_ns()
+                call()
+                host_ns.append(perf_counter_ns() - called)
+                end.record()
+            if self._behind.query():  # this lead was too short
+                self._copies = min(_MOST_LEAD, 2 * self._copies)
+            self._gpu.synchronize()
+            work_ns += [int(start.elapsed_time(end) * 1e6) for _, (start, end) in batch]
+        return work_ns, host_ns
 
 
-def work_ns(prepare: Sequence[Call], call: Call) -> list[int]:
-    """Return the time of each call on the host in ns; a call of `prepare` precedes each call."""
-    times_ns = []
+def times_ns(prepare: Sequence[Call], call: Call, most: int = 1) -> TimesNs:
+    """Time calls on the host; a call of `prepare` precedes each call."""
+    times = []
     for before in prepare:
         before()
         began = perf_counter_ns()
         call()
-        times_ns.append(perf_counter_ns() - began)
-    return times_ns
+        times.append(perf_counter_ns() - began)
+    return times, []
 
 
 class Worker:
@@ -114,9 +92,7 @@ class Worker:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        gpu = driver.gpu
-        self._lead: Call | None = None if gpu is None else gpu.copy_call(LEAD_BYTES)
-        self._batches: Batches | None = None
+        self._times_ns = times_ns if driver.gpu is None else Batches(driver.gpu).times_ns
         self._copy: Call | None = None
 
     def bind(self, cores: Sequence[int]) -> None:
@@ -130,43 +106,37 @@ class Worker:
         """
         self._call: Any = None
         self._replay: Call | None = None
-        self._fillers: list[Any] = []
         self._passes: list[Array] = []
         self._gets: list[Array] = []
+        driver, gpu = self._driver, self._driver.gpu
         try:
-            return "", self._prepare(case)
+            self._case, self._library = case, driver.arrays(case.array)
+            if case.model:
+                shapes = [GRADIENT_SHAPES[case.model], []]
+            else:
+                rank, world_size = driver.rank, driver.world_size
+                elements = buffer_elements(case.collective, case.count, rank, world_size)
+                shapes = [[(count,)] if count else [] for count in elements]
+            make, dtype = self._library.make, case.dtype
+            self._passes, self._gets = ([make(shape, dtype) for shape in each] for each in shapes)
+            passes = self._passes if case.model else next(iter(self._passes), None)
+            self._call = driver.bind(case, passes, next(iter(self._gets), None))
+            self._fill(1)
+            self._call()  # engines connect in the first call, which cannot be captured
+            if gpu is None:
+                return "", ""
+            gpu.synchronize()
+            try:
+                self._replay = gpu.capture(self._call)
+                return "", ""
+            except Exception as error:
+                return "", f"not captured: {type(error).__name__}: {error}"
+            finally:
+                gpu.synchronize()
         except UnsupportedCaseError as error:
             return str(error), ""
         except Exception as error:
             return f"{type(error).__name__}: {error}", ""
-
-    def _prepare(self, case: Case) -> str:
-        driver, gpu = self._driver, self._driver.gpu
-        self._case, self._library = case, driver.arrays(case.array)
-        make, dtype = self._library.make, case.dtype
-        if case.model:
-            shapes = [GRADIENT_SHAPES[case.model], []]
-        else:
-            elements = buffer_elements(case.collective, case.count, driver.rank, driver.world_size)
-            shapes = [[(count,)] if count else [] for count in elements]
-        self._passes, self._gets = ([make(shape, dtype) for shape in each] for each in shapes)
-        passes = self._passes if case.model else next(iter(self._passes), None)
-        self._call = driver.bind(case, passes, next(iter(self._gets), None))
-        self._fillers = [self._library.filler(array) for array in self._passes]
-        self._fill(1)
-        self._call()  # engines connect in the first call, which cannot be captured
-        if self._lead is None:
-            return ""
-        most = _MOST_IN_BATCH // max(1, len(self._passes))
-        self._batches = Batches(gpu, self._lead, max(1, most))
-        gpu.synchronize()
-        try:
-            self._replay = gpu.capture(self._call)
-        except Exception as error:
-            return f"not captured: {type(error).__name__}: {error}"
-        finally:
-            gpu.synchronize()
-        return ""
 
     def drop_graph(self) -> None:
         """Measure no replays of this case, as another rank has no graph."""
@@ -177,8 +147,8 @@ class Worker:
 
         The data is left in this rank's cache, as by a computation.
         """
-        for fill in self._fillers:
-            fill(value)
+        for array in self._passes:
+            self._library.fill(array, value)
         self._driver.barrier()
 
     def time(self, iterations: int) -> dict[str, list[int]]:
@@ -191,22 +161,26 @@ class Worker:
         rank, world_size, redop = self._driver.rank, self._driver.world_size, self._case.redop
         values = (verify.fill_value(rank, i, world_size, redop) for i in range(iterations))
         prepare = [partial(self._fill, value) for value in values]
-        times_ns: dict[str, list[int]] = {}
-        if self._batches is None:
-            _spread_ranks()
-            self._driver.barrier()
-            began = perf_counter_ns()
-            times_ns["times"] = work_ns(prepare, self._call)
-        else:
-            self._driver.barrier()
+        # A message wakes ranks on the core of its sender. If they waited for each other there, the
+        # calls would show the scheduler's time slices and not the speed of the engine: each keeps
+        # its core busy until the scheduler has given each rank a core of its own.
+        end = perf_counter_ns() + _SPREAD_NS
+        while perf_counter_ns() < end:
+            pass
+        self._driver.barrier()
+        most, host_ns, graph_ns = max(1, _MOST_IN_BATCH // max(1, len(self._passes))), [], []
+        if self._driver.gpu is not None:
             self._driver.gpu.synchronize()
-            began = perf_counter_ns()
-            times_ns["host"] = self._batches.host_ns(partial(self._fill, 1), self._call, iterations)
-            if self._replay is not None:
-                times_ns["graph"] = self._batches.work_ns(prepare, self._replay)
-            # Last, so that the results of these calls are checked.
-            times_ns["times"] = self._batches.work_ns(prepare, self._call)
-        return times_ns | {"wall": [perf_counter_ns() - began]}
+        began = perf_counter_ns()
+        if self._driver.gpu is not None:
+            in_a_row = [(lambda: None) if i % most else prepare[i] for i in range(iterations)]
+            _, host_ns = self._times_ns(in_a_row, self._call, most)
+        if self._replay is not None:
+            graph_ns, _ = self._times_ns(prepare, self._replay, most)
+        # Last, so that the results of these calls are checked.
+        work_ns, _ = self._times_ns(prepare, self._call, most)
+        wall_ns = [perf_counter_ns() - began]
+        return {"times": work_ns, "host": host_ns, "graph": graph_ns, "wall": wall_ns}
 
     def check(self) -> int:
         """Count wrong elements of the last timed call, of one more, and of a replay.
@@ -224,7 +198,7 @@ class Worker:
             verify.write_input(self._library, self._passes, inputs, rank)
             for array in self._gets:
                 # No right result has 101, so that elements that are not written count as wrong.
-                self._library.filler(array)(101)
+                self._library.fill(array, 101)
             self._driver.barrier()
             call()
             wrong += self._differing(inputs)
@@ -239,27 +213,11 @@ class Worker:
 
     def copy(self, nbytes: int, iterations: int) -> list[int]:
         """Time copies of a buffer on all ranks at the same time, for the floor."""
-        gpu, barriers = self._driver.gpu, [self._driver.barrier] * iterations
-        copy_call = _copy_call if gpu is None else gpu.copy_call
-        self._copy = self._copy or copy_call(nbytes)  # every message asks for the same size
-        if self._lead is None:
-            return work_ns(barriers, self._copy)
-        return Batches(gpu, self._lead, iterations).work_ns(barriers, self._copy)
-
-
-def _copy_call(nbytes: int) -> Call:
-    return partial(_core.stream_copy, np.zeros(nbytes // 8), np.ones(nbytes // 8))
-
-
-def _spread_ranks() -> None:
-    """Keep this rank's core busy until the scheduler has given each rank a core of its own.
-
-    A message wakes ranks on the core of its sender. If they waited for each other there, the calls
-    would show the scheduler's time slices and not the speed of the engine.
-    """
-    end = perf_counter_ns() + _SPREAD_NS
-    while perf_counter_ns() < end:
-        pass
+        gpu = self._driver.gpu
+        if self._copy is None and gpu is None:
+            self._copy = partial(_core.stream_copy, np.zeros(nbytes // 8), np.ones(nbytes // 8))
+        self._copy = self._copy or gpu.copy_call(nbytes)  # every message asks for the same size
+        return self._times_ns([self._driver.barrier] * iterations, self._copy)[0]
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import fastdist as fd
-from fastdist.cli.bench.models import GRADIENT_SHAPES
+from fastdist.cli.bench.cases import GRADIENT_SHAPES
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path[:0] = [str(TESTS / "collectives" / "support"), str(TESTS / "virtual_gpu")]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import fastdist as fd
 import torch
-from fastdist.cli.bench.models import GRADIENT_SHAPES
+from fastdist.cli.bench.cases import GRADIENT_SHAPES
 from torch.profiler import ProfilerActivity, profile
 
 CALLS = 30

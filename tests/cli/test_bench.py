@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases
-from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     Engine,
@@ -25,7 +24,7 @@ from fastdist.cli.bench.peers import (
     find_peers,
 )
 from fastdist.cli.bench.results import Row
-from fastdist.cli.bench.session import Effort, Session
+from fastdist.cli.bench.session import Effort, EngineError, Session
 from fastdist.cli.main import main
 from launched import wait_until
 from marks import slow

@@ -17,14 +17,13 @@ from fastdist.cli.bench import report as text
 from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import (
     COLLECTIVES,
+    GRADIENT_SHAPES,
     Case,
     array_cases,
     buffer_elements,
     list_case,
 )
 from fastdist.cli.bench.drivers import NUMPY_ARRAYS, ArrayLibrary, Call
-from fastdist.cli.bench.engine_ranks import reason_in
-from fastdist.cli.bench.models import GRADIENT_SHAPES
 from fastdist.cli.bench.peers import (
     MPI_NAMES,
     find_peers,
@@ -38,6 +37,7 @@ from fastdist.cli.bench.results import (
     p99_us,
     slowest_rank,
 )
+from fastdist.cli.bench.session import reason_in
 from fastdist.cli.bench.verify import count_wrong, patterned_inputs, write_input
 from fastdist.cli.bench.worker import Worker
 from fastdist.cli.machine_facts import total_cache_bytes

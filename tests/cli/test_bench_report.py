@@ -18,12 +18,18 @@ from fastdist.cli.bench import add_parser, full_report
 from fastdist.cli.bench.cases import Case, array_cases
 from fastdist.cli.bench.command import Plan, make_plan
 from fastdist.cli.bench.comparison import RecordedRun, compare, control
-from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.full_report import measure, page, recorded_object, report_cases
-from fastdist.cli.bench.intervals import median_interval, ratio_interval
 from fastdist.cli.bench.peers import Engine
-from fastdist.cli.bench.results import Measurement, Report, Row, combined, peer_sentences
-from fastdist.cli.bench.session import Effort
+from fastdist.cli.bench.results import (
+    Measurement,
+    Report,
+    Row,
+    combined,
+    median_interval,
+    peer_sentences,
+    ratio_interval,
+)
+from fastdist.cli.bench.session import Effort, EngineError
 from fastdist.cli.machine_facts import machine_facts
 from fastdist.cli.main import main
 

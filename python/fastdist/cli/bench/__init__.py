@@ -6,8 +6,13 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from fastdist.cli.bench.cases import COLLECTIVES, DEVICE_ARRAYS, DTYPE_BYTES, REDUCE_OPS
-from fastdist.cli.bench.models import GRADIENT_SHAPES
+from fastdist.cli.bench.cases import (
+    COLLECTIVES,
+    DEVICE_ARRAYS,
+    DTYPE_BYTES,
+    GRADIENT_SHAPES,
+    REDUCE_OPS,
+)
 from fastdist.cli.bench.peers import CUDA_PEER_NAMES, PEER_NAMES, cache_dir
 from fastdist.cli.command import add_command, count, seconds
 

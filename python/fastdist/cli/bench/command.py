@@ -17,11 +17,10 @@ from typing import Any, TextIO
 import fastdist._core as _core
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import DEVICE_ARRAYS, Case, array_cases, list_case
-from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import Engine, fastdist_engine, find_peers, parse_peers
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import Placement, Report, place_ranks
-from fastdist.cli.bench.session import ROUNDS, Effort, Session
+from fastdist.cli.bench.session import ROUNDS, Effort, EngineError, Session
 from fastdist.cli.command import UsageError, check_plot
 from fastdist.cli.machine_facts import gpu_facts, machine_facts, usable_cores
 from fastdist.cli.sizes import parse_sizes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdist.cli.bench.cases import Case
-from fastdist.cli.bench.intervals import SAMPLES, median_interval, ratio_interval
+from fastdist.cli.bench.results import SAMPLES, median_interval, ratio_interval
 from fastdist.cli.command import UsageError
 from fastdist.processes.terminal import fitted, show
 

@@ -1,7 +1,7 @@
 """Runs `fastdist bench report`: every collective next to every installed peer, as a page and JSON.
 
 Every case is measured in several passes. A pass starts all engines anew, and the samples of a
-figure are the passes' medians (intervals.py). They cover what differs from start to start, such as
+figure are the passes' medians (results.py). They cover what differs from start to start, such as
 where arrays lie, and what else the machine does over minutes.
 """
 
@@ -19,21 +19,20 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastdist._version import __version__
-from fastdist.cli.bench import intervals, results
+from fastdist.cli.bench import results
 from fastdist.cli.bench.cases import COLLECTIVES, Case, array_cases, list_case
 from fastdist.cli.bench.command import Plan, Progress, run_planned
-from fastdist.cli.bench.engine_ranks import EngineError
 from fastdist.cli.bench.peers import PEER_NAMES, cache_dir, fastdist_engine, find_peers
 from fastdist.cli.bench.plot import to_svg
 from fastdist.cli.bench.report import report_object
 from fastdist.cli.bench.results import Report, Row, combined, peer_sentences
-from fastdist.cli.bench.session import Effort, Session
+from fastdist.cli.bench.session import Effort, EngineError, Session
 from fastdist.cli.command import check_plot
 from fastdist.cli.machine_facts import machine_facts, usable_cores
 from fastdist.cli.sizes import format_size, parse_sizes
 from fastdist.processes.terminal import fitted, show
 
-PASSES = intervals.SAMPLES
+PASSES = results.SAMPLES
 
 _ALL_REDUCE_SIZES = parse_sizes("8,1K,64K,1M,16M,64M")
 _OTHER_SIZES = parse_sizes("1K,1M")
@@ -180,5 +179,5 @@ def page(report: Report, recorded: dict[str, Any]) -> str:
         sentences=list(peer_sentences(report)),
         curves=to_svg(replace(report, rows=curves)),
         data=json.dumps(recorded).replace("</", "<\\/"),  # no end of the script element
-        unstable_width=intervals.UNSTABLE_WIDTH,
+        unstable_width=results.UNSTABLE_WIDTH,
     )

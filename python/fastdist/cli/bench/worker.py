@@ -29,9 +29,8 @@ import numpy as np
 
 import fastdist._core as _core
 from fastdist.cli.bench import verify
-from fastdist.cli.bench.cases import COLLECTIVES, ROOT, Case, buffer_elements
+from fastdist.cli.bench.cases import COLLECTIVES, GRADIENT_SHAPES, ROOT, Case, buffer_elements
 from fastdist.cli.bench.drivers import DRIVERS, Array, Call, Driver, UnsupportedCaseError
-from fastdist.cli.bench.models import GRADIENT_SHAPES
 from fastdist.cluster.launch import detect_launch
 
 _SPREAD_NS = 10_000_000

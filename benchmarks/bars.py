@@ -111,7 +111,7 @@ def _times_as_fast(row: Row, engines: Sequence[str]) -> float:
 
 
 def _right(row: Row) -> Bar:
-    name = f"{row.case.collective} {row.case.label} {row.case.array}: wrong elements"
+    name = f"{row.case.collective} {format_size(row.case.bytes)} {row.case.array}: wrong elements"
     return Bar(name, row.ours.wrong, most=0)
 
 
@@ -122,15 +122,16 @@ def all_reduce(bench: Bench) -> Iterator[Bar]:
         sizes = _FLOOR_SIZES if array == "empty" else tuple(_ALL_REDUCE_BARS)
         cases += array_cases("all_reduce", [parse_size(size) for size in sizes], 2, array=array)
     for case, row in bench.measure(2, ("gloo", *MPI_NAMES), cases):
-        name = f"all_reduce {case.label} {case.array}"
+        size = format_size(case.bytes)
+        name = f"all_reduce {size} {case.array}"
         yield _right(row)
-        against_mpi, against_gloo = _ALL_REDUCE_BARS[case.label]
+        against_mpi, against_gloo = _ALL_REDUCE_BARS[size]
         if case.array != "empty":
             yield Bar(
                 f"{name}: against the fastest MPI", _times_as_fast(row, MPI_NAMES), against_mpi
             )
             yield Bar(f"{name}: against gloo", _times_as_fast(row, ("gloo",)), against_gloo)
-        if case.array in _FLOOR_BARS and case.label in _FLOOR_SIZES:
+        if case.array in _FLOOR_BARS and size in _FLOOR_SIZES:
             least = _FLOOR_BARS[case.array]
             yield Bar(f"{name}: of the memory floor", row.floor_percent, least, unit=" %")
 
@@ -176,7 +177,7 @@ def oversubscribed(bench: Bench) -> Iterator[Bar]:
         cases = array_cases("all_reduce", (1 << 10, 1 << 20), ranks)
         for case, row in bench.measure(ranks, ("gloo",), cases):
             yield _right(row)
-            name = f"all_reduce {case.label}, {ranks} ranks: against gloo"
+            name = f"all_reduce {format_size(case.bytes)}, {ranks} ranks: against gloo"
             yield Bar(name, _times_as_fast(row, ("gloo",)), 3)
 
 

@@ -34,7 +34,7 @@ from fastdist.cli.bench.report import Table, row_object  # noqa: E402
 from fastdist.cli.bench.results import Placement, Row, place_ranks  # noqa: E402
 from fastdist.cli.bench.session import Effort, Session  # noqa: E402
 from fastdist.cli.machine_facts import gpu_facts, machine_facts  # noqa: E402
-from fastdist.cli.sizes import parse_sizes  # noqa: E402
+from fastdist.cli.sizes import format_size, parse_sizes  # noqa: E402
 
 _RANKS = 2
 _SIZES = "8:256M"
@@ -74,7 +74,7 @@ def all_reduce(bench: GpuBench) -> Iterator[Bar]:
     sizes = parse_sizes(_SIZES)
     cases = array_cases("all_reduce", sizes, _RANKS, array="torch")
     for case, row in bench.measure(cases):
-        name = f"all_reduce {case.label}"
+        name = f"all_reduce {format_size(case.bytes)}"
         yield Bar(f"{name}: wrong elements", row.ours.wrong, most=0)
         (torch,) = row.others or (None,)
         ratio = row.times_as_fast(torch) if torch else None
@@ -92,7 +92,7 @@ def others(bench: GpuBench) -> Iterator[Bar]:
             continue
         cases = array_cases(collective, _OTHER_SIZES, _RANKS, array="torch")
         for case, row in bench.measure(cases):
-            name = f"{collective} {case.label}"
+            name = f"{collective} {format_size(case.bytes)}"
             (torch,) = row.others or (None,)
             ratio = row.times_as_fast(torch) if torch else None
             yield Bar(f"{name}: wrong elements", row.ours.wrong, most=0)

@@ -14,13 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastdist.cli.bench import add_parser, full_report
+from fastdist.cli.bench import add_parser, command
 from fastdist.cli.bench.cases import Case, array_cases
-from fastdist.cli.bench.command import Plan, make_plan
+from fastdist.cli.bench.command import Plan, make_plan, measure, report_cases
 from fastdist.cli.bench.comparison import RecordedRun, compare, control
-from fastdist.cli.bench.full_report import measure, page, recorded_object, report_cases
 from fastdist.cli.bench.peers import Engine
+from fastdist.cli.bench.report import page, recorded_object
 from fastdist.cli.bench.results import (
+    SAMPLES,
     Measurement,
     Report,
     Row,
@@ -62,7 +63,7 @@ def a_report(seed: int, spread: float = 0.0, slower: float = 1.0) -> Report:
     def factor() -> float:
         return float(slower * np.exp(spread * generator.standard_normal()))
 
-    passes = [a_pass(factor) for _ in range(full_report.PASSES)]
+    passes = [a_pass(factor) for _ in range(SAMPLES)]
     rows = [combined(rows) for rows in zip(*passes, strict=True)]
     engines = {name: f"{name} 1" for name in TIMES}
     return Report(2, machine_facts(), engines, {"impi": "pip install </script>"}, 50.0, rows)
@@ -268,17 +269,18 @@ def test_a_peer_that_fails_is_left_out_of_the_passes_after(
         def __exit__(self, *error: object) -> None:
             pass
 
-        def measure(self, case: Any) -> Row:
+        def measure(self, case: Any, update: Any) -> Row:
             if len(started) == 2:
                 raise EngineError("", "impi", "too late")
             ours, *others = (measured(name, len(started)) for name in self._names)
             return Row(case, 2, 1.0, ours, tuple(others))
 
-    monkeypatch.setattr(full_report, "Session", Session)
+    monkeypatch.setattr(command, "Session", Session)
     engines = [Engine(name, "mpi", ()) for name in ("fastdist", "gloo", "impi", "mpich")]
-    plan = Plan(Report(2, machine_facts(), {}, {}), (case,), Effort(), engines)
+    plan = Plan(Report(2, machine_facts(), {}, {}), (case,), Effort(), engines, [])
     progress = Silent()
-    report = measure(plan, 3, progress)
+    measure(plan, 3, progress)
+    report = plan.report
     assert started == [
         ["fastdist", "gloo", "impi", "mpich"],
         ["fastdist", "impi", "mpich"],
@@ -400,9 +402,9 @@ def test_a_report_is_measured_and_written(
     peers = (Engine("mpich", "fastdist", worker), Engine("impi", "mpi", ("/no/such/mpiexec",)))
     missing = {"gloo": "pip install torch"}
     cases = report_cases(2)[1:3]
-    monkeypatch.setattr(full_report, "find_peers", lambda *_, **__: (peers, missing))
-    monkeypatch.setattr(full_report, "report_cases", lambda ranks: cases)
-    monkeypatch.setattr(full_report, "_EFFORT", Effort(iterations=2, warmup=1, rounds=1))
+    monkeypatch.setattr(command, "find_peers", lambda *_, **__: (peers, missing))
+    monkeypatch.setattr(command, "report_cases", lambda ranks: cases)
+    monkeypatch.setattr(command, "_REPORT_EFFORT", Effort(iterations=2, warmup=1, rounds=1))
     out = tmp_path / "a.html"
     assert main(["bench", "report", "--ranks", "2", "--out", str(out), "--json"]) == 1
     written = capsys.readouterr()

@@ -57,7 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     files = "write FILE.html and FILE.json (default: files with the date in {})"
     report = add(
         "report",
-        "bench.full_report:run_report",
+        "bench.command:run_command",
         help="measure every collective next to every installed peer, and write a page",
         description=_REPORT_DESCRIPTION,
     ).add_argument

@@ -134,11 +134,6 @@ class Case:
     model: str = ""  # model whose gradients are the list; empty for one array
 
     @property
-    def label(self) -> str:
-        """The size or the model, for messages."""
-        return self.model or format_size(self.bytes)
-
-    @property
     def title(self) -> str:
         """Collective and size for readers: `all_reduce 64 KiB`."""
         if self.model:

@@ -1,12 +1,25 @@
-"""Formats a report as a table, line by line, and as an object for JSON."""
+"""Formats a report as a table, line by line, as an object for JSON, and as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from typing import Any
 
-from fastdist.cli.bench.results import Measurement, Report, Row
+from fastdist._version import __version__
+from fastdist.cli.bench.cases import Case
+from fastdist.cli.bench.plot import to_svg
+from fastdist.cli.bench.results import (
+    UNSTABLE_WIDTH,
+    Measurement,
+    Report,
+    Row,
+    digits,
+    format_time,
+    peer_sentences,
+)
+from fastdist.cli.sizes import format_size
 
 Column = tuple[int, str, Callable[..., object]]  # width, unit, and cell of a row
 
@@ -198,3 +211,53 @@ def report_object(report: Report) -> dict[str, Any]:
         "copy_gb_per_s": round(report.copy_gb_per_s, 2),
         "rows": [row_object(row) for row in report.rows],
     }
+
+
+def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
+    """Convert a report for its JSON file; every row has the command that measures it once more."""
+    recorded = report_object(report)
+    for row, found in zip(report.rows, recorded["rows"], strict=True):
+        found["command"] = _command(report, row.case)
+    return {
+        "fastdist": __version__,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "took_s": round(took_s),
+        **recorded,
+    }
+
+
+def _command(report: Report, case: Case) -> str:
+    words = ["fastdist bench", case.collective]
+    if case.model:
+        words.append(f"--list {case.model}")
+    elif case.collective != "barrier":
+        words.append(f"--sizes {format_size(case.bytes)}")
+    words.append(f"--ranks {report.ranks}")
+    _, *peers = report.engines
+    if peers:
+        words.append(f"--vs {','.join(peers)}")
+    return " ".join(words)
+
+
+def page(report: Report, recorded: dict[str, Any]) -> str:
+    """Return the page of a report: one HTML file with its charts and data, which loads nothing.
+
+    `recorded` is the same as JSON.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader(__package__, ".")
+    environment = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined
+    )
+    environment.filters |= {"time": format_time, "digits": digits}
+    all_reduces = [row for row in report.rows if row.case.collective == "all_reduce"]
+    of_one_array = [row for row in all_reduces if not row.case.model]
+    return environment.get_template("page.html").render(
+        report=report,
+        recorded=recorded,
+        rows=list(zip(report.rows, recorded["rows"], strict=True)),
+        sentences=list(peer_sentences(report)),
+        curves=to_svg(replace(report, rows=of_one_array)),
+        unstable_width=UNSTABLE_WIDTH,
+    )

@@ -352,12 +352,12 @@ class Session:
     def _bandwidth(self, copies_ns: Sequence[int]) -> float:
         return 2 * self._ranks * self._copy_bytes / statistics.median_high(copies_ns)
 
-    def measure(self, case: Case, on_round: Callable[[], None] = lambda: None) -> Row:
-        """Measure a case on every engine; call `on_round` after each of `Effort.rounds` rounds."""
+    def measure(self, case: Case, update: Callable[[str, int], object] = lambda *_: None) -> Row:
+        """Measure a case on every engine; give `update` its title, and each finished round."""
+        update(case.title, 0)
         contenders = [_Contender(engine, self._effort, case) for engine in self._engines]
         if reason := contenders[0].unsupported:
-            message = f"fastdist {case.collective} of {case.label}: {reason}"
-            raise EngineError(message, "fastdist", reason)
+            raise EngineError(f"fastdist {case.title}: {reason}", "fastdist", reason)
         fits_caches = 0 < results.buffer_bytes(case, self._ranks) <= self._cache_bytes
         needs_copies = not fits_caches or not self._copies_ns  # no floor is shown, once is enough
         copies_ns: list[int] = []
@@ -370,7 +370,7 @@ class Session:
             for contender in contenders:
                 if not contender.unsupported:
                     contender.take_turn()
-            on_round()
+            update(case.title, 1)
         self._copies_ns += copies_ns
         floor_us = 0.0
         if self._placement is None or self._placement.sharing:

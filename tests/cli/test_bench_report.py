@@ -27,7 +27,6 @@ from fastdist.cli.bench.results import (
     Row,
     combined,
     median_interval,
-    peer_sentences,
     ratio_interval,
 )
 from fastdist.cli.bench.session import Effort, EngineError
@@ -359,7 +358,7 @@ def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
     codes = "".join(found.texts["code"])
     assert all(row["command"] in codes for row in recorded["rows"])
     items = found.texts["li"]
-    assert set(peer_sentences(report)) <= set(items)
+    assert set(report.sentences) <= set(items)
     assert "impi is not installed: pip install </script>" in items
     unstable = [row.case.title for row in report.rows if row.ours.interval.is_unstable]
     assert len(unstable) > 0
@@ -367,12 +366,12 @@ def test_the_page_holds_the_measurements_and_loads_nothing() -> None:
 
 
 def test_a_sentence_per_peer_has_its_figures() -> None:
-    gloo, mpich = peer_sentences(a_report(1))
+    gloo, mpich = a_report(1).sentences
     assert gloo.startswith("gloo 1 takes 8.0 times as long as fastdist in the median of 23 cases")
     assert gloo.endswith("fastdist is faster in 23, slower in none.")
     assert mpich.startswith("mpich 1 takes 0.50 times as long as fastdist in the median of 24")
     assert "to 2.0 (barrier); fastdist is faster in 1, slower in 23 (all_reduce 8 B, " in mpich
-    open_ones = [s for s in peer_sentences(a_report(1, 2.0)) if s.endswith("leave it open.")]
+    open_ones = [s for s in a_report(1, 2.0).sentences if s.endswith("leave it open.")]
     assert open_ones
 
 

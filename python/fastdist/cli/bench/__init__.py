@@ -6,13 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from fastdist.cli.bench.cases import (
-    COLLECTIVES,
-    DEVICE_ARRAYS,
-    DTYPE_BYTES,
-    GRADIENT_SHAPES,
-    REDUCE_OPS,
-)
+from fastdist.cli.bench import cases
 from fastdist.cli.bench.peers import CUDA_PEER_NAMES, PEER_NAMES, cache_dir
 from fastdist.cli.command import add_command, count, seconds
 
@@ -43,24 +37,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     commands = bench.add_subparsers(metavar="OP", dest="collective", required=True)
-    add = partial(add_command, commands, errors=(ImportError,), title="fastdist bench")
+    add = partial(
+        add_command,
+        commands,
+        handler="bench.command:run_command",
+        errors=(ImportError,),
+        title="fastdist bench",
+    )
     options = _options()
-    for name in COLLECTIVES:
-        add(
-            name,
-            "bench.command:run_command",
-            parents=[options],
-            help=f"measure {name}",
-            description=_DESCRIPTION,
-        )
+    for name in cases.COLLECTIVES:
+        add(name, parents=[options], help=f"measure {name}", description=_DESCRIPTION)
     ranks = "number of processes (default: usable cores; at least 2)"
     files = "write FILE.html and FILE.json (default: files with the date in {})"
-    report = add(
-        "report",
-        "bench.command:run_command",
-        help="measure every collective next to every installed peer, and write a page",
-        description=_REPORT_DESCRIPTION,
-    ).add_argument
+    every = "measure every collective next to every installed peer, and write a page"
+    report = add("report", help=every, description=_REPORT_DESCRIPTION).add_argument
     report("--ranks", "-n", type=count("ranks", least=2), help=ranks)
     report("--out", type=Path, metavar="FILE.html", help=files.format(cache_dir("reports")))
     report("--json", action="store_true", help="also write the JSON to stdout")
@@ -85,17 +75,17 @@ def _options() -> argparse.ArgumentParser:
     range_or_list = "a range 8:256M, by factors of 4, or a list 8,1K,64K, in bytes"
     add("--sizes", default="8:64M", metavar="SIZES", help=f"{range_or_list} (default %(default)s)")
     in_one = "instead of sizes: this model's gradients, in one fused all_reduce"
-    add("--list", dest="model", choices=GRADIENT_SHAPES, help=in_one)
+    add("--list", dest="model", choices=cases.GRADIENT_SHAPES, help=in_one)
     ranks = "number of processes (default: usable cores, or GPUs; at least 2)"
     add("--ranks", "-n", type=count("ranks"), help=ranks)
-    dtypes = tuple(DTYPE_BYTES)
+    dtypes = tuple(cases.DTYPE_BYTES)
     add("--dtype", choices=dtypes, default="float32", metavar="TYPE", help=", ".join(dtypes))
-    add("--op", dest="redop", choices=REDUCE_OPS, default="sum", help="reduce op")
+    add("--op", dest="redop", choices=cases.REDUCE_OPS, default="sum", help="reduce op")
     device = "device of the arrays (default: cpu); with fewer GPUs than ranks, ranks share GPUs"
-    add("--device", choices=tuple(DEVICE_ARRAYS), default="cpu", help=device)
+    add("--device", choices=tuple(cases.DEVICE_ARRAYS), default="cpu", help=device)
     empty = "empty: comm.empty, which needs no copy"
     arrays = f"arrays for fastdist's calls (default: numpy, on GPUs torch); {empty}"
-    add("--array", choices=DEVICE_ARRAYS["cpu"], help=arrays)
+    add("--array", choices=cases.DEVICE_ARRAYS["cpu"], help=arrays)
     add = options.add_argument_group("effort").add_argument
     iters = "timed calls per case (default: as many as fit in --time-s)"
     add("--iters", type=count("calls"), help=iters)

@@ -38,29 +38,23 @@ Shape = tuple[int, ...]
 
 def _resnet50() -> list[Shape]:
     """Return the shapes of torchvision's resnet50 (He et al. 2015): bottlenecks with BatchNorm."""
-    shapes: list[Shape] = []
-
-    def convolution(outputs: int, inputs: int, kernel: int) -> None:
-        shapes.extend([(outputs, inputs, kernel, kernel), (outputs,), (outputs,)])  # and the norm
-
-    convolution(64, 3, 7)
+    convolutions = [(64, 3, 7)]  # outputs, inputs, kernel
     inputs = 64
     for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
-        outputs = 4 * width
         for block in range(blocks):
-            convolution(width, inputs, 1)
-            convolution(width, width, 3)
-            convolution(outputs, width, 1)
+            convolutions += [(width, inputs, 1), (width, width, 3), (4 * width, width, 1)]
             if block == 0:
-                convolution(outputs, inputs, 1)
-            inputs = outputs
+                convolutions.append((4 * width, inputs, 1))
+            inputs = 4 * width
+    shapes: list[Shape] = []
+    for outputs, width, kernel in convolutions:
+        shapes += [(outputs, width, kernel, kernel), (outputs,), (outputs,)]  # and the norm
     return [*shapes, (1000, inputs), (1000,)]
 
 
 _NORM: list[Shape] = [(768,), (768,)]
 _SQUARE: list[Shape] = [(768, 768), (768,)]  # BERT's query, key, value, output, and pooler
 _WIDER: list[Shape] = [(768, 3072), (3072,), (3072, 768), (768,)]
-_BERT_WIDER: list[Shape] = [(3072, 768), (3072,), (768, 3072), (768,)]
 
 # Gradients of real models, in the order of the model's parameters. They follow from the
 # hyperparameters of the architectures, so that neither the models nor their libraries are needed. A
@@ -76,7 +70,7 @@ GRADIENT_SHAPES: dict[str, Sequence[Shape]] = {
     # bert-base-uncased (Devlin et al. 2018) with its pooler.
     "bert": [
         *[(30522, 768), (512, 768), (2, 768), *_NORM],
-        *12 * [*4 * _SQUARE, *_NORM, *_BERT_WIDER, *_NORM],
+        *12 * [*4 * _SQUARE, *_NORM, (3072, 768), (3072,), (768, 3072), (768,), *_NORM],
         *_SQUARE,
     ],
 }

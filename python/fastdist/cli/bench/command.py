@@ -33,14 +33,7 @@ from fastdist.cli.bench.peers import (
     parse_peers,
 )
 from fastdist.cli.bench.plot import write_plot
-from fastdist.cli.bench.results import (
-    SAMPLES,
-    Report,
-    Row,
-    combined,
-    peer_sentences,
-    place_ranks,
-)
+from fastdist.cli.bench.results import SAMPLES, Report, Row, combined, place_ranks
 from fastdist.cli.bench.session import ROUNDS, Effort, EngineError, Session
 from fastdist.cli.command import UsageError, check_plot
 from fastdist.cli.machine_facts import gpu_facts, machine_facts, usable_cores
@@ -221,7 +214,7 @@ def _run_report(options: argparse.Namespace, plan: Plan) -> None:
     as_json = json.dumps(recorded, indent=1) + "\n"
     json_path.write_text(as_json)
     html.write_text(text.page(report, recorded), encoding="utf-8")
-    lines = list(peer_sentences(report))
+    lines = list(report.sentences)
     lines += [f"{name} is not installed: {how}" for name, how in report.missing.items()]
     lines += [*report.cautions, f"wrote {html} and {json_path}", ""]
     file = sys.stderr if options.json else sys.stdout

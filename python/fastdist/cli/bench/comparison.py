@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,34 +59,23 @@ def _read(path: Path) -> RecordedRun:
 
 
 def compare(old: RecordedRun, new: RecordedRun) -> list[dict[str, Any]]:
-    """Compare fastdist's time in every case that both runs have; return what `--json` writes."""
-    return [
-        _change(case, samples["fastdist"], new.samples[case]["fastdist"])
-        for case, samples in old.samples.items()
-        if case in new.samples
-    ]
-
-
-def _change(case: Case, old_us: Sequence[float], new_us: Sequence[float]) -> dict[str, Any]:
-    """Return the change of a case in percent of the old time."""
-    factor = ratio_interval(old_us, new_us)
-    percents = (100 * (x - 1) for x in (factor.estimate, factor.low, factor.high))
-    estimate, low, high = (round(percent, 2) for percent in percents)
-    if low > 0:
-        found = f"{estimate:.0f} % slower, 95 %: {low:.0f} to {high:.0f}"
-    elif high < 0:
-        found = f"{-estimate:.0f} % faster, 95 %: {-high:.0f} to {-low:.0f}"
-    else:
+    """Return what `--json` writes of each case in both runs: the change in percent of the old."""
+    changes = []
+    for case in (case for case in old.samples if case in new.samples):
+        samples = [run.samples[case]["fastdist"] for run in (old, new)]
+        factor = ratio_interval(*samples)
+        percents = (100 * (x - 1) for x in (factor.estimate, factor.low, factor.high))
+        estimate, low, high = (round(percent, 2) for percent in percents)
         found = f"no change found, 95 %: {-low:.0f} % faster to {high:.0f} % slower"
-    unstable = any(median_interval(samples).is_unstable for samples in (old_us, new_us))
-    return {
-        "case": case.title,
-        "percent": estimate,
-        "low": low,
-        "high": high,
-        "unstable": unstable,
-        "word": f"{case.title}: {found}{' (unstable)' if unstable else ''}",
-    }
+        if low > 0:
+            found = f"{estimate:.0f} % slower, 95 %: {low:.0f} to {high:.0f}"
+        elif high < 0:
+            found = f"{-estimate:.0f} % faster, 95 %: {-high:.0f} to {-low:.0f}"
+        unstable = any(median_interval(each).is_unstable for each in samples)
+        word = f"{case.title}: {found}{' (unstable)' if unstable else ''}"
+        change = {"case": case.title, "percent": estimate, "low": low, "high": high}
+        changes.append(change | {"unstable": unstable, "word": word})
+    return changes
 
 
 def control(old: RecordedRun, new: RecordedRun) -> dict[str, float]:
@@ -132,22 +121,20 @@ def run_compare(options: argparse.Namespace) -> int:
             f"changed in fastdist: {other_machine}; --force compares them nevertheless"
         )
     if old.ranks != new.ranks:
-        raise UsageError(
-            f"{options.old} has {old.ranks} ranks and {options.new} has {new.ranks}; "
-            "expected the same"
-        )
+        found = f"{options.old} has {old.ranks} ranks and {options.new} has {new.ranks}"
+        raise UsageError(f"{found}; expected the same")
     changes = compare(old, new)
     if not changes:
         raise UsageError(f"{names} have no case in common")
     if options.json:
-        found = {
+        comparison = {
             "old": old.facts,
             "new": new.facts,
             "other_machine": other_machine,
             "control": {name: round(factor, 4) for name, factor in control(old, new).items()},
             "changes": changes,
         }
-        show(json.dumps(found, indent=1) + "\n")
+        show(json.dumps(comparison, indent=1) + "\n")
     else:
         lines = [
             f"{word} {run.facts['version']}, {run.facts['when']} ({run.facts['file']})"

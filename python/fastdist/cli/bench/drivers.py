@@ -197,8 +197,9 @@ def open_fastdist(gpu: Any = None) -> Driver:
         return comm.empty(tuple(shape), torch_dtype, f"cuda:{gpu.device}")
 
     def arrays(kind: str) -> ArrayLibrary:
-        on_cpu = torch_arrays if kind == "torch" else lambda: NUMPY_ARRAYS
-        library = on_cpu() if gpu is None else gpu.arrays
+        library = NUMPY_ARRAYS if gpu is None else gpu.arrays
+        if gpu is None and kind == "torch":
+            library = torch_arrays()
         return replace(library, make=empty) if kind == "empty" else library
 
     def bind(case: Case, passes: Any, gets: Array | None) -> Call:
@@ -263,18 +264,18 @@ def _open_torch(backend: str, version: str) -> Driver:
                 dist.P2POp(dist.irecv, gets, (rank - 1) % world_size),
             ]
             return lambda: [work.wait() for work in dist.batch_isend_irecv(pair)]
-        calls: dict[str, tuple[Any, ...]] = {
-            "all_reduce": (dist.all_reduce, passes, redop),
-            "reduce": (dist.reduce, passes, ROOT, redop),
-            "broadcast": (dist.broadcast, passes, ROOT),
-            "all_gather": (dist.all_gather_into_tensor, gets, passes),
-            "gather": (dist.gather, passes, blocks(gets), ROOT),
-            "scatter": (dist.scatter, gets, blocks(passes), ROOT),
-            "reduce_scatter": (dist.reduce_scatter_tensor, gets, passes, redop),
-            "all_to_all": (dist.all_to_all_single, gets, passes),
-            "barrier": (dist.barrier,),
+        calls: dict[str, Call] = {
+            "all_reduce": partial(dist.all_reduce, passes, redop),
+            "reduce": partial(dist.reduce, passes, ROOT, redop),
+            "broadcast": partial(dist.broadcast, passes, ROOT),
+            "all_gather": partial(dist.all_gather_into_tensor, gets, passes),
+            "gather": partial(dist.gather, passes, blocks(gets), ROOT),
+            "scatter": partial(dist.scatter, gets, blocks(passes), ROOT),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, gets, passes, redop),
+            "all_to_all": partial(dist.all_to_all_single, gets, passes),
+            "barrier": dist.barrier,
         }
-        return partial(*calls[case.collective])
+        return calls[case.collective]
 
     leave = dist.destroy_process_group
     return Driver(rank, world_size, version, barrier, leave, lambda kind: library, bind, gpu)
@@ -308,18 +309,18 @@ def _open_mpi() -> Driver:
         if case.collective == "send_recv":
             return _ring_call(rank, size, comm.Send, passes, comm.Recv, gets)
         reduced = (in_place, passes) if rank == ROOT else (passes, None)
-        calls: dict[str, tuple[Any, ...]] = {
-            "all_reduce": (comm.Allreduce, in_place, passes, redop),
-            "reduce": (comm.Reduce, *reduced, redop, ROOT),
-            "broadcast": (comm.Bcast, passes, ROOT),
-            "all_gather": (comm.Allgather, passes, gets),
-            "gather": (comm.Gather, passes, gets, ROOT),
-            "scatter": (comm.Scatter, passes, gets, ROOT),
-            "reduce_scatter": (comm.Reduce_scatter_block, passes, gets, redop),
-            "all_to_all": (comm.Alltoall, passes, gets),
-            "barrier": (comm.Barrier,),
+        calls: dict[str, Call] = {
+            "all_reduce": partial(comm.Allreduce, in_place, passes, redop),
+            "reduce": partial(comm.Reduce, *reduced, redop, ROOT),
+            "broadcast": partial(comm.Bcast, passes, ROOT),
+            "all_gather": partial(comm.Allgather, passes, gets),
+            "gather": partial(comm.Gather, passes, gets, ROOT),
+            "scatter": partial(comm.Scatter, passes, gets, ROOT),
+            "reduce_scatter": partial(comm.Reduce_scatter_block, passes, gets, redop),
+            "all_to_all": partial(comm.Alltoall, passes, gets),
+            "barrier": comm.Barrier,
         }
-        return partial(*calls[case.collective])
+        return calls[case.collective]
 
     version = f"{vendor} {'.'.join(map(str, numbers))}"
     return Driver(rank, size, version, comm.Barrier, mpi.Finalize, lambda kind: NUMPY_ARRAYS, bind)

@@ -50,20 +50,14 @@ def cache_dir(name: str) -> Path:
 
 def parse_peers(text: str, device: str = "cpu") -> tuple[str, ...]:
     """Parse a comma-separated list of peers; `mpi` stands for every MPI."""
-    on_cpu = device == "cpu"
-    known = PEER_NAMES if on_cpu else CUDA_PEER_NAMES
+    on_cpu = {name: (name,) for name in PEER_NAMES} | {"mpi": MPI_NAMES}
+    known = on_cpu if device == "cpu" else {name: (name,) for name in CUDA_PEER_NAMES}
     names: list[str] = []
     for name in text.split(","):
-        if name == "mpi" and on_cpu:
-            names.extend(MPI_NAMES)
-        elif name in known:
-            names.append(name)
-        else:
-            and_mpi = " and mpi (all three)" if on_cpu else ""
-            raise ValueError(
-                f"expected peers on --device {device} out of {', '.join(known)}{and_mpi}, "
-                f"got {name!r}"
-            )
+        if name not in known:
+            listed = ", ".join(known)
+            raise ValueError(f"expected peers on --device {device} out of {listed}, got {name!r}")
+        names += known[name]
     return tuple(dict.fromkeys(names))
 
 

@@ -49,17 +49,13 @@ def to_svg(report: Report) -> str:
 
 
 def _title(report: Report) -> str:
-    case, machine, placement = report.rows[0].case, report.machine, report.placement
-    what = f"{case.collective} of {case.model}'s gradients" if case.model else case.collective
+    case = report.rows[0].case
     redop = f" {case.redop}" if case.redop else ""
-    title = f"{what}, {case.dtype}{redop}, {report.ranks} ranks, {case.array} arrays"
-    copies = f"{report.copy_gb_per_s:.0f} GB/s copy bandwidth"
-    if placement is not None:
-        return f"{title}\n{placement}, CUDA {machine['cuda driver']}, {copies}"
-    return (
-        f"{title} in Python\n{machine['processor']}, {machine['cores']} cores, "
-        f"{machine['cache']} cache, {copies}, Linux {machine['kernel']}"
-    )
+    title = f"{case.collective}, {case.dtype}{redop}, {report.ranks} ranks, {case.array} arrays"
+    where = report.machine_text
+    if report.placement is not None:
+        where = f"{report.placement}, CUDA {report.machine['cuda driver']}"
+    return f"{title} in Python, {report.copy_gb_per_s:.0f} GB/s copy bandwidth\n{where}"
 
 
 def _figure(report: Report) -> Any:

@@ -10,15 +10,7 @@ from typing import Any
 from fastdist._version import __version__
 from fastdist.cli.bench.cases import Case
 from fastdist.cli.bench.plot import to_svg
-from fastdist.cli.bench.results import (
-    UNSTABLE_WIDTH,
-    Measurement,
-    Report,
-    Row,
-    digits,
-    format_time,
-    peer_sentences,
-)
+from fastdist.cli.bench.results import UNSTABLE_WIDTH, Measurement, Report, Row, digits, format_time
 from fastdist.cli.sizes import format_size
 
 Column = tuple[int, str, Callable[..., object]]  # width, unit, and cell of a row
@@ -257,7 +249,6 @@ def page(report: Report, recorded: dict[str, Any]) -> str:
         report=report,
         recorded=recorded,
         rows=list(zip(report.rows, recorded["rows"], strict=True)),
-        sentences=list(peer_sentences(report)),
         curves=to_svg(replace(report, rows=of_one_array)),
         unstable_width=UNSTABLE_WIDTH,
     )

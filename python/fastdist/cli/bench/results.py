@@ -16,7 +16,7 @@ next. A sample is therefore the median of a pass, in which all engines are start
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -209,6 +209,37 @@ class Report:
         return failed + self.warnings
 
     @property
+    def sentences(self) -> list[str]:
+        """A sentence per peer."""
+        sentences = []
+        _, *peers = self.engines.items()
+        for name, version in peers:
+            ratios = {
+                row.case.title: row.ratio(other)
+                for row in self.rows
+                for other in row.others
+                if other.engine == name and not other.unsupported
+            }
+            if not ratios:
+                sentences.append(f"{version} supports none of the cases.")
+                continue
+            ordered = sorted((ratio.estimate, title) for title, ratio in ratios.items())
+            (least, least_title), (most, most_title) = ordered[0], ordered[-1]
+            slower = [title for title, ratio in ratios.items() if ratio.high < 1]
+            faster = sum(ratio.low > 1 for ratio in ratios.values())
+            named = f" ({', '.join(slower)})" if slower else ""
+            undecided = len(ratios) - faster - len(slower)
+            median = digits(statistics.median(estimate for estimate, _ in ordered))
+            sentences.append(
+                f"{version} takes {median} times as long as fastdist in the median of "
+                f"{len(ratios)} cases, from {digits(least)} ({least_title}) to {digits(most)} "
+                f"({most_title}); fastdist is faster in {faster}, slower in "
+                f"{len(slower) or 'none'}{named}"
+                + (f", and the intervals of {undecided} leave it open." if undecided else ".")
+            )
+        return sentences
+
+    @property
     def wrong(self) -> int:
         """Number of fastdist's wrong elements over all rows."""
         return sum(row.ours.wrong for row in self.rows)
@@ -267,34 +298,6 @@ def buffer_bytes(case: Case, world_size: int) -> int:
     ranks = range(world_size)
     elements = (buffer_elements(case.collective, case.count, rank, world_size) for rank in ranks)
     return sum(map(sum, elements)) * DTYPE_BYTES[case.dtype]
-
-
-def peer_sentences(report: Report) -> Iterator[str]:
-    """Yield a sentence per peer."""
-    _, *peers = report.engines.items()
-    for name, version in peers:
-        ratios = {
-            row.case.title: row.ratio(other)
-            for row in report.rows
-            for other in row.others
-            if other.engine == name and not other.unsupported
-        }
-        if not ratios:
-            yield f"{version} supports none of the cases."
-            continue
-        ordered = sorted((ratio.estimate, title) for title, ratio in ratios.items())
-        (least, least_title), (most, most_title) = ordered[0], ordered[-1]
-        slower = [title for title, ratio in ratios.items() if ratio.high < 1]
-        faster = sum(ratio.low > 1 for ratio in ratios.values())
-        named = f" ({', '.join(slower)})" if slower else ""
-        undecided = len(ratios) - faster - len(slower)
-        yield (
-            f"{version} takes {digits(statistics.median(estimate for estimate, _ in ordered))} "
-            f"times as long as fastdist in the median of {len(ratios)} cases, from "
-            f"{digits(least)} ({least_title}) to {digits(most)} ({most_title}); fastdist is faster "
-            f"in {faster}, slower in {len(slower) or 'none'}{named}"
-            + (f", and the intervals of {undecided} leave it open." if undecided else ".")
-        )
 
 
 def digits(ratio: float) -> str:

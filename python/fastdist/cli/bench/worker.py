@@ -167,19 +167,19 @@ class Worker:
         while perf_counter_ns() < end:
             pass
         self._driver.barrier()
-        most, host_ns, graph_ns = max(1, _MOST_IN_BATCH // max(1, len(self._passes))), [], []
+        most = max(1, _MOST_IN_BATCH // max(1, len(self._passes)))
+        times_ns: dict[str, list[int]] = {"host": [], "graph": []}
         if self._driver.gpu is not None:
             self._driver.gpu.synchronize()
         began = perf_counter_ns()
         if self._driver.gpu is not None:
             in_a_row = [(lambda: None) if i % most else prepare[i] for i in range(iterations)]
-            _, host_ns = self._times_ns(in_a_row, self._call, most)
+            _, times_ns["host"] = self._times_ns(in_a_row, self._call, most)
         if self._replay is not None:
-            graph_ns, _ = self._times_ns(prepare, self._replay, most)
+            times_ns["graph"], _ = self._times_ns(prepare, self._replay, most)
         # Last, so that the results of these calls are checked.
-        work_ns, _ = self._times_ns(prepare, self._call, most)
-        wall_ns = [perf_counter_ns() - began]
-        return {"times": work_ns, "host": host_ns, "graph": graph_ns, "wall": wall_ns}
+        times_ns["times"], _ = self._times_ns(prepare, self._call, most)
+        return times_ns | {"wall": [perf_counter_ns() - began]}
 
     def check(self) -> int:
         """Count wrong elements of the last timed call, of one more, and of a replay.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastdist.cli.bench import add_parser, command
+from fastdist.cli.bench import add_parser, command, peers
 from fastdist.cli.bench.cases import Case, array_cases
 from fastdist.cli.bench.command import Plan, make_plan, measure, report_cases
 from fastdist.cli.bench.comparison import RecordedRun, compare, control
@@ -398,10 +398,10 @@ def test_a_report_is_measured_and_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = (sys.executable, "-m", "fastdist", "run", "-n", "2", "-m", "fastdist.cli.bench.worker")
-    peers = (Engine("mpich", "fastdist", worker), Engine("impi", "mpi", ("/no/such/mpiexec",)))
+    engines = (Engine("mpich", "fastdist", worker), Engine("impi", "mpi", ("/no/such/mpiexec",)))
     missing = {"gloo": "pip install torch"}
     cases = report_cases(2)[1:3]
-    monkeypatch.setattr(command, "find_peers", lambda *_, **__: (peers, missing))
+    monkeypatch.setattr(peers, "find_peers", lambda *_: (engines, missing))
     monkeypatch.setattr(command, "report_cases", lambda ranks: cases)
     monkeypatch.setattr(command, "_REPORT_EFFORT", Effort(iterations=2, warmup=1, rounds=1))
     out = tmp_path / "a.html"

@@ -22,16 +22,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import fastdist._core as _core
+from fastdist.cli.bench import peers
 from fastdist.cli.bench import report as text
 from fastdist.cli.bench.cases import COLLECTIVES, DEVICE_ARRAYS, Case, array_cases, list_case
-from fastdist.cli.bench.peers import (
-    PEER_NAMES,
-    Engine,
-    cache_dir,
-    fastdist_engine,
-    find_peers,
-    parse_peers,
-)
 from fastdist.cli.bench.plot import write_plot
 from fastdist.cli.bench.results import SAMPLES, Report, Row, combined, place_ranks
 from fastdist.cli.bench.session import ROUNDS, Effort, EngineError, Session
@@ -54,7 +47,7 @@ class Plan:
     report: Report  # what is known before
     cases: tuple[Case, ...]
     effort: Effort
-    engines: list[Engine]
+    engines: list[peers.Engine]
     files: Sequence[Path]  # to write
 
 
@@ -71,7 +64,8 @@ def run_command(options: argparse.Namespace) -> int:
     handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves no rank running
     try:
         (_run_report if is_report else _run)(options, plan)
-        return _FAILED if plan.report.wrong or plan.report.failed else 0
+        is_wrong = any(row.ours.wrong for row in plan.report.rows)
+        return _FAILED if is_wrong or plan.report.failed else 0
     except (EngineError, OSError) as error:
         note(f"fastdist bench: {error}")
         return _FAILED
@@ -91,8 +85,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     cases = _cases(options, ranks)
     rounds = min(ROUNDS, options.iters or ROUNDS)
     effort = Effort(time_s=options.time_s, iterations=options.iters, rounds=rounds)
-    names = parse_peers(options.vs, options.device) if options.vs else ()
-    peers, missing = find_peers(names, ranks)
+    names = peers.parse_peers(options.vs, options.device) if options.vs else ()
+    others, missing = peers.find_peers(names, ranks)
     report = Report(ranks, machine_facts(), {}, missing)
     if not on_cpu:
         if options.collective == "barrier":
@@ -115,8 +109,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
     for file in files:
         if not os.access(folder := file.absolute().parent, os.W_OK):
             raise ValueError(f"cannot write {file}: {folder} is not a writable folder")
-    ours = fastdist_engine(ranks, options.device, through_torch)
-    return Plan(report, cases, effort, [ours, *peers], files)
+    ours = peers.fastdist_engine(ranks, options.device, through_torch)
+    return Plan(report, cases, effort, [ours, *others], files)
 
 
 def _cases(options: argparse.Namespace, ranks: int) -> tuple[Case, ...]:
@@ -155,8 +149,8 @@ def _run(options: argparse.Namespace, plan: Plan) -> None:
             note(f"fastdist bench: {error}")
         title = f"{options.collective} of {options.model}" if options.model else options.collective
         progress.line(*text.heading(report, title))
-        _, *peers = report.engines
-        table = text.Table(peers, report.placement is not None, width_of(file))
+        _, *others = report.engines
+        table = text.Table(others, report.placement is not None, width_of(file))
         progress.line(*table.header())
         for case in plan.cases:
             report.rows.append(session.measure(case, progress.update))
@@ -189,16 +183,16 @@ def report_cases(ranks: int) -> tuple[Case, ...]:
 
 def _plan_report(options: argparse.Namespace) -> Plan:
     ranks = options.ranks or max(2, usable_cores())
-    out = options.out or cache_dir("reports") / f"{datetime.now(UTC):%Y-%m-%d-%H%M}.html"
+    out = options.out or peers.cache_dir("reports") / f"{datetime.now(UTC):%Y-%m-%d-%H%M}.html"
     if out.suffix != ".html":
         raise ValueError(f"expected --out with the suffix .html, got {out}")
     check_plot(out.with_suffix(".svg"))
     if importlib.util.find_spec("jinja2") is None:
         raise ImportError("a report's page needs jinja2: pip install jinja2")
     out.parent.mkdir(parents=True, exist_ok=True)
-    peers, missing = find_peers(PEER_NAMES, ranks)
+    others, missing = peers.find_peers(peers.PEER_NAMES, ranks)
     report = Report(ranks, machine_facts(), {}, missing)
-    engines = [fastdist_engine(ranks), *peers]
+    engines = [peers.fastdist_engine(ranks), *others]
     return Plan(
         report, report_cases(ranks), _REPORT_EFFORT, engines, [out, out.with_suffix(".json")]
     )

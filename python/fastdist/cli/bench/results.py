@@ -239,11 +239,6 @@ class Report:
             )
         return sentences
 
-    @property
-    def wrong(self) -> int:
-        """Number of fastdist's wrong elements over all rows."""
-        return sum(row.ours.wrong for row in self.rows)
-
 
 def slowest_rank(times_ns: Sequence[Sequence[int]]) -> list[int]:
     """Return the longest of the ranks' times for each iteration."""

@@ -77,15 +77,15 @@ class EngineError(FastdistError):
 
 
 class EngineRanks:
-    """The ranks of one engine, and the channel to each of them."""
+    """The ranks of one engine, the channel to each of them, and the times of a case."""
 
-    def __init__(self, engine: Engine, ranks: int, socket_path: Path, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, ranks: int, socket_path: Path, effort: Effort) -> None:
         self.engine = engine
         self.version = ""
         self._ranks = ranks
         self._socket_path = socket_path
         self._log = socket_path.with_suffix(".log")
-        self._timeout_s = timeout_s
+        self._effort = effort
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._launched = Sessions()
         self._channels: dict[int, Connection[Any, Any]] = {}
@@ -147,7 +147,7 @@ class EngineRanks:
                 channel.send((name, arguments))
             except OSError:
                 self._fail_rank(rank, "has ended")
-        return self._replies(self._timeout_s)
+        return self._replies(self._effort.timeout_s)
 
     def _replies(self, timeout_s: float) -> list[Any]:
         """Wait for one message from every rank."""
@@ -187,6 +187,55 @@ class EngineRanks:
         lines += output.splitlines()[-_LOG_LINES:]
         raise EngineError("\n".join(lines), name, reason)
 
+    def prepare(self, case: Case) -> None:
+        """Make the arrays of a case, warm up, and find the number of iterations per round."""
+        effort = self._effort
+        self._times_ns: dict[str, list[int]] = defaultdict(list)  # of all turns, by kind
+        reasons = zip(*self.command("prepare", case=case), strict=True)
+        self.unsupported, self._no_graph = (next(filter(None, each), "") for each in reasons)
+        if self.unsupported:
+            return
+        if self._no_graph:
+            self.command("drop_graph")
+        self._time(max(1, effort.warmup))
+        if effort.iterations is not None:
+            self._iterations = max(1, -(-effort.iterations // effort.rounds))
+            return
+        round_ns = 1e9 * effort.time_s / effort.rounds
+        trial, least_ns = 1, round_ns / 4
+        while (trial_ns := self._time(trial)["wall"][0]) < least_ns and trial < _MOST_ITERATIONS:
+            trial *= 4
+        self._iterations = min(_MOST_ITERATIONS, max(2, int(trial * round_ns / trial_ns)))
+
+    def _time(self, iterations: int) -> dict[str, list[int]]:
+        """Time calls; return the slowest rank's times by kind, as `Worker.time` does."""
+        ranks = self.command("time", iterations=iterations)
+        return {kind: results.slowest_rank([times[kind] for times in ranks]) for kind in ranks[0]}
+
+    def take_turn(self) -> None:
+        """Time the calls of a round."""
+        # Before the first calls of a turn, the caches hold the data of another engine.
+        settle = min(self._effort.warmup, self._iterations)
+        for kind, times_ns in self._time(settle + self._iterations).items():
+            self._times_ns[kind] += times_ns[settle:]
+
+    def measurement(self) -> Measurement:
+        """Check the results, and return the figures of all turns."""
+        if self.unsupported:
+            return Measurement(self.engine.name, unsupported=self.unsupported)
+        times_ns = self._times_ns
+        return Measurement(
+            self.engine.name,
+            p50_us=results.median_us(times_ns["times"]) or 0.0,
+            p99_us=results.p99_us(times_ns["times"]) or 0.0,
+            iterations=len(times_ns["times"]),
+            wrong=sum(self.command("check")),
+            host_us=results.median_us(times_ns["host"]),
+            host_p99_us=results.p99_us(times_ns["host"]),
+            graph_us=results.median_us(times_ns["graph"]),
+            no_graph=self._no_graph,
+        )
+
     def close(self) -> None:
         """Let the ranks leave the engine; `kill` ends ranks that do not."""
         with contextlib.suppress(OSError):
@@ -220,61 +269,6 @@ def reason_in(output: str) -> str:
     return next(iter([*exceptions[-1:], *words]), "")
 
 
-class _Contender:
-    """One engine while a case is measured."""
-
-    def __init__(self, ranks: EngineRanks, effort: Effort, case: Case) -> None:
-        """Make the arrays, warm up, and find the number of iterations per round."""
-        self._ranks = ranks
-        self._warmup = effort.warmup
-        self._times_ns: dict[str, list[int]] = defaultdict(list)  # of all turns, by kind
-        reasons = zip(*ranks.command("prepare", case=case), strict=True)
-        self.unsupported, self._no_graph = (next(filter(None, each), "") for each in reasons)
-        if self.unsupported:
-            return
-        if self._no_graph:
-            ranks.command("drop_graph")
-        self._time(max(1, effort.warmup))
-        if effort.iterations is not None:
-            self._iterations = max(1, -(-effort.iterations // effort.rounds))
-            return
-        round_ns = 1e9 * effort.time_s / effort.rounds
-        trial, least_ns = 1, round_ns / 4
-        while (trial_ns := self._time(trial)["wall"][0]) < least_ns and trial < _MOST_ITERATIONS:
-            trial *= 4
-        self._iterations = min(_MOST_ITERATIONS, max(2, int(trial * round_ns / trial_ns)))
-
-    def _time(self, iterations: int) -> dict[str, list[int]]:
-        """Time calls; return the slowest rank's times by kind, as `Worker.time` does."""
-        ranks = self._ranks.command("time", iterations=iterations)
-        return {kind: results.slowest_rank([times[kind] for times in ranks]) for kind in ranks[0]}
-
-    def take_turn(self) -> None:
-        """Time the calls of a round."""
-        # Before the first calls of a turn, the caches hold the data of another engine.
-        settle = min(self._warmup, self._iterations)
-        for kind, times_ns in self._time(settle + self._iterations).items():
-            self._times_ns[kind] += times_ns[settle:]
-
-    def measurement(self) -> Measurement:
-        """Check the results, and return the figures of all turns."""
-        name = self._ranks.engine.name
-        if self.unsupported:
-            return Measurement(name, unsupported=self.unsupported)
-        times_ns = self._times_ns
-        return Measurement(
-            name,
-            p50_us=results.median_us(times_ns["times"]) or 0.0,
-            p99_us=results.p99_us(times_ns["times"]) or 0.0,
-            iterations=len(times_ns["times"]),
-            wrong=sum(self._ranks.command("check")),
-            host_us=results.median_us(times_ns["host"]),
-            host_p99_us=results.p99_us(times_ns["host"]),
-            graph_us=results.median_us(times_ns["graph"]),
-            no_graph=self._no_graph,
-        )
-
-
 class Session:
     """All engines' ranks, from start to end; use it in a `with` statement.
 
@@ -294,7 +288,7 @@ class Session:
         self._ranks = ranks
         self._folder = Path(tempfile.mkdtemp(prefix="fastdist-bench-"))
         self._engines = [
-            EngineRanks(engine, ranks, self._folder / f"socket{number}", effort.timeout_s)
+            EngineRanks(engine, ranks, self._folder / f"socket{number}", effort)
             for number, engine in enumerate(engines)
         ]
         self._copies_ns: list[int] = []
@@ -355,26 +349,26 @@ class Session:
     def measure(self, case: Case, update: Callable[[str, int], object] = lambda *_: None) -> Row:
         """Measure a case on every engine; give `update` its title, and each finished round."""
         update(case.title, 0)
-        contenders = [_Contender(engine, self._effort, case) for engine in self._engines]
-        if reason := contenders[0].unsupported:
+        ours, *_ = self._engines
+        for engine in self._engines:
+            engine.prepare(case)
+        if reason := ours.unsupported:
             raise EngineError(f"fastdist {case.title}: {reason}", "fastdist", reason)
         fits_caches = 0 < results.buffer_bytes(case, self._ranks) <= self._cache_bytes
         needs_copies = not fits_caches or not self._copies_ns  # no floor is shown, once is enough
         copies_ns: list[int] = []
         for _ in range(self._effort.rounds):
             if needs_copies:
-                copies = self._engines[0].command(
-                    "copy", nbytes=self._copy_bytes, iterations=_COPIES
-                )
+                copies = ours.command("copy", nbytes=self._copy_bytes, iterations=_COPIES)
                 copies_ns += results.slowest_rank(copies)[1:]
-            for contender in contenders:
-                if not contender.unsupported:
-                    contender.take_turn()
+            for engine in self._engines:
+                if not engine.unsupported:
+                    engine.take_turn()
             update(case.title, 1)
         self._copies_ns += copies_ns
         floor_us = 0.0
         if self._placement is None or self._placement.sharing:
             bandwidth = self._bandwidth(copies_ns or self._copies_ns)
             floor_us = results.floor_us(case, self._ranks, bandwidth)
-        ours, *others = (contender.measurement() for contender in contenders)
-        return Row(case, self._ranks, floor_us, ours, tuple(others), fits_caches)
+        first, *others = (engine.measurement() for engine in self._engines)
+        return Row(case, self._ranks, floor_us, first, tuple(others), fits_caches)

@@ -37,13 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     commands = bench.add_subparsers(metavar="OP", dest="collective", required=True)
-    add = partial(
-        add_command,
-        commands,
-        handler="bench.command:run_command",
-        errors=(ImportError,),
-        title="fastdist bench",
-    )
+    run = "bench.command:run_command"
+    add = partial(add_command, commands, handler=run, errors=(ImportError,), title="fastdist bench")
     options = _options()
     for name in cases.COLLECTIVES:
         add(name, parents=[options], help=f"measure {name}", description=_DESCRIPTION)

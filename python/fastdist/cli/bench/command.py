@@ -83,8 +83,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     on_cpu, through_torch = options.device == "cpu", options.through == "torch"
     ranks = options.ranks or max(2, usable_cores() if on_cpu else len(_core.cuda_devices()))
     cases = _cases(options, ranks)
-    rounds = min(ROUNDS, options.iters or ROUNDS)
-    effort = Effort(time_s=options.time_s, iterations=options.iters, rounds=rounds)
+    effort = Effort(options.time_s, options.iters, rounds=min(ROUNDS, options.iters or ROUNDS))
     names = peers.parse_peers(options.vs, options.device) if options.vs else ()
     others, missing = peers.find_peers(names, ranks)
     report = Report(ranks, machine_facts(), {}, missing)
@@ -171,10 +170,8 @@ def _run(options: argparse.Namespace, plan: Plan) -> None:
 
 def report_cases(ranks: int) -> tuple[Case, ...]:
     """Return what a report measures, in its order."""
-    cases = [
-        *array_cases("all_reduce", _REPORT_ALL_REDUCE_SIZES, ranks),
-        list_case("resnet50", "float32", "sum", "numpy"),
-    ]
+    arrays = array_cases("all_reduce", _REPORT_ALL_REDUCE_SIZES, ranks)
+    cases = [*arrays, list_case("resnet50", "float32", "sum", "numpy")]
     for name in COLLECTIVES:
         if name != "all_reduce":
             cases += array_cases(name, _REPORT_OTHER_SIZES, ranks)
@@ -227,7 +224,10 @@ def measure(plan: Plan, passes: int, progress: Progress) -> None:
     done: list[list[Row]] = []
     began = time.monotonic()
     while len(done) < passes:
-        progress.line(f"pass {len(done) + 1} of {passes}{_time_left(began, len(done), passes)}")
+        left_s = (time.monotonic() - began) / max(1, len(done)) * (passes - len(done))
+        time_left = f"{left_s / 60:.0f} min" if left_s > 90 else f"{left_s:.0f} s"
+        about = f", about {time_left} left" if done else ""
+        progress.line(f"pass {len(done) + 1} of {passes}{about}")
         try:
             with Session(left, report.ranks, plan.effort) as session:
                 done.append([session.measure(case, progress.update) for case in plan.cases])
@@ -243,13 +243,6 @@ def measure(plan: Plan, passes: int, progress: Progress) -> None:
             left = [engine for engine in left if engine.name != error.engine]
     report.copy_gb_per_s = statistics.median(copies)
     report.rows = [combined(rows) for rows in zip(*done, strict=True)]
-
-
-def _time_left(began: float, done: int, passes: int) -> str:
-    if not done:
-        return ""
-    left_s = (time.monotonic() - began) / done * (passes - done)
-    return f", about {left_s / 60:.0f} min left" if left_s > 90 else f", about {left_s:.0f} s left"
 
 
 class Progress:

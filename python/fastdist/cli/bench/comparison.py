@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,8 @@ def _read(path: Path) -> RecordedRun:
     try:
         return RecordedRun(str(path), json.loads(path.read_text()))
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{path} is not a JSON file of `fastdist bench report`: {error!r}"
-        ) from None
+        message = f"{path} is not a JSON file of `fastdist bench report`: {error!r}"
+        raise UsageError(message) from None
 
 
 def compare(old: RecordedRun, new: RecordedRun) -> list[dict[str, Any]]:
@@ -92,20 +91,6 @@ def control(old: RecordedRun, new: RecordedRun) -> dict[str, float]:
     return factors
 
 
-def _notes(old: RecordedRun, new: RecordedRun, cases: int) -> Iterator[str]:
-    """Yield what to keep in mind about the changes."""
-    for run, other in ((old, new), (new, old)):
-        if alone := [case.title for case in run.samples if case not in other.samples]:
-            more = f", and {len(alone) - 3} more" if len(alone) > 3 else ""
-            yield f"only in {run.facts['file']}: {', '.join(alone[:3])}{more}"
-    if peers := [f"{name} {100 * (x - 1):+.0f} %" for name, x in control(old, new).items()]:
-        yield f"the time of peers, which are the same programs: {', '.join(peers)}"
-    yield (
-        f"without any change, chance alone would call up to {_CHANCE * cases:.1f} "
-        f"of {cases} cases faster or slower, on average"
-    )
-
-
 def run_compare(options: argparse.Namespace) -> int:
     """Compare two files; return 1 if a case is slower than `--fail-slower` allows."""
     old, new = _read(options.old), _read(options.new)
@@ -123,7 +108,7 @@ def run_compare(options: argparse.Namespace) -> int:
     if old.ranks != new.ranks:
         found = f"{options.old} has {old.ranks} ranks and {options.new} has {new.ranks}"
         raise UsageError(f"{found}; expected the same")
-    changes = compare(old, new)
+    changes, factors = compare(old, new), control(old, new)
     if not changes:
         raise UsageError(f"{names} have no case in common")
     if options.json:
@@ -131,7 +116,7 @@ def run_compare(options: argparse.Namespace) -> int:
             "old": old.facts,
             "new": new.facts,
             "other_machine": other_machine,
-            "control": {name: round(factor, 4) for name, factor in control(old, new).items()},
+            "control": {name: round(factor, 4) for name, factor in factors.items()},
             "changes": changes,
         }
         show(json.dumps(comparison, indent=1) + "\n")
@@ -142,7 +127,17 @@ def run_compare(options: argparse.Namespace) -> int:
         ]
         if other_machine:
             lines.append(f"warning: other machine: {other_machine}")
-        lines += [*(change["word"] for change in changes), *_notes(old, new, len(changes)), ""]
+        lines += [change["word"] for change in changes]
+        for run, other in ((old, new), (new, old)):
+            if alone := [case.title for case in run.samples if case not in other.samples]:
+                more = f", and {len(alone) - 3} more" if len(alone) > 3 else ""
+                lines.append(f"only in {run.facts['file']}: {', '.join(alone[:3])}{more}")
+        if peers := [f"{name} {100 * (x - 1):+.0f} %" for name, x in factors.items()]:
+            lines.append(f"the time of peers, which are the same programs: {', '.join(peers)}")
+        lines.append(
+            "without any change, chance alone would call up to "
+            f"{_CHANCE * len(changes):.1f} of {len(changes)} cases faster or slower, on average\n"
+        )
         show(fitted("\n".join(lines), sys.stdout))
     if options.fail_slower is None:
         return 0

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import fastdist  # registers the backend of torch.distributed
 import fastdist._core as _core
 from fastdist.cli.bench.cases import COLLECTIVES, DTYPE_BYTES, ROOT, Case
-from fastdist.cluster.launch import detect_launch
 from fastdist.collectives.engines import nccl_library
 
 Array = Any  # a numpy array or a torch tensor
@@ -218,11 +217,6 @@ def open_fastdist(gpu: Any = None) -> Driver:
     return Driver(comm.rank, comm.world_size, version, barrier, comm.close, arrays, bind, gpu)
 
 
-def _open_cuda() -> Driver:
-    launch = detect_launch()
-    return open_fastdist(Gpu(0 if launch is None else launch.local_rank))
-
-
 def _open_torch(backend: str, version: str) -> Driver:
     """Start torch's default process group; on a GPU, it works in the order of torch's stream.
 
@@ -329,7 +323,7 @@ def _open_mpi() -> Driver:
 # Each starts an engine from the launcher's environment; every rank must call.
 DRIVERS: dict[str, Callable[[], Driver]] = {
     "fastdist": open_fastdist,
-    "fastdist_cuda": _open_cuda,
+    "fastdist_cuda": lambda: open_fastdist(Gpu(int(os.environ["RANK"]))),
     "fastdist_torch": partial(
         _open_torch, "fastdist", f"fastdist {fastdist.__version__} through torch.distributed"
     ),

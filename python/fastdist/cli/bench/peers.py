@@ -77,20 +77,17 @@ def find_peers(names: Sequence[str], ranks: int) -> tuple[list[Engine], dict[str
     engines: list[Engine] = []
     missing: dict[str, str] = {}
     for name in names:
-        found = (_find_torch if name in _TORCH_DRIVERS else _find_mpi)(name, ranks)
+        found: Engine | str = "pip install torch"
+        if name in _MPIS:
+            found = _find_mpi(name, ranks)
+        elif importlib.util.find_spec("torch") is not None:
+            environment = _ONE_THREAD | {"GLOO_SOCKET_IFNAME": "lo"}
+            found = Engine(name, _TORCH_DRIVERS[name], _launched(ranks), environment)
         if isinstance(found, str):
             missing[name] = found
         else:
             engines.append(found)
     return engines, missing
-
-
-def _find_torch(name: str, ranks: int) -> Engine | str:
-    """Find a peer of torch; return the engine, or the command that installs it."""
-    if importlib.util.find_spec("torch") is None:
-        return "pip install torch"
-    environment = _ONE_THREAD | {"GLOO_SOCKET_IFNAME": "lo"}
-    return Engine(name, _TORCH_DRIVERS[name], _launched(ranks), environment)
 
 
 def _find_mpi(name: str, ranks: int) -> Engine | str:

@@ -83,8 +83,8 @@ def _draw_curves(report: Report, axes: Any, value: Callable[[Row, float], float]
     axes.set_yscale("log")
     ours, *others = report.engines
     for name in (*others, ours):
-        shown = [(row, m) for row in report.rows for m in row.measurements if m.engine == name]
-        shown = [(row, measured) for row, measured in shown if not measured.unsupported]
+        both = [(row, m) for row in report.rows for m in row.measurements if m.engine == name]
+        shown = [(row, measured) for row, measured in both if not measured.unsupported]
         sizes = [row.case.bytes for row, _ in shown]
         values = [value(row, measured.p50_us) for row, measured in shown]
         style = {"color": _COLORS[name], **(_OURS if name == ours else _OTHERS)}

@@ -219,16 +219,12 @@ def recorded_object(report: Report, took_s: float) -> dict[str, Any]:
 
 
 def _command(report: Report, case: Case) -> str:
-    words = ["fastdist bench", case.collective]
-    if case.model:
-        words.append(f"--list {case.model}")
-    elif case.collective != "barrier":
-        words.append(f"--sizes {format_size(case.bytes)}")
-    words.append(f"--ranks {report.ranks}")
+    what = f" --list {case.model}" if case.model else f" --sizes {format_size(case.bytes)}"
+    if case.collective == "barrier":
+        what = ""
     _, *peers = report.engines
-    if peers:
-        words.append(f"--vs {','.join(peers)}")
-    return " ".join(words)
+    versus = f" --vs {','.join(peers)}" if peers else ""
+    return f"fastdist bench {case.collective}{what} --ranks {report.ranks}{versus}"
 
 
 def page(report: Report, recorded: dict[str, Any]) -> str:

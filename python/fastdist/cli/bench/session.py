@@ -292,11 +292,10 @@ class Session:
             for number, engine in enumerate(engines)
         ]
         self._copies_ns: list[int] = []
+        self._copy_bytes, self._cache_bytes = _GPU_COPY_BYTES, 0
         if placement is None:
             self._copy_bytes = max(_LEAST_COPY_BYTES, 4 * largest_cache_bytes() // ranks)
             self._cache_bytes = total_cache_bytes()
-        else:
-            self._copy_bytes, self._cache_bytes = _GPU_COPY_BYTES, 0
         self.failures: list[EngineError] = []
 
     def __enter__(self) -> Session:

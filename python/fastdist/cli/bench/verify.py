@@ -22,16 +22,11 @@ _PERIOD = 1009
 
 
 class Inputs:
-    """One period of the inputs of all ranks.
-
-    Attributes:
-        ranks: The period of each rank.
-        reduced: The reduction of all.
-        tolerance: Largest relative error of a right result.
-    """
+    """One period of the inputs of all ranks."""
 
     def __init__(self, periods: Sequence[Period], dtype: str, redop: str) -> None:
         readable = np.dtype("float32" if dtype == "bfloat16" else dtype)
+        # The period of each rank, the largest relative error of a right result, and the reduction.
         self.ranks = [np.resize(each, _PERIOD).astype(readable) for each in periods]
         is_float = readable.kind == "f"
         epsilon = float(np.finfo(readable).eps) if is_float else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.resources
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -232,16 +233,14 @@ def page(report: Report, recorded: dict[str, Any]) -> str:
 
     `recorded` is the same as JSON.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, StrictUndefined
 
-    loader = PackageLoader(__package__, ".")
-    environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, undefined=StrictUndefined
-    )
+    template = importlib.resources.files(__package__).joinpath("page.html")
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     environment.filters |= {"time": format_time, "digits": digits}
     all_reduces = [row for row in report.rows if row.case.collective == "all_reduce"]
     of_one_array = [row for row in all_reduces if not row.case.model]
-    return environment.get_template("page.html").render(
+    return environment.from_string(template.read_text(encoding="utf-8")).render(
         report=report,
         recorded=recorded,
         rows=list(zip(report.rows, recorded["rows"], strict=True)),

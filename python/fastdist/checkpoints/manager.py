@@ -196,7 +196,7 @@ class CheckpointManager:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
-        self._staged = Staging()  # releases the memory
+        self._staged.clear()  # the traceback of a failed save may hold it
 
     def belong_to(self, checkpoint: Checkpoint) -> None:
         """Join the other replicas' later calls, without a save or restore; no collective."""
@@ -409,3 +409,7 @@ class Staging:
         with ThreadPoolExecutor(_COPY_THREADS) as pool:
             list(pool.map(torch.Tensor.copy_, staged.values(), tensors.values()))
         return staged
+
+    def clear(self) -> None:
+        """Release the memory."""
+        self._kept.clear()

@@ -103,8 +103,8 @@ class DistributedDataset(Generic[B]):
         """
         last = self._position
         epoch, step = (last.epoch + 1, 0) if last.is_over else (last.epoch, last.step)
-        self._position = _Position(epoch, step, begun=True)
-        return self._iterate(self._position, skip_empty=last.left and not last.is_over)
+        position = self._position = _Position(epoch, step, begun=True)
+        return self._iterate(position, skip_empty=last.left and not last.is_over)
 
     def __len__(self) -> int:
         """Return the steps per epoch.

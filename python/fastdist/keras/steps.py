@@ -28,7 +28,6 @@ from fastdist.data.input_context import InputLayout
 from fastdist.data.order import fingerprint
 from fastdist.data.pipelines import Part
 from fastdist.data.sharding import own_part
-from fastdist.data.streams import length_of
 from fastdist.keras.internals import ArrayDataAdapter, DataAdapter
 from fastdist.keras.layers import separate_random_numbers
 from fastdist.keras.losses import share_losses
@@ -226,11 +225,18 @@ class DistributedAdapter(DataAdapter):  # type: ignore[misc]
     """A Keras data adapter of a distributed dataset, which is cut already."""
 
     batch_size = has_partial_batch = partial_batch_size = None
-    num_batches = property(lambda self: length_of(self._dataset))  # None if unknown
 
     def __init__(self, dataset: DistributedDataset[Any], steps: ReplicaSteps) -> None:
         self._dataset = dataset
         self._steps = steps
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches of an epoch; None if unknown."""
+        try:
+            return len(self._dataset)
+        except TypeError:
+            return None
 
     def get_torch_dataloader(self) -> Iterable[Any]:
         """Return an iterable over this replica's parts."""

@@ -25,6 +25,9 @@ class Partitioner(Protocol):
 class FixedShards:
     """A fixed number of pieces, at most one per row (FixedShardsPartitioner).
 
+    Attributes:
+        num_shards: pieces.
+
     Examples:
         >>> from fastdist import ps
         >>> ps.FixedShards(2)((10, 4), 4)

@@ -176,16 +176,10 @@ struct Complex {
 // --- operations on single values and on vectors -----------------------------------------------
 
 struct Sum {
-  template <class V>
-  static V apply(const V& a, const V& b) {
-    return a + b;
-  }
+  static auto apply(const auto& a, const auto& b) { return a + b; }
 };
 struct Prod {
-  template <class V>
-  static V apply(const V& a, const V& b) {
-    return a * b;
-  }
+  static auto apply(const auto& a, const auto& b) { return a * b; }
   // The product of two uint16_t promoted to int would overflow.
   static std::uint16_t apply(const std::uint16_t& a, const std::uint16_t& b) {
     return static_cast<std::uint16_t>(std::uint32_t{a} * b);
@@ -203,34 +197,19 @@ struct Prod {
 // A NaN in any source gives NaN, as in numpy.minimum: `a != a` keeps a NaN in a; a NaN in b fails
 // the comparison, so b is chosen.
 struct Min {
-  template <class V>
-  static V apply(const V& a, const V& b) {
-    return (a < b) | (a != a) ? a : b;
-  }
+  static auto apply(const auto& a, const auto& b) { return (a < b) | (a != a) ? a : b; }
 };
 struct Max {
-  template <class V>
-  static V apply(const V& a, const V& b) {
-    return (a > b) | (a != a) ? a : b;
-  }
+  static auto apply(const auto& a, const auto& b) { return (a > b) | (a != a) ? a : b; }
 };
 struct And {
-  template <class V>
-  static V apply(const V& a, const V& b) {
-    return a & b;
-  }
+  static auto apply(const auto& a, const auto& b) { return a & b; }
 };
 struct Or {
-  template <class V>
-  static V apply(const V& a, const V& b) {
-    return a | b;
-  }
+  static auto apply(const auto& a, const auto& b) { return a | b; }
 };
 struct Xor {
-  template <class V>
-  static V apply(const V& a, const V& b) {
-    return a ^ b;
-  }
+  static auto apply(const auto& a, const auto& b) { return a ^ b; }
 };
 
 }  // namespace

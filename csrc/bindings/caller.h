@@ -56,11 +56,9 @@ class Patience {
   Clock::duration next_ = std::chrono::seconds(5);
 };
 
-class GilRelease {
+class GilRelease : NonCopyable {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
-  GilRelease(const GilRelease&) = delete;
-  GilRelease& operator=(const GilRelease&) = delete;
   ~GilRelease() { retake_gil(state_); }
 
  private:

@@ -161,15 +161,13 @@ class Knowledge {
 };
 
 // What is known, for one thread at a time. Needs the GIL.
-class KnowledgeLock {
+class KnowledgeLock : NonCopyable {
  public:
   KnowledgeLock() {
 #ifdef Py_GIL_DISABLED
     PyMutex_Lock(&mutex);
 #endif
   }
-  KnowledgeLock(const KnowledgeLock&) = delete;
-  KnowledgeLock& operator=(const KnowledgeLock&) = delete;
   ~KnowledgeLock() {
     std::vector<Codes> dropped;
     if (!known.dropped.empty()) dropped.swap(known.dropped);

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 
+#include "core/noncopyable.h"
 #include "core/recorder.h"
 #include "core/signature.h"
 #include "core/types.h"
@@ -16,11 +17,8 @@
 namespace fastdist {
 
 // The caller of a collective. Used only when a call fails or blocks.
-class Caller {
+class Caller : public NonCopyable {
  public:
-  Caller() = default;
-  Caller(const Caller&) = delete;
-  Caller& operator=(const Caller&) = delete;
   virtual ~Caller() = default;
 
   // Returns the line of the user's source that made the call, or "".
@@ -60,11 +58,8 @@ struct CallOptions {
 // One rank of a group. Every rank must call every method except send and recv, in the same order
 // and with matching arguments. On a mismatch all ranks throw kMismatch and no data has moved. `in`
 // and `out` hold the same arrays, or arrays that do not overlap. Not thread-safe.
-class Communicator {
+class Communicator : public NonCopyable {
  public:
-  Communicator() = default;
-  Communicator(const Communicator&) = delete;
-  Communicator& operator=(const Communicator&) = delete;
   virtual ~Communicator() = default;
 
   [[nodiscard]] virtual int rank() const noexcept = 0;

@@ -96,11 +96,9 @@ class Inbox {
     std::vector<std::byte> data;
   };
   // The right to read, unless another thread has it. Throws in a signal handler whose thread has.
-  class Reading {
+  class Reading : NonCopyable {
    public:
     explicit Reading(Inbox& inbox);
-    Reading(const Reading&) = delete;
-    Reading& operator=(const Reading&) = delete;
     ~Reading();
     [[nodiscard]] explicit operator bool() const noexcept { return has_begun_; }
 

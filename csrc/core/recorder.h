@@ -19,6 +19,7 @@
 #include <x86intrin.h>
 #endif
 
+#include "core/noncopyable.h"
 #include "core/signature.h"
 
 namespace fastdist::recorder {
@@ -164,7 +165,7 @@ inline void end_phase(Phase phase, Phase before) noexcept {
 }
 
 // A call that is being recorded. The ring may wrap before the call ends.
-class Record {
+class Record : NonCopyable {
  public:
   Record(File& f, std::uint16_t communicator, std::uint64_t sequence, std::uint16_t site) noexcept
       : number_(f.header.calls.fetch_add(1, std::memory_order_relaxed) + 1),
@@ -181,8 +182,6 @@ class Record {
     entry_.site.store(site, kAfter);
     entry_.outcome.store(Outcome::kRunning, kAfter);
   }
-  Record(const Record&) = delete;
-  Record& operator=(const Record&) = delete;
   ~Record() {
     if (!is_current()) return;
     const bool is_quick = is_quick_ && outcome_ == Outcome::kDone;

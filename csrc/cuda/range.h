@@ -3,10 +3,12 @@
 
 #include <nvtx3/nvToolsExt.h>
 
+#include "core/noncopyable.h"
+
 namespace fastdist::cuda {
 
 // Ranges of one thread must end in the reverse order of their beginnings.
-class Range {
+class Range : NonCopyable {
  public:
   explicit Range(const char* name) noexcept {
     nvtxEventAttributes_t attributes{};
@@ -16,8 +18,6 @@ class Range {
     attributes.message.ascii = name;
     (void)nvtxDomainRangePushEx(domain(), &attributes);
   }
-  Range(const Range&) = delete;
-  Range& operator=(const Range&) = delete;
   ~Range() { (void)nvtxDomainRangePop(domain()); }
 
  private:

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <memory>
 
+#include "core/noncopyable.h"
+
 struct CUstream_st;
 struct CUevent_st;
 
@@ -17,11 +19,9 @@ void make_current(int device);
 
 // Makes a device current for its lifetime. Returning to the previous device does not initialize it:
 // a context takes hundreds of megabytes of a GPU that the process may never use.
-class DeviceGuard {
+class DeviceGuard : NonCopyable {
  public:
   explicit DeviceGuard(int device);
-  DeviceGuard(const DeviceGuard&) = delete;
-  DeviceGuard& operator=(const DeviceGuard&) = delete;
   ~DeviceGuard();
 
  private:
@@ -29,11 +29,9 @@ class DeviceGuard {
 };
 
 // Allows this thread to allocate memory while a stream is being captured.
-class RelaxedCapture {
+class RelaxedCapture : NonCopyable {
  public:
   RelaxedCapture();
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
   ~RelaxedCapture();
 
  private:

@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/noncopyable.h"
 #include "core/types.h"
 
 namespace fastdist::host {
@@ -27,11 +28,9 @@ struct Tree {
 
 // The groups of the tree over n sources or, with `after`, of the one in which as many reductions
 // follow each source. Means are divided by `divisor` or, if it is 0, by n.
-class Groups {
+class Groups : NonCopyable {
  public:
   explicit Groups(std::size_t n, std::span<const std::uint8_t> after = {}, std::size_t divisor = 0);
-  Groups(const Groups&) = delete;
-  Groups& operator=(const Groups&) = delete;
   [[nodiscard]] Tree tree() const noexcept { return tree_; }
 
  private:

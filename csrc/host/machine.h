@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/file_descriptor.h"
+#include "core/noncopyable.h"
 #include "core/process.h"
 
 namespace fastdist::host {
@@ -66,11 +67,9 @@ class Heap {
 class Machine;
 
 // A range of this rank's segment, freed on destruction.
-class SharedBlock {
+class SharedBlock : NonCopyable {
  public:
   SharedBlock(std::shared_ptr<Machine> machine, int rank, std::size_t bytes);
-  SharedBlock(const SharedBlock&) = delete;
-  SharedBlock& operator=(const SharedBlock&) = delete;
   ~SharedBlock();
 
   [[nodiscard]] std::size_t offset() const noexcept { return offset_; }

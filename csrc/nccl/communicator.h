@@ -152,11 +152,9 @@ class NcclCommunicator::Call {
 };
 
 // An NCCL group: its work is launched together, at the end of the outermost group.
-class NcclCommunicator::Group {
+class NcclCommunicator::Group : NonCopyable {
  public:
   explicit Group(NcclCommunicator& communicator);
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
   ~Group();
   void end();
 
@@ -166,11 +164,9 @@ class NcclCommunicator::Group {
 };
 
 // Suspends open groups, so that work is launched immediately: for steps that depend on each other.
-class NcclCommunicator::OutsideGroups {
+class NcclCommunicator::OutsideGroups : NonCopyable {
  public:
   explicit OutsideGroups(NcclCommunicator& communicator);
-  OutsideGroups(const OutsideGroups&) = delete;
-  OutsideGroups& operator=(const OutsideGroups&) = delete;
   ~OutsideGroups();
 
  private:
@@ -179,14 +175,12 @@ class NcclCommunicator::OutsideGroups {
 };
 
 // A use of the scratch memory on `stream`. After an error, it still lasts until its work finishes.
-class NcclCommunicator::ScratchUse {
+class NcclCommunicator::ScratchUse : NonCopyable {
  public:
   ScratchUse(NcclCommunicator& communicator, StreamHandle stream)
       : scratch_(communicator.scratch()), stream_(stream) {
     scratch_.begin(stream);
   }
-  ScratchUse(const ScratchUse&) = delete;
-  ScratchUse& operator=(const ScratchUse&) = delete;
   ~ScratchUse() {
     if (has_ended_) return;
     try {

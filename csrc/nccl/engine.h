@@ -24,11 +24,8 @@ using cuda::StreamHandle;
 inline constexpr std::size_t kDefaultBucketBytes = std::size_t{32} << 20;
 
 // The end of a call in a stream.
-class Mark {
+class Mark : public NonCopyable {
  public:
-  Mark() = default;
-  Mark(const Mark&) = delete;
-  Mark& operator=(const Mark&) = delete;
   virtual ~Mark() = default;
 
   // Does not block. Returns true for calls in a captured graph, which have no end to wait for.
@@ -40,11 +37,8 @@ class Mark {
 };
 
 // Compares the signatures of all collectives through the ranks' hosts, since NCCL does not.
-class Checker {
+class Checker : public NonCopyable {
  public:
-  Checker() = default;
-  Checker(const Checker&) = delete;
-  Checker& operator=(const Checker&) = delete;
   virtual ~Checker() = default;
 
   // Returns true if `flag` is set on every rank. Every rank must call, with the same signature; on

@@ -14,14 +14,12 @@
 
 namespace fastdist::nccl {
 
-class NcclMemory {
+class NcclMemory : NonCopyable {
  public:
   // Every rank must call. The device must be current. `checker` may be null: then all ranks must
   // get a window, or none.
   NcclMemory(std::shared_ptr<Handle> handle, std::size_t bytes, const CallOptions& options,
              Checker* checker);
-  NcclMemory(const NcclMemory&) = delete;
-  NcclMemory& operator=(const NcclMemory&) = delete;
   ~NcclMemory();
 
   [[nodiscard]] std::byte* data() const noexcept { return data_.get(); }

@@ -133,14 +133,12 @@ class NetCommunicator final : public BlockingCommunicator {
   };
 
   // The call in which a thread of this rank waits: a collective, or transfer `number` of a lane.
-  struct Wait {
+  struct Wait : NonCopyable {
     Wait(std::atomic<int>& calls, const Signature& call, const Caller* who,
          std::uint32_t transfer = 0)
         : signature(call), caller(who), number(transfer), calls_(calls) {
       calls_.fetch_add(1);
     }
-    Wait(const Wait&) = delete;
-    Wait& operator=(const Wait&) = delete;
     ~Wait() { calls_.fetch_sub(1); }
     Signature signature;
     const Caller* caller;

@@ -142,10 +142,8 @@ void NetCommunicator::await_lane(int p, int fd, short events, Wait& wait,
 void NetCommunicator::send_across(TensorView in, int dst, Wait& wait, const CallOptions& options) {
   Peer& them = peer(dst);
   const Signature& signature = wait.signature;
-  struct Sending {
+  struct Sending : NonCopyable {
     explicit Sending(std::atomic<bool>& f) : flag(f) { flag.store(true); }
-    Sending(const Sending&) = delete;
-    Sending& operator=(const Sending&) = delete;
     ~Sending() { flag.store(false); }
     std::atomic<bool>& flag;
   } const sending(them.sends);

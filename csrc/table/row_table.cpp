@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "core/noncopyable.h"
 
 namespace fastdist::table {
 namespace {
@@ -31,12 +32,10 @@ constexpr std::size_t kRunBytes = 16 << 10;
 
 // A window [visited, locked) of items ordered by stripe; the locks of the items' stripes are held.
 template <class Stripe>
-class LockWindow {
+class LockWindow : NonCopyable {
  public:
   LockWindow(const Striping& striping, std::span<const Item> items, Stripe* stripes)
       : striping_(striping), items_(items), stripes_(stripes) {}
-  LockWindow(const LockWindow&) = delete;
-  LockWindow& operator=(const LockWindow&) = delete;
   ~LockWindow() {
     while (visited_ < locked_) leave([](Stripe&) {});
   }

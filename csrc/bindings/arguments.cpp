@@ -5,8 +5,6 @@
 #include "core/error.h"
 #include "core/inbox.h"
 
-namespace py = pybind11;
-
 namespace fastdist::bindings {
 
 void throw_unexpected(const std::string& expected, py::handle got) {

@@ -11,12 +11,14 @@
 
 namespace fastdist::bindings {
 
+namespace py = pybind11;
+
 // Throws "<expected>, got <got>": a TypeError if Python has just raised one, otherwise a
 // ValueError.
-[[noreturn]] void throw_unexpected(const std::string& expected, pybind11::handle got);
+[[noreturn]] void throw_unexpected(const std::string& expected, py::handle got);
 
 // Returns the Python module that composes messages; None until it is given to `set_hints`.
-[[nodiscard]] pybind11::handle hints();
+[[nodiscard]] py::handle hints();
 
 // Returns a message from that module.
 template <class... Args>
@@ -27,21 +29,20 @@ template <class... Args>
 // Sets the Python error for the exception being handled. Must be called in a catch block.
 void translate_exception();
 
-[[nodiscard]] inline bool is_true(pybind11::handle object) {
+[[nodiscard]] inline bool is_true(py::handle object) {
   const int value = PyObject_IsTrue(object.ptr());
-  if (value < 0) throw pybind11::error_already_set();
+  if (value < 0) throw py::error_already_set();
   return value != 0;
 }
 
 // Converts the tag of a message; None is 0. Messages of objects have tags of their own.
-[[nodiscard]] std::uint64_t to_tag(pybind11::handle tag, bool of_object = false);
+[[nodiscard]] std::uint64_t to_tag(py::handle tag, bool of_object = false);
 
 // Converts a rank below `size`. If `self` is given, the rank must differ from it.
-[[nodiscard]] int to_rank(pybind11::handle rank, const char* argument, int size,
+[[nodiscard]] int to_rank(py::handle rank, const char* argument, int size,
                           std::optional<int> self = {});
 
 // Converts a timeout in seconds; values above 1e9 count as 1e9.
-[[nodiscard]] std::chrono::nanoseconds to_duration(pybind11::handle timeout,
-                                                   bool may_be_zero = false);
+[[nodiscard]] std::chrono::nanoseconds to_duration(py::handle timeout, bool may_be_zero = false);
 
 }  // namespace fastdist::bindings

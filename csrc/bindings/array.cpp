@@ -14,8 +14,6 @@
 #include "core/signature.h"
 #include "cuda/devices.h"
 
-namespace py = pybind11;
-
 namespace fastdist::bindings {
 namespace {
 

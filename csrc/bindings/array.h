@@ -13,6 +13,8 @@
 
 namespace fastdist::bindings {
 
+namespace py = pybind11;
+
 enum class Access { kRead, kWrite };
 
 // --- Where an array is --------------------------------------------------------------------------
@@ -22,10 +24,10 @@ inline constexpr int kSomeGpu = -1;  // of an empty array whose library does not
 
 // Returns the GPU of an array, or of the first array of a list that has one; or kOnHost, kSomeGpu.
 // `device_of` is called for arrays whose type has no C function for this: a number, or None.
-[[nodiscard]] int gpu_of(pybind11::handle arrays, pybind11::handle device_of);
+[[nodiscard]] int gpu_of(py::handle arrays, py::handle device_of);
 // Returns the stream on `gpu` that is current in the library of an array, or of a list's first
 // array; nothing if the library has no C function for that.
-[[nodiscard]] std::optional<void*> current_stream(pybind11::handle arrays, int gpu);
+[[nodiscard]] std::optional<void*> current_stream(py::handle arrays, int gpu);
 
 // One array or a list of arrays, with the objects that keep the memory valid.
 class Arrays {
@@ -33,7 +35,7 @@ class Arrays {
   // `argument` names the parameter in messages. Without `gpu`, arrays must be in host memory.
   // Raises TypeError for objects that are not arrays of a supported dtype, and ValueError for views
   // with gaps, read-only arrays and arrays on another GPU.
-  Arrays(pybind11::handle object, Access access, const char* argument, std::optional<int> gpu = {});
+  Arrays(py::handle object, Access access, const char* argument, std::optional<int> gpu = {});
 
   [[nodiscard]] TensorViews views() const noexcept {
     return is_list_ ? TensorViews(list_) : TensorViews(&one_, 1);
@@ -42,13 +44,13 @@ class Arrays {
   [[nodiscard]] const char* argument() const noexcept { return argument_; }
   // Moves out the object that keeps the memory valid (or None), so that the views can be destroyed
   // without the GIL.
-  [[nodiscard]] pybind11::object take_holder() {
-    return holder_ ? std::exchange(holder_, {}) : pybind11::none();
+  [[nodiscard]] py::object take_holder() {
+    return holder_ ? std::exchange(holder_, {}) : py::none();
   }
 
  private:
   const char* argument_;
-  pybind11::object holder_;
+  py::object holder_;
   bool is_list_;
   TensorView one_;
   std::vector<TensorView> list_;

@@ -15,8 +15,6 @@
 #include "core/signature.h"
 #include "cuda/driver.h"
 
-namespace py = pybind11;
-
 namespace fastdist::bindings {
 namespace {
 

@@ -17,7 +17,7 @@ namespace fastdist::bindings {
 // Returns nothing if collectives do not support the type.
 [[nodiscard]] std::optional<DType> dlpack_dtype(const dlpack::DataType& type);
 
-[[nodiscard]] std::string type_name(pybind11::handle object);
+[[nodiscard]] std::string type_name(py::handle object);
 
 // Returns 0 for row-major memory, otherwise a hash of the order of the axes; empty if the memory
 // has gaps. `item` is the stride of neighbours; null strides mean row-major.
@@ -29,16 +29,16 @@ namespace fastdist::bindings {
 // counted.
 [[nodiscard]] std::size_t count_elements(const std::int64_t* shape, int ndim,
                                          std::size_t item_bytes, const char* argument,
-                                         pybind11::handle object);
+                                         py::handle object);
 
-[[noreturn]] void throw_strided(const char* argument, pybind11::handle object);
+[[noreturn]] void throw_strided(const char* argument, py::handle object);
 [[noreturn]] void throw_read_only(const char* argument);
 // `where` describes the actual location.
 [[noreturn]] void throw_wrong_device(const char* argument, int device, const std::string& where);
 
 // Views an array on GPU `device` through its `__cuda_array_interface__`. The protocol is described
 // at numba.readthedocs.io, "CUDA Array Interface", version 3.
-[[nodiscard]] TensorView view_cuda_interface(pybind11::handle object, Access access, int device,
-                                             const char* argument, pybind11::object& holder);
+[[nodiscard]] TensorView view_cuda_interface(py::handle object, Access access, int device,
+                                             const char* argument, py::object& holder);
 
 }  // namespace fastdist::bindings

@@ -10,8 +10,6 @@
 
 namespace fastdist::bindings {
 
-namespace py = pybind11;
-
 void bind_recorder(py::module_& m) {
   m.def("start_recorder", &recorder::start, py::arg("path"), py::kw_only(), py::arg("rank"),
         py::arg("world_size"), py::arg("version"), py::arg("job"), py::arg("host"),

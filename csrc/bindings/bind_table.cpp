@@ -21,8 +21,6 @@
 #include "table/routing.h"
 #include "table/row_table.h"
 
-namespace py = pybind11;
-
 namespace fastdist::bindings {
 namespace {
 

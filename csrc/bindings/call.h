@@ -16,8 +16,6 @@
 
 namespace fastdist::bindings {
 
-namespace py = pybind11;
-
 // The arguments of a call as Python gives them: borrowed, and None where they were not given.
 struct CallArguments {
   // Takes the arguments of a vectorcall. Only the array may be positional.

@@ -13,8 +13,6 @@
 #include "core/echo.h"
 #include "core/work.h"
 
-namespace py = pybind11;
-
 namespace fastdist::bindings {
 
 namespace {

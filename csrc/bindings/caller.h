@@ -15,6 +15,8 @@
 
 namespace fastdist::bindings {
 
+namespace py = pybind11;
+
 // Returns "file.py:12 in train" for the innermost frame outside fastdist and torch; "" if all
 // frames are fastdist's, and the innermost frame in torch if the others are torch's. Needs the GIL.
 [[nodiscard]] std::string python_location();
@@ -28,7 +30,7 @@ namespace fastdist::bindings {
 void begin_exit() noexcept;
 // Calls `answer` in a thread of its own, which takes no signals, whenever bytes come through the
 // pipe at `path`.
-void answer_from_thread(const std::string& path, const pybind11::object& answer);
+void answer_from_thread(const std::string& path, const py::object& answer);
 
 // Takes the GIL again. While the interpreter shuts down, taking the GIL would end the thread by
 // unwinding through destructors that must not throw; this function instead blocks such a thread
@@ -38,7 +40,7 @@ void retake_gil(PyThreadState* state) noexcept;
 // Sets two Python functions. `stalled(seconds)` is called in its own thread with the time that a
 // call has waited, at 5 s and then less and less often. `explain(is_late)` says why a call has
 // failed; `is_late` is true if it failed because a rank is late.
-void set_speaker(const pybind11::object& stalled, const pybind11::object& explain);
+void set_speaker(const py::object& stalled, const py::object& explain);
 // Returns what `explain` says; "" if nothing. Throws what a signal handler raises meanwhile, such
 // as KeyboardInterrupt. Needs the GIL.
 [[nodiscard]] std::string explain_failure(bool is_late);
@@ -105,7 +107,7 @@ class PythonCaller final : public Caller {
   std::optional<std::string> location_;
   std::uint16_t site_ = recorder::kNoSite;
   mutable bool defers_ = false;
-  mutable std::optional<pybind11::error_already_set> raised_;
+  mutable std::optional<py::error_already_set> raised_;
   mutable PyThreadState* released_ = nullptr;
   mutable Patience patience_;
 };

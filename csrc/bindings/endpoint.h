@@ -26,8 +26,6 @@
 
 namespace fastdist::bindings {
 
-namespace py = pybind11;
-
 // A queued call. Its arrays stay alive until it has ended, even if this object is dropped.
 struct PendingCall {
   std::shared_ptr<Work> work;

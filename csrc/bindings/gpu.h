@@ -20,7 +20,6 @@
 
 namespace fastdist::bindings {
 
-namespace py = pybind11;
 using nccl::GpuCommunicator;
 
 inline nccl::StreamHandle to_stream(py::handle stream) {

@@ -11,8 +11,6 @@
 #include "bindings/caller.h"
 #include "core/recorder.h"
 
-namespace py = pybind11;
-
 namespace fastdist::bindings {
 namespace {
 

@@ -27,8 +27,7 @@ namespace {
 using nccl::Library;
 using namespace py::literals;
 
-template <class Call>
-auto without_gil(py::handle timeout, const Call& call) {
+auto without_gil(py::handle timeout, const auto& call) {
   const PythonCaller caller;
   const CallOptions options{to_duration(timeout), &caller};
   caller.may_block();

@@ -92,8 +92,7 @@ class PythonCaller final : public Caller {
   // Makes a call. What a signal handler raises meanwhile is thrown when the call has ended, since a
   // call that ends early ends the communicator; but Ctrl-C and other exceptions that should end the
   // program (those not derived from `Exception`) end the call.
-  template <class Call>
-  void run(Call&& call) const {
+  void run(auto&& call) const {
     defers_ = true;
     try {
       call();

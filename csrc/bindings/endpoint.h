@@ -83,8 +83,7 @@ class Endpoint {
     return lanes_[{peer, sends}];
   }
   // Runs `call(communicator, options)` in the queue's thread, in order.
-  template <class Call>
-  std::shared_ptr<Work> submit(Queue& queue, Call call, std::chrono::nanoseconds timeout,
+  std::shared_ptr<Work> submit(Queue& queue, auto call, std::chrono::nanoseconds timeout,
                                bool async) {
     communicator_.check_usable();
     refuse_beside_another(queue);
@@ -97,8 +96,7 @@ class Endpoint {
     return async ? queue.submit(counted(std::move(task))) : queue.submit(std::move(task));
   }
   // Runs such a call in this thread if the queue is empty; otherwise returns false.
-  template <class Call>
-  bool run_now(Queue& queue, const Call& call, std::chrono::nanoseconds timeout) {
+  bool run_now(Queue& queue, const auto& call, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
     CallOptions options{timeout, &caller};
     bool is_done = false;
@@ -106,8 +104,7 @@ class Endpoint {
     return is_done;
   }
   // Does the same for a caller that does not hold the GIL. Waits for pending calls.
-  template <class Call>
-  void run_without_gil(const Call& call, CallOptions options) {
+  void run_without_gil(const auto& call, CallOptions options) {
     if (collectives_.try_run([&] { make(collectives_, call, options); })) return;
     refuse_beside_another(collectives_);
     const RecordedCaller caller(*options.caller);
@@ -116,8 +113,7 @@ class Endpoint {
     wait_without_gil(*collectives_.submit([&] { make(collectives_, call, later); }), options);
   }
   // Makes a receive, which needs no order, in this thread.
-  template <class Call>
-  void receive_here(const Call& call, Inbox& inbox, std::chrono::nanoseconds timeout) {
+  void receive_here(const auto& call, Inbox& inbox, std::chrono::nanoseconds timeout) {
     const PythonCaller caller;
     caller.run([&] {
       CallOptions options{timeout, &caller};
@@ -126,8 +122,7 @@ class Endpoint {
   }
   // Runs `call(communicator, options)` soon, in order with the other calls, for a caller that does
   // not hold the GIL and does not wait, unless it is far ahead. The call handles its own errors.
-  template <class Call>
-  std::shared_ptr<Work> run_soon(Call call, const CallOptions& options) {
+  std::shared_ptr<Work> run_soon(auto call, const CallOptions& options) {
     constexpr std::size_t kMostAhead = 64;
     refuse_beside_another(collectives_);
     auto work = collectives_.submit_soon(counted(
@@ -210,8 +205,7 @@ class Endpoint {
   }
   // Makes a call when it is its turn. Sends and receives, which have queues of their own, concern
   // two ranks, so other calls continue after their mismatch.
-  template <class Call>
-  void make(Queue& queue, const Call& call, CallOptions& options) {
+  void make(Queue& queue, const auto& call, CallOptions& options) {
     const auto next = [&queue] { return ++queue.calls; };
     record_while(next, options, [&] {
       if (&queue != &collectives_) return call(communicator_, options);
@@ -225,8 +219,7 @@ class Endpoint {
     });
   }
   // Makes a call that is recorded, if calls are, under the number that `next` returns.
-  template <class Next, class Call>
-  void record_while(const Next& next, CallOptions& options, const Call& call) {
+  void record_while(const auto& next, CallOptions& options, const auto& call) {
     recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
     if (file == nullptr) return call();
     recorder::Record record(*file, *recorded_, next(), options.caller->site());
@@ -255,8 +248,7 @@ class Endpoint {
     }
   }
   // Returns a task that counts as submitted until it has ended.
-  template <class Task>
-  auto counted(Task task) {
+  auto counted(auto task) {
     communicator_.count_submitted(1);
     std::shared_ptr<BlockingCommunicator> count(
         &communicator_, [](BlockingCommunicator* each) { each->count_submitted(-1); });

@@ -55,8 +55,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // Enqueues `call(communicator, options)`: on `stream`, returning `result`, or if `async`, on the
   // communicator's own stream, returning a GpuWork. `kept` is a tuple of the call's arrays or lists
   // of arrays.
-  template <class Call>
-  py::object run(const Call& call, nccl::StreamHandle stream, std::chrono::nanoseconds timeout,
+  py::object run(const auto& call, nccl::StreamHandle stream, std::chrono::nanoseconds timeout,
                  bool async, py::handle result, py::handle kept) {
     std::shared_ptr<const nccl::Mark> mark;
     std::shared_ptr<Work> comparison;
@@ -174,8 +173,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
 
  private:
   // Calls `call`. Its error may be the consequence of a mismatch, which is then thrown instead.
-  template <class Call>
-  void telling(const Call& call) {
+  void telling(const auto& call) {
     constexpr std::chrono::seconds kUntilCompared{1};
     try {
       call();

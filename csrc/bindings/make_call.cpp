@@ -40,23 +40,19 @@ void broadcast(GpuCommunicator& c, const Call& call, const CallOptions& options)
 
 // Makes `calls(options)` as one collective. Here the ranks compare the whole list in each call, so
 // a mismatch throws before any data moves.
-template <class Calls>
-void as_one(BlockingCommunicator&, const Signature& whole, CallOptions options,
-            const Calls& calls) {
+void as_one(BlockingCommunicator&, const Signature& whole, CallOptions options, const auto& calls) {
   options.whole = &whole;
   calls(options);
 }
 
-template <class Calls>
 void as_one(GpuCommunicator& c, const Signature& whole, const CallOptions& options,
-            const Calls& calls) {
+            const auto& calls) {
   c.as_one(whole, options, calls);
 }
 
 // --- where they do not --------------------------------------------------------------------------
 
-template <class C>
-void make_arrays(C& c, const Call& call, const CallOptions& options) {
+void make_arrays(auto& c, const Call& call, const CallOptions& options) {
   const auto for_each = [&](const auto& move) {
     const std::size_t count = call.inputs().size();
     if (count == 1) return move(0, options);
@@ -110,8 +106,7 @@ void make_arrays(C& c, const Call& call, const CallOptions& options) {
 }
 
 // Makes a call, which the ranks compare as the one of which it is a step, if it is one.
-template <class C>
-void make(C& c, const Call& call, const CallOptions& options) {
+void make(auto& c, const Call& call, const CallOptions& options) {
   if (!call.within) return make_arrays(c, call, options);
   const Signature whole = call.signature();
   CallOptions step = options;

@@ -185,8 +185,7 @@ class KnowledgeLock : NonCopyable {
 
 // Calls `look(frame, code, layer)` for this thread's frames, the innermost first, until it returns
 // true. Learns their layers.
-template <class Look>
-void look_at_frames(Knowledge& known, const Look& look) {
+void look_at_frames(Knowledge& known, const auto& look) {
   auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {
     auto* const here = reinterpret_cast<PyFrameObject*>(frame.ptr());

@@ -33,8 +33,7 @@ class ArrayList {
   [[nodiscard]] TensorViews arrays() const noexcept { return arrays_; }
 
   // Calls f(piece) for each piece of [begin, end), in order.
-  template <class F>
-  void for_each_piece(std::size_t begin, std::size_t end, F&& f) const {
+  void for_each_piece(std::size_t begin, std::size_t end, auto&& f) const {
     if (begin >= end) return;
     if (arrays_.size() == 1) {
       f(Piece{0, begin, begin, end - begin, arrays_[0].data + begin});
@@ -57,8 +56,7 @@ class ArrayList {
 };
 
 // Calls f(inputs, outputs) for the arrays of each dtype. `out` may be empty.
-template <class F>
-void for_each_dtype(TensorViews in, TensorViews out, F&& f) {
+void for_each_dtype(TensorViews in, TensorViews out, auto&& f) {
   const bool one = std::all_of(in.begin(), in.end(),
                                [&](const TensorView& a) { return a.dtype == in[0].dtype; });
   if (one) return f(in, out);

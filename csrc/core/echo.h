@@ -20,8 +20,7 @@ namespace fastdist {
 
 // Runs `task` in a thread of its own, which takes no signals: they must reach one that runs Python.
 // Throws std::system_error.
-template <class Task>
-void start_without_signals(Task task) {
+void start_without_signals(auto task) {
   struct Blocked {
     sigset_t before;
     ~Blocked() { ::pthread_sigmask(SIG_SETMASK, &before, nullptr); }

@@ -36,8 +36,7 @@ class Registry {
     std::erase(state.objects, &object);
   }
   // Calls `function` for each object, none of which can be removed meanwhile.
-  template <class Function>
-  static void for_each(Function&& function) {
+  static void for_each(auto&& function) {
     State& state = current();
     const std::lock_guard lock(state.mutex);
     for (Object* const object : state.objects) function(*object);

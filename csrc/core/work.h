@@ -81,8 +81,7 @@ class WorkQueue {
   }
 
   // Runs `task` in this thread and returns true, or returns false if calls are pending.
-  template <class Task>
-  bool try_run(Task&& task) {
+  bool try_run(auto&& task) {
     int idle = 0;
     if (!pending_.compare_exchange_strong(idle, kRunningHere, std::memory_order_acquire)) {
       return false;

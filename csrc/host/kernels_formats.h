@@ -23,10 +23,7 @@ inline V load(const void* p) {
   __builtin_memcpy(&v, p, sizeof(V));
   return v;
 }
-template <class V>
-inline void store(void* p, const V& v) {
-  __builtin_memcpy(p, &v, sizeof(V));
-}
+inline void store(void* p, const auto& v) { __builtin_memcpy(p, &v, sizeof(v)); }
 template <class To, class From>
 inline To bits(const From& from) {
   return __builtin_bit_cast(To, from);
@@ -51,10 +48,7 @@ using Halves = Vector<std::uint16_t, kVector / 2>;
 // The 32-bit codecs below work on a single uint32_t and float and on vectors of them. `U` is the
 // unsigned type and `F` the float type; a comparison of F gives a mask for `select`.
 inline std::uint32_t select(bool c, std::uint32_t a, std::uint32_t b) { return c ? a : b; }
-template <class M>
-inline Words select(M c, Words a, Words b) {
-  return c ? a : b;
-}
+inline Words select(auto c, Words a, Words b) { return c ? a : b; }
 
 struct BFloat16Codec {
   template <class F, class U>

@@ -53,8 +53,7 @@ struct alignas(kCacheLine) Header {
 static_assert(sizeof(Header) == kCacheLine);
 
 // Returns the signature in a Header or a BlockedWait.
-template <class Announced>
-[[nodiscard]] Signature signature_in(const Announced& call) noexcept {
+[[nodiscard]] Signature signature_in(const auto& call) noexcept {
   return unpack_signature(call.signature.load(std::memory_order_relaxed),
                           call.count.load(std::memory_order_relaxed),
                           call.list.load(std::memory_order_relaxed));

@@ -49,8 +49,7 @@ struct alignas(kCacheLine) Bell {
 
   // Announces the wait and then, unless `ready()`, sleeps until rung or until `duration` has
   // passed, which is less than a second.
-  template <class Ready>
-  void sleep(std::uint32_t target, std::chrono::nanoseconds duration, Ready ready) noexcept {
+  void sleep(std::uint32_t target, std::chrono::nanoseconds duration, auto ready) noexcept {
     const std::uint32_t seen = rings.load(std::memory_order_relaxed);
     waits_for.store(target, std::memory_order_seq_cst);
     if (!ready()) {

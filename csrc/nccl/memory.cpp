@@ -9,8 +9,7 @@
 namespace fastdist::nccl {
 namespace {
 
-template <class Call>
-void try_on(int device, const Call& call) noexcept {
+void try_on(int device, const auto& call) noexcept {
   try {
     const cuda::DeviceGuard guard(device);
     const cuda::RelaxedCapture relaxed;

@@ -211,8 +211,7 @@ class NetCommunicator final : public BlockingCommunicator {
   void share(const std::byte* own, std::size_t bytes, std::byte* everyone);
   void compare();
   [[noreturn]] void throw_mismatch();
-  template <class Call>
-  void inside(int grace, const Call& call);  // a call between the ranks of this machine
+  void inside(int grace, const auto& call);  // a call between the ranks of this machine
 
   // wait.cpp
   void post_send(int p, const std::byte* data, std::size_t bytes);
@@ -291,14 +290,12 @@ class NetCommunicator final : public BlockingCommunicator {
   // move.cpp
   void broadcast_chunks(TensorViews inout, int root);
   void copy_payloads(std::byte* to, std::size_t bytes) const;
-  template <class BytesBetween>
-  void exchange(std::byte* in, std::byte* out, const BytesBetween& bytes_between);
+  void exchange(std::byte* in, std::byte* out, const auto& bytes_between);
   void gather_here(TensorView in, std::byte* out, int root);
 
   // lanes.cpp
-  template <class Here, class Across>
   void transfer(const Signature& signature, int p, std::uint32_t number, const CallOptions& options,
-                const Here& here, const Across& across);
+                const auto& here, const auto& across);
   void await_lane(int p, int fd, short events, Wait& wait, const CallOptions& options,
                   Clock::time_point& last_check);
   void send_across(TensorView in, int dst, Wait& wait, const CallOptions& options);
@@ -364,8 +361,7 @@ class NetCommunicator final : public BlockingCommunicator {
   Buffer packed_, gathered_, unpacked_;
 };
 
-template <class Call>
-void NetCommunicator::inside(int grace, const Call& call) {
+void NetCommunicator::inside(int grace, const auto& call) {
   const CallOptions options{options_->timeout + grace * kGrace, watcher_, nullptr,
                             &wait_->signature};
   try {

@@ -38,10 +38,7 @@ Site site_of(const Caller& caller) {
   return site;
 }
 
-template <class T>
-std::byte* bytes_of(T& object) {
-  return reinterpret_cast<std::byte*>(&object);
-}
+std::byte* bytes_of(auto& object) { return reinterpret_cast<std::byte*>(&object); }
 
 // Returns the signature of a transfer; nothing if `send` cannot have written the header.
 std::optional<Signature> parse(const TransferHead& head) {
@@ -55,9 +52,8 @@ std::optional<Signature> parse(const TransferHead& head) {
 
 // Runs transfer `number` of a lane: `here(rank, options)` if rank p runs on this machine, or else
 // `across(wait)`.
-template <class Here, class Across>
 void NetCommunicator::transfer(const Signature& signature, int p, std::uint32_t number,
-                               const CallOptions& options, const Here& here, const Across& across) {
+                               const CallOptions& options, const auto& here, const auto& across) {
   check_usable();
   options.caller->may_block();
   if (options.record != nullptr) options.record->announce(signature);

@@ -210,8 +210,7 @@ void NetCommunicator::all_to_all(TensorView in, TensorView out, std::span<const 
 }
 
 // Moves `bytes_between(from, to)` bytes from each rank to each.
-template <class BytesBetween>
-void NetCommunicator::exchange(std::byte* in, std::byte* out, const BytesBetween& bytes_between) {
+void NetCommunicator::exchange(std::byte* in, std::byte* out, const auto& bytes_between) {
   std::vector<std::byte*> give{in}, take{out};  // where the bytes to and from each rank begin
   for (int q = 0; q < size(); ++q) {
     give.push_back(give.back() + bytes_between(rank_, q));

@@ -33,8 +33,7 @@ bool Stream::progress() {
   return sent || received;
 }
 
-template <class Pieces, class Call>
-bool Stream::move(Pieces& pieces, std::uint64_t& bytes, const Call& call) {
+bool Stream::move(auto& pieces, std::uint64_t& bytes, const auto& call) {
   bool moved = false;
   while (!pieces.empty()) {
     auto& piece = pieces.front();

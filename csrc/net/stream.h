@@ -42,8 +42,7 @@ class Stream {
     std::size_t bytes;
   };
   // Moves what `call(piece)` can move of the pieces, and counts the bytes.
-  template <class Pieces, class Call>
-  bool move(Pieces& pieces, std::uint64_t& bytes, const Call& call);
+  bool move(auto& pieces, std::uint64_t& bytes, const auto& call);
 
   FileDescriptor fd_;
   std::deque<Piece<const std::byte>> outgoing_;

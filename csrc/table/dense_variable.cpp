@@ -45,8 +45,7 @@ DenseVariable::DenseVariable(std::span<const float> initial, UpdateRule rule)
   }
 }
 
-template <class Call>
-void DenseVariable::for_each_chunk(std::size_t begin, std::size_t end, Call&& call) {
+void DenseVariable::for_each_chunk(std::size_t begin, std::size_t end, auto&& call) {
   do {
     const std::size_t number = begin / kChunk;
     const std::size_t count = std::min(end, (number + 1) * kChunk) - begin;

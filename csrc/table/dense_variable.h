@@ -56,8 +56,7 @@ class DenseVariable {
 
   // Calls `call(chunk, begin, count)` for the part of each chunk that is in the range, under the
   // chunk's lock.
-  template <class Call>
-  void for_each_chunk(std::size_t begin, std::size_t end, Call&& call);
+  void for_each_chunk(std::size_t begin, std::size_t end, auto&& call);
   void check_range(const char* argument, std::size_t begin, std::size_t count) const;
 
   [[nodiscard]] float* element(std::size_t i) const noexcept {

@@ -44,8 +44,7 @@ bool RowTable::is_expired(const RowIndex::Entry& entry, std::uint32_t step) cons
   return options_.max_age && age_of(entry, step) > *options_.max_age;
 }
 
-template <class Predicate>
-void RowTable::remove_if(Stripe& stripe, Predicate&& is_unwanted) {
+void RowTable::remove_if(Stripe& stripe, auto&& is_unwanted) {
   stripe.index.erase_if([&](const RowIndex::Entry& entry) {
     if (!is_unwanted(entry)) return false;
     std::memcpy(arena_.row(entry.row), &stripe.free_row, sizeof(RowNumber));

@@ -52,16 +52,14 @@ class RowIndex {
     return memory_ ? (mask() + 1) * sizeof(Entry) : 0;
   }
 
-  template <class Visit>
-  void for_each(Visit&& visit) const {
+  void for_each(auto&& visit) const {
     for (std::size_t at = 0; size_ != 0 && at <= mask(); ++at) {
       if (entries()[at].row != 0) visit(entries()[at]);
     }
   }
   // Erases entries for which `is_unwanted(entry)`. The place of an erased entry is checked again;
   // an entry that moved there from the beginning of the table is simply checked twice.
-  template <class Predicate>
-  void erase_if(Predicate&& is_unwanted) {
+  void erase_if(auto&& is_unwanted) {
     for (std::size_t at = 0; size_ != 0 && at <= mask();) {
       Entry& entry = entries()[at];
       if (entry.row != 0 && is_unwanted(entry)) {

@@ -48,8 +48,7 @@ class LockWindow : NonCopyable {
     return next;
   }
   // Leaves the oldest item of the window. Calls `last_call(stripe)` before a lock is released.
-  template <class Call>
-  void leave(Call&& last_call) {
+  void leave(auto&& last_call) {
     Stripe& done = stripe(visited_++);
     if (visited_ < locked_ && &stripe(visited_) == &done) return;
     last_call(done);

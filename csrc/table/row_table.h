@@ -110,8 +110,7 @@ class RowTable {
   void prefetch_place(std::span<const Item> items, std::size_t i) const;
   RowNumber take_row(Stripe& stripe);
   // Erases the rows for which `is_unwanted(entry)`, and frees their memory.
-  template <class Predicate>
-  void remove_if(Stripe& stripe, Predicate&& is_unwanted);
+  void remove_if(Stripe& stripe, auto&& is_unwanted);
   void fill_initial(std::span<float> values, std::uint64_t id) const {
     options_.initializer.fill(values, seed(), options_.first_id + id);
   }

@@ -65,9 +65,7 @@ struct alignas(kCacheLine) CallSite {
   std::array<char, 512 - sizeof(Counter)> text;
 
   void write(const std::string& location) noexcept {
-    const std::size_t length = std::min(location.size(), text.size() - 1);
-    std::copy_n(location.data(), length, text.data());
-    text[length] = '\0';
+    text[location.copy(text.data(), text.size() - 1)] = '\0';
   }
 };
 

@@ -2,7 +2,6 @@
 
 #include <sys/socket.h>
 
-#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -151,8 +150,7 @@ void NetCommunicator::compare() {
 // Every rank calls this when signatures differ, so one more crossing can carry the callers' lines.
 void NetCommunicator::throw_mismatch() {
   std::array<char, 512> own{};
-  const std::string site = options_->caller->location();
-  std::copy_n(site.data(), std::min(site.size(), own.size() - 1), own.data());
+  options_->caller->location().copy(own.data(), own.size() - 1);
   std::vector<std::byte> sites(places_.size() * own.size());
   share(reinterpret_cast<const std::byte*>(own.data()), own.size(), sites.data());
   std::vector<CallOfRank> calls(places_.size());

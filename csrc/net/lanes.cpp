@@ -33,8 +33,7 @@ using Site = std::array<char, 512>;
 
 Site site_of(const Caller& caller) {
   Site site{};
-  const std::string text = caller.location();
-  std::copy_n(text.data(), std::min(text.size(), site.size() - 1), site.data());
+  caller.location().copy(site.data(), site.size() - 1);
   return site;
 }
 

@@ -70,13 +70,10 @@ py::array empty(Endpoint& self, std::size_t bytes) {
 
 // An Endpoint whose communicator is known by its type.
 template <class C>
-class EndpointOf : public Endpoint {
- public:
-  explicit EndpointOf(std::shared_ptr<C> engine) : Endpoint(engine), engine_(std::move(engine)) {}
-  [[nodiscard]] const std::shared_ptr<C>& engine() const noexcept { return engine_; }
+struct EndpointOf : Endpoint {
+  explicit EndpointOf(std::shared_ptr<C> made) : Endpoint(made), engine(std::move(made)) {}
 
- private:
-  std::shared_ptr<C> engine_;
+  const std::shared_ptr<C> engine;
 };
 using HostEndpoint = EndpointOf<HostCommunicator>;     // ranks of one machine
 using NetEndpoint = EndpointOf<net::NetCommunicator>;  // ranks of several machines
@@ -132,10 +129,10 @@ std::unique_ptr<NetEndpoint> make_net(const HostEndpoint& inner, int rank,
   const auto patience = to_duration(timeout);
   const PythonCaller caller;
   caller.may_block();
-  const auto made = std::make_shared<net::NetCommunicator>(inner.engine(), rank, std::move(known),
+  const auto made = std::make_shared<net::NetCommunicator>(inner.engine, rank, std::move(known),
                                                            std::move(connections));
   if (parent != nullptr) {
-    made->set_links(parent->engine()->links());
+    made->set_links(parent->engine->links());
   } else {
     made->measure_links({patience, &caller});
   }
@@ -239,14 +236,14 @@ void bind_host(py::module_& m) {
         return std::make_unique<HostEndpoint>(std::make_shared<HostCommunicator>(
             std::move(machine), members, rank, offsets, std::move(block), tuning));
       }))
-      .def("find_dead", [](HostEndpoint& e) { return e.engine()->find_dead(); })
-      .def_property_readonly("machine", [](HostEndpoint& e) { return e.engine()->machine(); })
-      .def_property_readonly("members", [](HostEndpoint& e) { return e.engine()->members(); })
-      .def_property_readonly("tuning", [](HostEndpoint& e) { return e.engine()->tuning(); });
+      .def("find_dead", [](HostEndpoint& e) { return e.engine->find_dead(); })
+      .def_property_readonly("machine", [](HostEndpoint& e) { return e.engine->machine(); })
+      .def_property_readonly("members", [](HostEndpoint& e) { return e.engine->members(); })
+      .def_property_readonly("tuning", [](HostEndpoint& e) { return e.engine->tuning(); });
 
   py::class_<NetEndpoint, Endpoint>(m, "NetCommunicator")
       .def(py::init(&make_net), py::keep_alive<1, 2>())
-      .def("find_lost", [](NetEndpoint& e) { return e.engine()->find_lost(); });
+      .def("find_lost", [](NetEndpoint& e) { return e.engine->find_lost(); });
 }
 
 }  // namespace fastdist::bindings

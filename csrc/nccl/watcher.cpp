@@ -59,20 +59,16 @@ Watcher::~Watcher() {
   if (state_->thread.joinable()) state_->thread.join();
 }
 
-std::shared_ptr<recorder::Record> Watcher::record(const Signature& signature,
-                                                  const Caller& caller) {
-  recorder::File* const file = recorded_ ? recorder::file.load() : nullptr;
-  if (file == nullptr) return nullptr;
-  auto made = std::make_shared<recorder::Record>(*file, *recorded_, ++calls_, caller.site());
-  made->announce(signature);
-  return made;
-}
-
 void Watcher::enter(const Signature& signature, const CallOptions& options) {
   const std::lock_guard lock(state_->mutex);
   const bool was_idle = state_->calls.empty();
-  state_->calls.push_back(
-      {signature, options.timeout, Clock::now(), nullptr, record(signature, *options.caller)});
+  std::shared_ptr<recorder::Record> record;
+  if (recorder::File* const file = recorded_ ? recorder::file.load() : nullptr) {
+    record =
+        std::make_shared<recorder::Record>(*file, *recorded_, ++calls_, options.caller->site());
+    record->announce(signature);
+  }
+  state_->calls.push_back({signature, options.timeout, Clock::now(), nullptr, std::move(record)});
   if (!state_->thread.joinable()) state_->thread = std::thread([this] { loop(); });
   if (was_idle) state_->changed.notify_all();
 }

@@ -97,8 +97,6 @@ class Watcher {
     std::thread thread;
   };
 
-  [[nodiscard]] std::shared_ptr<recorder::Record> record(const Signature& signature,
-                                                         const Caller& caller);
   void loop();
   // Removes the calls at the front that have finished.
   void drop_done(std::unique_lock<std::mutex>& lock);

@@ -26,6 +26,7 @@ struct NcclCommunicator::Transfer {
 
 void NcclCommunicator::move_buckets(const cuda::BucketPlan& plan, const Transfer& transfer,
                                     const CallOptions& options) {
+  const OutsideGroups outside(*this);
   const auto& buckets = plan.buckets;
   if (buckets.empty()) return;
   const StreamHandle stream = stream_of(options);
@@ -95,15 +96,12 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
       return op == ReduceOp::kMean && (wire || is_sent_as_sum(dtype));
     };
     const auto sent_as = [&](DType dtype) { return divides(dtype) ? ReduceOp::kSum : op; };
-    {
-      const OutsideGroups outside(*this);
-      move_buckets(plan,
-                   {in, out, divides,
-                    [&](const TensorView& bucket) {
-                      reduce_one(bucket, bucket, sent_as(bucket.dtype), std::nullopt, options);
-                    }},
-                   options);
-    }
+    move_buckets(plan,
+                 {in, out, divides,
+                  [&](const TensorView& bucket) {
+                    reduce_one(bucket, bucket, sent_as(bucket.dtype), std::nullopt, options);
+                  }},
+                 options);
     if (!plan.alone.empty()) {
       Group alone(*this);
       for (const std::size_t i : plan.alone) reduce_one(in[i], out[i], op, std::nullopt, options);
@@ -115,8 +113,7 @@ void NcclCommunicator::all_reduce_fused(TensorViews in, TensorViews out, ReduceO
 
 void NcclCommunicator::broadcast(TensorViews in, TensorViews out, int root,
                                  const CallOptions& options) {
-  const Signature signature =
-      signature_of({.op = Op::kBroadcast, .root = static_cast<std::int16_t>(root)}, out);
+  const Signature signature = signature_of(rooted(Op::kBroadcast, root), out);
   const auto send = [&](const TensorView& from, const TensorView& to) {
     if (to.count == 0) return;
     enqueue(functions().broadcast, "ncclBroadcast", options, from.data, to.data, to.bytes(),
@@ -129,14 +126,11 @@ void NcclCommunicator::broadcast(TensorViews in, TensorViews out, int root,
     const cuda::BucketPlan plan = cuda::plan_buckets(in, std::nullopt, kDefaultBucketBytes);
     const bool is_root = rank_ == root;
     const bool in_place = in.data() == out.data();
-    {
-      const OutsideGroups outside(*this);
-      move_buckets(
-          plan,
-          {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out,
-           [](DType) { return false; }, [&](const TensorView& bucket) { send(bucket, bucket); }},
-          options);
-    }
+    move_buckets(
+        plan,
+        {is_root ? in : TensorViews{}, is_root && in_place ? TensorViews{} : out,
+         [](DType) { return false; }, [&](const TensorView& bucket) { send(bucket, bucket); }},
+        options);
     if (!plan.alone.empty()) {
       Group alone(*this);
       for (const std::size_t i : plan.alone) send(in[i], out[i]);

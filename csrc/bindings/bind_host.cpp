@@ -60,12 +60,11 @@ using host::Tuning;
 
 // Returns an array of bytes in memory that the communicator can use in place.
 py::array empty(Endpoint& self, std::size_t bytes) {
-  auto owner = std::make_unique<std::shared_ptr<void>>();
-  std::byte* const data = self.communicator().allocate(bytes, *owner);
-  const py::capsule capsule(owner.release(),
-                            [](void* p) { delete static_cast<std::shared_ptr<void>*>(p); });
-  return py::array(py::dtype::of<std::uint8_t>(), {bytes}, {std::size_t{1}},
-                   reinterpret_cast<std::uint8_t*>(data), capsule);
+  using Memory = std::shared_ptr<std::byte>;
+  auto owner = std::make_unique<Memory>(self.communicator().allocate(bytes));
+  auto* const data = reinterpret_cast<std::uint8_t*>(owner->get());
+  const py::capsule capsule(owner.release(), [](void* p) { delete static_cast<Memory*>(p); });
+  return py::array(py::dtype::of<std::uint8_t>(), {bytes}, {std::size_t{1}}, data, capsule);
 }
 
 // An Endpoint whose communicator is known by its type.

@@ -112,8 +112,8 @@ class BlockingCommunicator : public Communicator {
   [[nodiscard]] virtual std::optional<int> find_lost() const noexcept = 0;
   // Returns true if rank p has closed its communicator. Thread-safe.
   [[nodiscard]] virtual bool has_closed(int p) const noexcept = 0;
-  // Allocates memory that calls use with the fewest copies, until `owner` is released.
-  [[nodiscard]] virtual std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) = 0;
+  // Allocates memory that calls use with the fewest copies.
+  [[nodiscard]] virtual std::shared_ptr<std::byte> allocate(std::size_t bytes) = 0;
 };
 
 }  // namespace fastdist

@@ -95,12 +95,10 @@ void HostCommunicator::close() noexcept {
   mark_waits_for_this_rank();
 }
 
-std::byte* HostCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& owner) {
+std::shared_ptr<std::byte> HostCommunicator::allocate(std::size_t bytes) {
   check_usable();
-  auto block = std::make_shared<SharedBlock>(machine_, me().machine_rank, bytes);
-  std::byte* const data = block->data();
-  owner = std::move(block);
-  return data;
+  const auto block = std::make_shared<SharedBlock>(machine_, me().machine_rank, bytes);
+  return {block, block->data()};
 }
 
 // True if there are more ranks than cores. Ranks may be bound to cores, so the number of cores is

@@ -55,7 +55,7 @@ class HostCommunicator final : public BlockingCommunicator {
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
   void close() noexcept override;
   void count_submitted(int change) noexcept override { submitted_.fetch_add(change); }
-  [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
+  [[nodiscard]] std::shared_ptr<std::byte> allocate(std::size_t bytes) override;
   // Returns another rank whose process has died in use of the communicator. Thread-safe.
   [[nodiscard]] std::optional<int> find_dead() const noexcept;
   // Sets the numbers of the ranks in errors, for ranks that are part of a job of `job_size` ranks.

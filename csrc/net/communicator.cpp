@@ -52,9 +52,9 @@ void NetCommunicator::close() noexcept {
   inner_->close();
 }
 
-std::byte* NetCommunicator::allocate(std::size_t bytes, std::shared_ptr<void>& owner) {
+std::shared_ptr<std::byte> NetCommunicator::allocate(std::size_t bytes) {
   check_usable();
-  return inner_->allocate(bytes, owner);
+  return inner_->allocate(bytes);
 }
 
 // Runs a collective. A small `payload` travels with the record if there is a `finish_payload`,

@@ -80,7 +80,7 @@ class NetCommunicator final : public BlockingCommunicator {
   void count_submitted(int change) noexcept override { submitted_.fetch_add(change); }
   [[nodiscard]] bool has_closed(int p) const noexcept override;
   [[nodiscard]] std::optional<int> find_lost() const noexcept override;
-  [[nodiscard]] std::byte* allocate(std::size_t bytes, std::shared_ptr<void>& owner) override;
+  [[nodiscard]] std::shared_ptr<std::byte> allocate(std::size_t bytes) override;
 
   void all_reduce(TensorViews in, TensorViews out, ReduceOp op,
                   const CallOptions& options) override {
@@ -179,16 +179,15 @@ class NetCommunicator final : public BlockingCommunicator {
    public:
     std::byte* of(host::HostCommunicator& inner, std::size_t bytes) {
       if (bytes > bytes_) {
-        owner_.reset();
-        data_ = inner.allocate(bytes, owner_);
+        memory_.reset();
+        memory_ = inner.allocate(bytes);
         bytes_ = bytes;
       }
-      return data_;
+      return memory_.get();
     }
 
    private:
-    std::shared_ptr<void> owner_;
-    std::byte* data_ = nullptr;
+    std::shared_ptr<std::byte> memory_;
     std::size_t bytes_ = 0;
   };
 

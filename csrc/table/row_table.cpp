@@ -148,7 +148,14 @@ void RowTable::visit(std::span<const Item> items, std::uint32_t step, Call&& cal
 
 template <RowTable::Access kAccess>
 std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step) {
-  if (!striping_.hashed) return find_fixed<kAccess>(key);
+  if (!striping_.hashed) {
+    std::byte* row = arena_.row(static_cast<RowNumber>(key));
+    if (written_.contains(key)) return row;
+    if (kAccess != Access::kCreate) return nullptr;
+    write_initial(row, key);
+    written_.insert(key);
+    return row;
+  }
   RowIndex::Entry* entry = stripe.index.find(key);
   if (entry == nullptr) {
     if (kAccess != Access::kCreate) return nullptr;
@@ -164,16 +171,6 @@ std::byte* RowTable::find(Stripe& stripe, std::uint64_t key, std::uint32_t step)
   const bool is_later = has_limits() && static_cast<std::int32_t>(step - entry->stamp) > 0;
   if (kAccess != Access::kPeek && is_later) entry->stamp = step;
   return arena_.row(entry->row);
-}
-
-template <RowTable::Access kAccess>
-std::byte* RowTable::find_fixed(std::uint64_t id) {
-  std::byte* row = arena_.row(static_cast<RowNumber>(id));
-  if (written_.contains(id)) return row;
-  if (kAccess != Access::kCreate) return nullptr;
-  write_initial(row, id);
-  written_.insert(id);
-  return row;
 }
 
 RowNumber RowTable::take_row(Stripe& stripe) {

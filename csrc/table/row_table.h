@@ -105,8 +105,6 @@ class RowTable {
   void visit(std::span<const Item> items, std::uint32_t step, Call&& call);
   template <Access kAccess>
   std::byte* find(Stripe& stripe, std::uint64_t key, std::uint32_t step);
-  template <Access kAccess>
-  std::byte* find_fixed(std::uint64_t id);
   void prefetch_place(std::span<const Item> items, std::size_t i) const;
   RowNumber take_row(Stripe& stripe);
   // Erases the rows for which `is_unwanted(entry)`, and frees their memory.

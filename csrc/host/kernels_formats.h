@@ -168,6 +168,7 @@ struct Complex {
 };
 
 // --- operations on single values and on vectors -----------------------------------------------
+// Those of small integers give an int, which the caller casts.
 
 struct Sum {
   static auto apply(const auto& a, const auto& b) { return a + b; }

@@ -179,6 +179,7 @@ class NetCommunicator final : public BlockingCommunicator {
    public:
     std::byte* of(host::HostCommunicator& inner, std::size_t bytes) {
       if (bytes > bytes_) {
+        bytes_ = 0;  // without memory, if allocating throws
         memory_.reset();
         memory_ = inner.allocate(bytes);
         bytes_ = bytes;

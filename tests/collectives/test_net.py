@@ -161,6 +161,28 @@ def test_ranks_must_agree_on_compression() -> None:
     MachineThreads(((0,), (1,))).run(other_compression)
 
 
+def go_on_after_memory_is_full(comm: Communicator) -> float:
+    def summed(count: int) -> float:
+        arrays = [np.full(count, comm.rank + 1.0, np.float16) for _ in range(2)]
+        comm.all_reduce(arrays)
+        return float(arrays[1][-1])
+
+    summed(2000)
+    held, size = [], 1 << 46
+    while size >= 1 << 16:
+        try:
+            held.append(comm.empty(size, np.uint8))
+        except MemoryError:
+            size //= 2
+    with pytest.raises(MemoryError, match="bytes left"):
+        summed(1 << 20)
+    return summed(2000)
+
+
+def test_calls_go_on_after_memory_is_full() -> None:
+    assert MachineThreads(((0,), (1,))).run(go_on_after_memory_is_full) == [3.0, 3.0]
+
+
 def check_compared_with_others(comm: Communicator) -> int:
     """Compare a call of another engine, as for arrays on GPUs."""
 

@@ -198,6 +198,17 @@ def test_a_call_that_is_not_captured_is_measured_without_a_graph(stream: StreamD
     assert worker.check() == 0
 
 
+def test_a_case_does_not_wait_for_the_stalls_of_the_last(stream: StreamDevice) -> None:
+    worker = Worker(OneRankOnAStream(stream, 0))
+    (case,) = array_cases("all_reduce", (64,), 1, array="torch")
+    worker.prepare(case)
+    assert worker._batches is not None
+    first = worker._batches.copies
+    worker._batches.copies *= 8
+    worker.prepare(case)
+    assert worker._batches.copies == first
+
+
 def test_a_corrupted_list_on_a_stream_is_found_out(stream: StreamDevice) -> None:
     worker = Worker(OneRankOnAStream(stream, 2))
     worker.prepare(list_case("resnet50", "int8", "sum", "torch"))

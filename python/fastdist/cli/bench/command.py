@@ -190,9 +190,8 @@ def _plan_report(options: argparse.Namespace) -> Plan:
     others, missing = peers.find_peers(peers.PEER_NAMES, ranks)
     report = Report(ranks, machine_facts(), {}, missing)
     engines = [peers.fastdist_engine(ranks), *others]
-    return Plan(
-        report, report_cases(ranks), _REPORT_EFFORT, engines, [out, out.with_suffix(".json")]
-    )
+    files = [out, out.with_suffix(".json")]
+    return Plan(report, report_cases(ranks), _REPORT_EFFORT, engines, files)
 
 
 def _run_report(options: argparse.Namespace, plan: Plan) -> None:

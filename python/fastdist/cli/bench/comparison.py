@@ -42,10 +42,8 @@ class RecordedRun:
 
 def _samples(figures: Mapping[str, Any]) -> list[float]:
     samples = [float(us) for us in figures["samples_us"]]
-    if len(samples) != SAMPLES:
-        raise ValueError(f"expected {SAMPLES} samples, got {len(samples)}")
-    if not all(0 < us < math.inf for us in samples):
-        raise ValueError(f"expected samples above 0, got {samples}")
+    if len(samples) != SAMPLES or not all(0 < us < math.inf for us in samples):
+        raise ValueError(f"expected {SAMPLES} samples above 0, got {samples}")
     return samples
 
 
@@ -63,8 +61,8 @@ def compare(old: RecordedRun, new: RecordedRun) -> list[dict[str, Any]]:
     for case in (case for case in old.samples if case in new.samples):
         samples = [run.samples[case]["fastdist"] for run in (old, new)]
         factor = ratio_interval(*samples)
-        percents = (100 * (x - 1) for x in (factor.estimate, factor.low, factor.high))
-        estimate, low, high = (round(percent, 2) for percent in percents)
+        percents = [100 * (x - 1) for x in (factor.estimate, factor.low, factor.high)]
+        estimate, low, high = percents
         found = f"no change found, 95 %: {-low:.0f} % faster to {high:.0f} % slower"
         if low > 0:
             found = f"{estimate:.0f} % slower, 95 %: {low:.0f} to {high:.0f}"
@@ -72,7 +70,8 @@ def compare(old: RecordedRun, new: RecordedRun) -> list[dict[str, Any]]:
             found = f"{-estimate:.0f} % faster, 95 %: {-high:.0f} to {-low:.0f}"
         unstable = any(median_interval(each).is_unstable for each in samples)
         word = f"{case.title}: {found}{' (unstable)' if unstable else ''}"
-        change = {"case": case.title, "percent": estimate, "low": low, "high": high}
+        figures = zip(("percent", "low", "high"), percents, strict=True)
+        change = {"case": case.title} | {name: round(x, 2) for name, x in figures}
         changes.append(change | {"unstable": unstable, "word": word})
     return changes
 

@@ -22,6 +22,7 @@ from fastdist.collectives.engines import nccl_library
 Array = Any  # a numpy array or a torch tensor
 Block = npt.NDArray[Any]
 Call = Callable[[], object]
+Transfer = Callable[[Array, int], object]  # of an array, to or from a rank
 
 _BUCKET_BYTES = 25 << 20
 
@@ -129,12 +130,7 @@ class Driver:
 
 
 def _ring_call(
-    rank: int,
-    world_size: int,
-    send: Callable[[Array, int], object],
-    passes: Array,
-    recv: Callable[[Array, int], object],
-    gets: Array,
+    rank: int, world_size: int, send: Transfer, passes: Array, recv: Transfer, gets: Array
 ) -> Call:
     """Return `send_recv` by blocking calls; without a deadlock, as odd ranks receive first."""
     to, source = (rank + 1) % world_size, (rank - 1) % world_size

@@ -99,11 +99,8 @@ def _find_mpi(name: str, ranks: int) -> Engine | str:
     site_packages = _site_packages(prefix)
     if site_packages is not None and os.path.exists(mpiexec):
         environment[prefix_variable] = str(prefix)
-        for variable, folder in (
-            ("PATH", prefix / "bin"),
-            ("PYTHONPATH", site_packages),
-            ("LD_LIBRARY_PATH", prefix / "lib"),
-        ):
+        folders = {"PATH": prefix / "bin", "LD_LIBRARY_PATH": prefix / "lib"}
+        for variable, folder in (folders | {"PYTHONPATH": site_packages}).items():
             rest = os.environ.get(variable)
             environment[variable] = f"{folder}{os.pathsep}{rest}" if rest else str(folder)
     else:

@@ -104,5 +104,4 @@ def _draw_curves(report: Report, axes: Any, value: Callable[[Row, float], float]
     axes.grid(True, color=_GRID_COLOR, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=_TEXT_COLOR, length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)

@@ -91,9 +91,9 @@ class Table:
         return [f"{names}{above}".rstrip(), units + len(self._peers) * heads]
 
     def row(self, row: Row) -> list[str]:
-        """Format a row: one line, or one more for each peer; and reasons for missing figures.
+        """Format a row: one line, or one more for each peer; then notes of it.
 
-        A reason is given once in a table.
+        Notes are reasons for missing figures, each once in a table, and peers' wrong results.
         """
         lines = [_line(self._ours, (cell(row) for _, _, cell in self._ours.values()))]
         for other in row.others:
@@ -106,6 +106,8 @@ class Table:
             if not note.endswith(": ") and note not in self._noted:
                 lines.append(note)
                 self._noted.add(note)
+            if measured.wrong and measured is not row.ours:
+                lines.append(f"# {measured.engine}: {measured.wrong} elements wrong")
         return [line.rstrip() for line in lines]
 
 
@@ -135,7 +137,7 @@ def _times_as_fast(row: Row, other: Measurement) -> str:
 def footing(report: Report) -> list[str]:
     """Return the lines below the table: floor, units, warnings."""
     on_gpu, sharing = report.placement is not None, report.placement and report.placement.sharing
-    is_apart = on_gpu and not sharing
+    is_apart, fits_caches = on_gpu and not sharing, any(row.fits_caches for row in report.rows)
     moved = f"{report.copy_gb_per_s:.1f} GB/s (read and written)"
     copies = f"{report.ranks} ranks copying at once move {moved}"
     notes = [
@@ -143,10 +145,7 @@ def footing(report: Report) -> list[str]:
         (not is_apart, f"{copies}; floor: % of the speed at this bandwidth"),
         (is_apart, copies),
         (is_apart, "floor -: each rank has a GPU of its own"),
-        (
-            any(row.fits_caches for row in report.rows),
-            "floor -: the caches hold the buffers of all ranks",
-        ),
+        (fits_caches, "floor -: the caches hold the buffers of all ranks"),
         (any(row.others for row in report.rows), "ratio: the peer's time divided by fastdist's"),
         (on_gpu, "p50, p99: work on the GPU, between events; host: time until a call returns"),
         (on_gpu, "graph: replay of a CUDA graph with the call; -: no graph"),
@@ -237,6 +236,7 @@ def page(report: Report, recorded: dict[str, Any]) -> str:
 
     template = importlib.resources.files(__package__).joinpath("page.html")
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     environment.filters |= {"time": format_time, "digits": digits}
     all_reduces = [row for row in report.rows if row.case.collective == "all_reduce"]
     of_one_array = [row for row in all_reduces if not row.case.model]

@@ -7,7 +7,7 @@ integers are exact in every dtype for dozens of ranks. Results are periodic too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from fastdist.cli.bench.cases import ROOT
 from fastdist.cli.bench.drivers import Array, ArrayLibrary
 
 Period = npt.NDArray[Any]
+Part = tuple[Period, int]  # what it repeats, from which element on
 
 _PERIOD = 1009
+_PIECE = 1 << 16  # elements that are written or compared at once
 
 
 class Inputs:
@@ -60,33 +62,37 @@ def filled_inputs(world_size: int, iteration: int, dtype: str, redop: str) -> In
     return Inputs([np.array([value]) for value in values], dtype, redop)
 
 
-def _part(period: Period, begin: int, length: int) -> Period:
-    return np.resize(np.roll(period, -begin), length)
+def _pieces(length: int, parts: Sequence[Part]) -> Iterator[tuple[slice, Period]]:
+    """Yield pieces of an array of equal parts, and the elements of each."""
+    length //= len(parts)
+    for number, (period, first) in enumerate(parts):
+        for start in range(0, length, _PIECE):
+            begin, end = number * length + start, number * length + min(start + _PIECE, length)
+            yield slice(begin, end), np.resize(np.roll(period, -first - start), end - begin)
 
 
 def write_input(library: ArrayLibrary, arrays: Sequence[Array], inputs: Inputs, rank: int) -> None:
     """Fill a list of arrays, one after the other, with this rank's input."""
     begin = 0
     for flat in (array.reshape(-1) for array in arrays):
-        library.write(flat, _part(inputs.ranks[rank], begin, len(flat)))
+        for piece, elements in _pieces(len(flat), [(inputs.ranks[rank], begin)]):
+            library.write(flat[piece], elements)
         begin += len(flat)
 
 
-def _expected(collective: str, rank: int, inputs: Inputs, begin: int, length: int) -> Period:
-    """Return `length` elements of a rank's result, of a list from element `begin` on."""
-    block = length // len(inputs.ranks)
+def _parts(collective: str, rank: int, inputs: Inputs, begin: int, length: int) -> list[Part]:
+    """Return the parts of a rank's result, of a list from element `begin` on."""
     if collective in ("all_gather", "gather", "all_to_all"):
-        first = rank * block if collective == "all_to_all" else 0
-        return np.concatenate([_part(period, first, block) for period in inputs.ranks])
-    period, first = {
-        "all_reduce": (inputs.reduced, begin),
-        "reduce": (inputs.reduced, 0),
-        "broadcast": (inputs.ranks[ROOT], 0),
-        "scatter": (inputs.ranks[ROOT], rank * length),
-        "reduce_scatter": (inputs.reduced, rank * length),
-        "send_recv": (inputs.ranks[rank - 1], 0),
+        first = rank * (length // len(inputs.ranks)) if collective == "all_to_all" else 0
+        return [(period, first) for period in inputs.ranks]
+    return {
+        "all_reduce": [(inputs.reduced, begin)],
+        "reduce": [(inputs.reduced, 0)],
+        "broadcast": [(inputs.ranks[ROOT], 0)],
+        "scatter": [(inputs.ranks[ROOT], rank * length)],
+        "reduce_scatter": [(inputs.reduced, rank * length)],
+        "send_recv": [(inputs.ranks[rank - 1], 0)],
     }[collective]
-    return _part(period, first, length)
 
 
 def count_wrong(
@@ -95,11 +101,12 @@ def count_wrong(
     """Count the wrong elements of a rank's results, of one array or of a list."""
     wrong = begin = 0
     for flat in (array.reshape(-1) for array in arrays):
-        got = library.read(flat)
-        expected = _expected(collective, rank, inputs, begin, len(flat))
-        if not np.array_equal(got, expected):  # several times as fast as the tolerance
-            error = np.abs(got - expected, dtype=np.float64)
-            is_right = error <= inputs.tolerance * np.abs(expected)
-            wrong += int(np.count_nonzero(~is_right))
+        parts = _parts(collective, rank, inputs, begin, len(flat))
+        for piece, expected in _pieces(len(flat), parts):
+            got = library.read(flat[piece])
+            if not np.array_equal(got, expected):  # several times as fast as the tolerance
+                error = np.abs(got - expected, dtype=np.float64)
+                is_right = error <= inputs.tolerance * np.abs(expected)
+                wrong += int(np.count_nonzero(~is_right))
         begin += len(flat)
     return wrong

@@ -48,7 +48,7 @@ class Batches:
     def __init__(self, gpu: Any) -> None:
         self._gpu = gpu
         self._lead: Call = gpu.copy_call(_LEAD_BYTES)
-        self._copies = _FIRST_LEAD
+        self.copies = _FIRST_LEAD  # of a lead; longer after one that was too short
         self._events = [(gpu.event(), gpu.event()) for _ in range(_MOST_IN_BATCH)]
         self._behind = gpu.event()
 
@@ -58,7 +58,7 @@ class Batches:
         host_ns: list[int] = []
         for first in range(0, len(prepare), most):
             batch = list(zip(prepare[first : first + most], self._events, strict=False))
-            for _ in range(self._copies):
+            for _ in range(self.copies):
                 self._lead()
             self._behind.record()
             for before, (start, end) in batch:
@@ -69,7 +69,7 @@ class Batches:
                 host_ns.append(perf_counter_ns() - called)
                 end.record()
             if self._behind.query():  # this lead was too short
-                self._copies = min(_MOST_LEAD, 2 * self._copies)
+                self.copies = min(_MOST_LEAD, 2 * self.copies)
             self._gpu.synchronize()
             work_ns += [int(start.elapsed_time(end) * 1e6) for _, (start, end) in batch]
         return work_ns, host_ns
@@ -91,7 +91,8 @@ class Worker:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._times_ns = times_ns if driver.gpu is None else Batches(driver.gpu).times_ns
+        self._batches = None if driver.gpu is None else Batches(driver.gpu)
+        self._times_ns = times_ns if self._batches is None else self._batches.times_ns
         self._copy: Call | None = None
 
     def bind(self, cores: Sequence[int]) -> None:
@@ -108,6 +109,8 @@ class Worker:
         self._passes: list[Array] = []
         self._gets: list[Array] = []
         driver, gpu = self._driver, self._driver.gpu
+        if self._batches is not None:
+            self._batches.copies = _FIRST_LEAD  # a stall in one case is not that of the next
         try:
             self._case, self._library = case, driver.arrays(case.array)
             if case.model:

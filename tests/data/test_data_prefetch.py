@@ -18,6 +18,7 @@ from data_jobs import Counting, Exchange, alone, distribute_dataset, layouts, on
 from fastdist.data import Files
 from fastdist.data.distributed import read_ahead
 from fastdist.data.input_context import InputLayout
+from launched import wait_until
 from torch.utils.data import Dataset, IterableDataset
 
 
@@ -30,13 +31,6 @@ def _no_thread_is_left() -> Iterator[None]:
     yield
     gc.collect()
     assert prefetch_threads() == []
-
-
-def wait_until(condition: Any) -> None:
-    limit = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("depth", [1, 3])

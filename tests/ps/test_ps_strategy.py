@@ -129,18 +129,18 @@ def test_values_that_the_last_step_has_not_brought(one_worker: PsCluster, tmp_pa
         optimizers = [sgd(model.parameters()) for model in models]
     began, go_on = tmp_path / "began", tmp_path / "go_on"
 
-    def wait_until(path: Path) -> None:
+    def await_file(path: Path) -> None:
         while not path.exists():
             time.sleep(0.05)
 
     def step_of_one() -> None:
         began.touch()
-        wait_until(go_on)
+        await_file(go_on)
         models[0](torch.ones(1, 2)).sum().backward()
         optimizers[0].step()
 
     coordinator.schedule(step_of_one)
-    wait_until(began)
+    await_file(began)
     items = strategy._models[0].sharded[1].assignment(np.full((1, 2), 7.0))
     strategy.client.wait_all(begin_assign(strategy.client, items))  # as another worker would
     seen = coordinator.schedule(lambda: models[1].weight.tolist())

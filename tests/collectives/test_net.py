@@ -279,7 +279,7 @@ def test_a_lost_connection_is_no_death(which: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_children_have_no_connections() -> None:
-    """What has the same number later is no connection."""
+    """A file that has the number of a connection later is none."""
 
     def is_closed_in_child() -> bool:
         if (pid := os.fork()) == 0:

@@ -15,6 +15,9 @@ def chief_only(callback: Any) -> Any:
     together. What it changes in `on_train_begin` (weights, the optimizer's state, the epoch to
     begin with) and `stop_training` reach all replicas.
 
+    Args:
+        callback: a `keras.callbacks.Callback`.
+
     Examples:
         >>> import os
         >>> os.environ["KERAS_BACKEND"] = "torch"

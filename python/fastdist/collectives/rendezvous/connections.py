@@ -123,7 +123,7 @@ class _Meeting:
         self._purposes = [STREAM if each == machines[rank] else STREAM + 1 for each in machines]
         self._purposes[rank] = 0
         self.found: list[list[socket.socket | None]] = [[None] * 3 for _ in machines]
-        self._outages: dict[int, str] = {}  # the last error of connecting to a rank, after a colon
+        self._outages: dict[int, str] = {}  # the last error of connecting to a rank
         # Not epoll, in which a closed connection stays while a forked child has it too.
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
@@ -215,7 +215,7 @@ class _Meeting:
     def _fail(self, connection: socket.socket, rank: int, purpose: int, error: int) -> None:
         """Try again later if the error may pass: a cable may be unplugged briefly."""
         self._close(connection)
-        self._outages[rank] = f": {os.strerror(error)}"
+        self._outages[rank] = os.strerror(error)
         if error not in _PASSING:
             raise PeerFailureError(
                 f"rank {self._rank} cannot connect to rank {rank} at {self._endpoint(rank)}: "
@@ -302,7 +302,8 @@ class _Meeting:
 
     def _raise_late(self) -> None:
         ranks = self._missing()
-        names = [f"{r} ({self._addresses[r][0]}{self._outages.get(r, '')})" for r in ranks]
+        outages = {rank: f": {outage}" for rank, outage in self._outages.items()}
+        names = [f"{rank} ({self._addresses[rank][0]}{outages.get(rank, '')})" for rank in ranks]
         raise CollectiveTimeoutError(
             f"rank {self._rank} at {self._addresses[self._rank][0]} could not connect in time to "
             f"rank {', '.join(names)}; has it died, or is a firewall between the machines?",
